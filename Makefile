@@ -1,10 +1,10 @@
-# The commands of README.md. Everything they install comes from Debian's and PyPI's packages
-# (tools/setup.sh); everything they build lies under build/<preset>.
+# The commands of README.md. They install only packages of Debian and PyPI (tools/setup.sh), and build in
+# build/<preset>.
 PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -18,7 +18,7 @@ demo:
 	$(timed) training $(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
 	@tools/times.sh report
 
-# The libraries and all that a test runs; not the benchmarks.
+# The libraries and everything that tests run; not the benchmarks.
 test:
 	@tools/times.sh begin
 	$(timed) "setting up" tools/setup.sh
@@ -27,11 +27,11 @@ test:
 	$(timed) testing env JOBS=$(JOBS) tools/run_tests.sh $(PRESET) || { tools/times.sh report; exit 1; }
 	@tools/times.sh report
 
-# The same with every product of worlds, options and models: three times as long.
+# `make test` with every product of worlds, options and models: three times as long.
 matrix: export TESSERA_TEST_MATRIX = full
 matrix: test
 
-# Against Python's wrappers, side by side; see docs/benchmarks.md. BENCH=--quick takes a quarter of an hour.
+# Compares with Python's wrappers; see docs/benchmarks.md. BENCH=--quick takes a quarter of an hour.
 BENCH ?=
 bench: setup
 	@$(configure) -DTESSERA_BUILD_BENCH=ON >/dev/null
@@ -39,7 +39,8 @@ bench: setup
 	@bench/compare/setup.sh
 	@tools/python.sh bench/compare/compare.py --build $(BUILD) $(BENCH)
 
-# The same over a link of so many Mbit/s, between network namespaces: as root. HOSTS="--hosts 2 --rounds 1" takes less.
+# The comparison over a link of --mbit Mbit/s, between network namespaces; needs root. HOSTS="--hosts 2 --rounds 1"
+# takes less.
 HOSTS ?= --hosts 2 3 4 --mbit 1000 10000
 bench-hosts: setup
 	@[ "$$(id -u)" = 0 ] || { echo "bench-hosts: needs root, for network namespaces" >&2; exit 2; }
@@ -48,7 +49,7 @@ bench-hosts: setup
 	@tools/python.sh -c 'import torch'
 	@bench/hosts.py --train-step $(BUILD)/bench/train_step $(HOSTS)
 
-# What Python writes we read, and the other way round. Sets up .deps/python the first time.
+# Exchanges files with Python in both directions. Sets up .deps/python the first time.
 interop: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
 	@$(compile) interop_program tessera_command
@@ -62,20 +63,20 @@ interop: setup
 	@tools/python.sh --with peft tests/exported/finetune_test.py $(BUILD)/examples/finetune
 	@$(MAKE) --no-print-directory finetune FINETUNE='--stage 3 --steps 20'
 
-# tools/tessera-convert on files that DeepSpeed and FairScale write. Installs both the first time.
+# Runs tools/tessera-convert on files written by DeepSpeed and FairScale. Installs both the first time.
 interop-peers: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
 	@$(compile) interop_program tessera_command
 	@bench/compare/setup.sh
 	@tools/python.sh tests/interop/convert_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera Peers
 
-# Models of transformers, torchvision, timm and others, exported and trained here as Python trains them.
+# Exports models of transformers, torchvision, timm and others, and compares training with Python's.
 zoo: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
 	@$(compile) exported_program
 	@tools/python.sh --with zoo tests/exported/zoo.py $(BUILD)/tests/exported/exported_program
 
-# A small Llama of transformers, exported, trained on 2 ranks and loaded in transformers again.
+# Exports a small Llama of transformers, trains it on 2 ranks and loads it in transformers again.
 FINETUNE ?= --stage 3 --steps 300
 finetune: setup
 	@$(configure) -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
@@ -85,14 +86,14 @@ finetune: setup
 	  --ids out/finetune/ids.safetensors --characters --prompt 'And Jesus said ' --out out/finetune $(FINETUNE)
 	@tools/python.sh examples/finetune/finetune.py check out/finetune
 
-# One of several saving processes killed at a random moment, 300 times; resumed by another number each time.
+# Kills one of several saving processes at a random moment, 300 times; another number of processes resumes each time.
 kill: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
 	@$(compile) checkpoint_tests
 	@TESSERA_KILL_ROUNDS=300 $(BUILD)/tests/checkpoint/checkpoint_tests --gtest_filter=CheckpointKilled.OneOfSeveralProcessesAtATime
 
-# The readers of checkpoints and archives against damaged and hostile input, and graphs that were changed at random,
-# for a minute each.
+# Fuzzes the readers of checkpoints and archives with damaged and hostile input, and with graphs changed at random, for
+# a minute each.
 FUZZ_SECONDS ?= 60
 fuzz: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
@@ -100,7 +101,7 @@ fuzz: setup
 	@$(BUILD)/tests/checkpoint/fuzz/run $(FUZZ_SECONDS)
 	@TESSERA_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BUILD)/tests/exported/exported_tests --gtest_filter='Archive.Graphs*'
 
-# Training loops drawn at random, by every wrapper: so many, from a seed on.
+# Runs LOOPS random training loops by every wrapper, from seed SEED.
 LOOPS ?= 200
 SEED  ?= 1
 loops: setup
@@ -108,7 +109,7 @@ loops: setup
 	@$(compile) loops_tests
 	@TESSERA_LOOP_PROGRAMS=$(LOOPS) TESSERA_LOOP_SEED=$(SEED) $(BUILD)/tests/loops/loops_tests --gtest_brief=1 --gtest_filter='*Drawn.*'
 
-# The tests on the simulated accelerator, whose streams are late otherwise each time. A failure prints its seed.
+# Runs the tests on the simulated accelerator with other delays for each seed. A failure prints its seed.
 SEEDS ?= 11 12 13 14 15 16 17 18
 seeds: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON >/dev/null
@@ -128,25 +129,25 @@ docs:
 	@tools/setup.sh docs
 	@tools/docs.sh
 
-# The archive, the Debian package and Conan's, out of what is built, each tried by a program.
+# Makes the archive, the Debian package and Conan's from the build, and tries each with a program.
 packages: build
 	@tools/check_packages.sh
 
-# The same, and Conan builds it out of its own copy of the tree: three minutes more.
+# `make packages`, and Conan builds its own copy of the tree: three minutes more.
 conan: build
 	@tools/check_packages.sh create
 
-# Against the newest libtorch as well: compiles, and trains to the same losses.
+# Compiles with the newest libtorch, and compares losses.
 newest:
 	@tools/newest_torch.sh
 
-# The page of `tessera plan --html`, in chromium.
+# Tests the page of `tessera plan --html` in chromium.
 plan-page: setup
 	@$(configure) >/dev/null
 	@$(compile) tessera_command
 	@tools/check_plan_page.sh $(BUILD)
 
-# Does a clean build in another clone get its objects from ccache?
+# Checks that a clean build in another clone takes its objects from ccache.
 ccache-check: setup
 	@tools/ccache_check.sh
 
@@ -158,6 +159,10 @@ check-format:
 
 tidy: setup
 	@tools/tidy.sh
+
+# Structure, English and commit subjects in figures, with the ratchet and the goal of each.
+figures:
+	@tools/figures.py
 
 clean:
 	@rm -rf build

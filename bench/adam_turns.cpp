@@ -9,8 +9,8 @@
 #include <iostream>
 #include <string>
 
-#include "plan/calibrate/processor_time.h"
 #include <tessera/tessera.h>
+#include "plan/calibrate/processor_time.h"
 
 namespace {
 
@@ -22,11 +22,11 @@ struct Stepped {
   Optimizer optimizer{std::vector<at::Tensor>{parameter}, torch::optim::AdamWOptions(1e-3).weight_decay(0.1)};
   Stepped() { parameter.mutable_grad() = torch::full({kNumel}, 0.01); }
   void step() {
-    const double processor_began_s = tessera::process_processor_s();
+    const double processor_began_s = tessera::internal::process_processor_s();
     const auto began = std::chrono::steady_clock::now();
     optimizer.step();
     const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
-    std::printf("%.3f %.3f\n", ms, (tessera::process_processor_s() - processor_began_s) * 1e3);
+    std::printf("%.3f %.3f\n", ms, (tessera::internal::process_processor_s() - processor_began_s) * 1e3);
     std::fflush(stdout);
   }
 };

@@ -17,12 +17,13 @@
 #include <new>
 #include <vector>
 
-#include "median.h"
 #include "core/memory/memory_cache.h"
+#include "median.h"
 
 namespace {
 
 using namespace tessera;
+using namespace tessera::internal;
 
 enum class Which { kGlibc, kMimalloc, kCache };
 constexpr std::array<const char*, 3> kNames = {"glibc", "mimalloc", "cache"};

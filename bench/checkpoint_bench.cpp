@@ -30,8 +30,8 @@
 #include <random>
 #include <thread>
 
-#include "median.h"
 #include <tessera/tessera.h>
+#include "median.h"
 
 namespace {
 

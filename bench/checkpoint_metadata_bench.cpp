@@ -15,16 +15,16 @@
 #include <sstream>
 
 #include "checkpoint/format/entries.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/rank_files.h"
+#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/saved_part.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 using tessera::Range;
-using tessera::SavedTensor;
-using tessera::SavedTensors;
+using tessera::internal::SavedTensor;
+using tessera::internal::SavedTensors;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kBlockBytes = int64_t{1} << 20;
@@ -73,23 +73,24 @@ std::string part_text(const Settings& settings, int64_t rank) {
     SavedTensor& tensor = saved.tensors[name] = tensor_of(settings);
     tensor.runs.push_back({rank, 0, 1, range.begin, range.numel()});
   }
-  tessera::SavedPart part(settings.ranks);
+  tessera::internal::SavedPart part(settings.ranks);
   part.set(std::move(saved), nullptr);
   return part.text();
 }
 
 // The header of a rank's files, and a hole for the data.
 void write_rank(const Settings& settings, int64_t rank) {
-  std::vector<std::vector<tessera::SafetensorsEntry>> files;
+  std::vector<std::vector<tessera::internal::SafetensorsEntry>> files;
   for (const auto& [name, range] : held_by(settings, rank, settings.ranks)) {
-    const auto boxes = tessera::boxes_by_file(tensor_of(settings), range);
+    const auto boxes = tessera::internal::boxes_by_file(tensor_of(settings), range);
     files.resize(std::max(files.size(), boxes.size()));
     for (size_t k = 0; k < boxes.size(); ++k) files[k].push_back({name, at::kFloat, boxes[k].sizes});
   }
   for (size_t k = 0; k < files.size(); ++k) {
-    const std::string header = tessera::format_rank_header(
+    const std::string header = tessera::internal::format_rank_header(
         files[k], {{"format", "pt"}}, {rank, kId, kBlockBytes, {{"cpu", std::string(5056, 'x')}}}, {}, k == 0);
-    const auto file = tessera::create_file(fs::path(settings.folder) / tessera::rank_file_name(rank, k));
+    const auto file =
+        tessera::internal::create_file(fs::path(settings.folder) / tessera::internal::rank_file_name(rank, k));
     file.write(header.data(), static_cast<int64_t>(header.size()), 0);
     file.resize(files[k].back().begin + files[k].back().bytes);
   }
@@ -99,14 +100,14 @@ void make(const Settings& settings) {
   fs::remove_all(settings.folder);
   fs::create_directories(settings.folder);
   const auto group = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(settings.ranks))));
-  tessera::SavedPart all(settings.ranks);
+  tessera::internal::SavedPart all(settings.ranks);
   double leader_s = 0, root_s = 0;
   for (int64_t first = 0; first < settings.ranks; first += group) {
     std::vector<std::string> texts;
     for (int64_t rank = first; rank < std::min(first + group, settings.ranks); ++rank)
       texts.push_back(part_text(settings, rank));
     auto began = Clock::now();
-    tessera::SavedPart part(settings.ranks);
+    tessera::internal::SavedPart part(settings.ranks);
     for (const auto& text : texts) part.add(text, "a rank");
     const std::string text = part.text();
     leader_s = std::max(leader_s, seconds_since(began));
@@ -119,8 +120,8 @@ void make(const Settings& settings) {
   manifest.saved.block_bytes = kBlockBytes;
   manifest.saved.has_rng = true;
   manifest.id = manifest.saved.id = kId;
-  const std::string text = tessera::format_manifest(manifest);
-  tessera::write_text(fs::path(settings.folder) / tessera::kManifestName, text);
+  const std::string text = tessera::internal::format_manifest(manifest);
+  tessera::internal::write_text(fs::path(settings.folder) / tessera::kManifestName, text);
   root_s += seconds_since(began);
   std::cout << settings.ranks << " ranks, " << settings.tensors << " tensors: manifest of " << text.size() / 1000
             << " kB; made in " << leader_s << " s by the slowest of the groups' first ranks and " << root_s
@@ -138,27 +139,28 @@ int64_t kilobytes(const char* field) {
 void read(const Settings& settings, bool writes_files) {
   const auto wanted = held_by(settings, settings.to_ranks / 2, settings.to_ranks);
   if (writes_files) {
-    const auto saved = tessera::read_manifest(settings.folder).saved;
+    const auto saved = tessera::internal::read_manifest(settings.folder).saved;
     std::set<int64_t> ranks;
     for (const auto& [name, range] : wanted)
-      tessera::for_each_holder(saved.tensors.at(name), range, [&](int64_t rank, Range) { ranks.insert(rank); });
+      tessera::internal::for_each_holder(saved.tensors.at(name), range,
+                                         [&](int64_t rank, Range) { ranks.insert(rank); });
     for (const int64_t rank : ranks) write_rank(settings, rank);
     return;
   }
   const int64_t before_kb = kilobytes("VmRSS:");
   const auto began = Clock::now();
-  const auto saved = tessera::read_manifest(settings.folder).saved;
-  std::map<std::pair<int64_t, size_t>, std::vector<std::pair<std::string, tessera::Box>>> files;
+  const auto saved = tessera::internal::read_manifest(settings.folder).saved;
+  std::map<std::pair<int64_t, size_t>, std::vector<std::pair<std::string, tessera::internal::Box>>> files;
   for (const auto& [name, range] : wanted)
-    tessera::for_each_holder(saved.tensors.at(name), range, [&, &key = name](int64_t rank, Range held) {
-      const auto boxes = tessera::boxes_by_file(saved.tensors.at(key), held);
+    tessera::internal::for_each_holder(saved.tensors.at(name), range, [&, &key = name](int64_t rank, Range held) {
+      const auto boxes = tessera::internal::boxes_by_file(saved.tensors.at(key), held);
       for (size_t k = 0; k < boxes.size(); ++k) files[{rank, k}].emplace_back(key, boxes[k]);
     });
   int64_t slices = 0;
   for (const auto& [place, boxes] : files) {
-    const auto file =
-        tessera::open_file(fs::path(settings.folder) / tessera::rank_file_name(place.first, place.second));
-    const auto rank_file = tessera::read_rank_file(*file, saved, place.first);
+    const auto file = tessera::internal::open_file(fs::path(settings.folder) /
+                                                   tessera::internal::rank_file_name(place.first, place.second));
+    const auto rank_file = tessera::internal::read_rank_file(*file, saved, place.first);
     for (const auto& [name, box] : boxes)
       slices += rank_file.slice(name, saved.tensors.at(name), box, kBlockBytes, "f").begin > 0 ? 1 : 0;
   }

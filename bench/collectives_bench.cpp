@@ -69,7 +69,7 @@ class World {
     each([&](Rank& rank, int index) {
       at::set_num_threads(1);
       const auto timeout = std::chrono::seconds(60);
-      rank.comm = tessera::make_gloo_communicator(ours, index, world_, {"127.0.0.1", timeout});
+      rank.comm = tessera::internal::make_gloo_communicator(ours, index, world_, {"127.0.0.1", timeout});
       auto options = c10d::ProcessGroupGloo::Options::create(timeout);
       options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
       rank.gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(theirs, index, world_, options);

@@ -11,8 +11,9 @@
 #include <cstdlib>
 #include <vector>
 
-#include "median.h"
+#include <tessera/exported.h>
 #include <tessera/tessera.h>
+#include "median.h"
 
 namespace {
 

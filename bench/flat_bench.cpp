@@ -6,15 +6,15 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include "core/layout/flat_layout.h"
 #include <tessera/tessera.h>
+#include "core/layout/flat_layout.h"
 
 namespace {
 
 void plan_layout(benchmark::State& state) {
   const std::vector<int64_t> numels(state.range(0), 1000);
   for (auto _ : state) {
-    const auto layout = tessera::FlatLayout::evenly(numels, static_cast<int>(state.range(1)), 16);
+    const auto layout = tessera::internal::FlatLayout::evenly(numels, static_cast<int>(state.range(1)), 16);
     if (layout.parameters_numel() != 1000 * state.range(0)) return state.SkipWithError("wrong layout");
     benchmark::DoNotOptimize(layout);
   }

@@ -13,9 +13,9 @@
 #include <functional>
 #include <string>
 
+#include <tessera/tessera.h>
 #include "core/layout/flat_layout.h"
 #include "optim/state/optimizer_state.h"
-#include <tessera/tessera.h>
 
 namespace {
 
@@ -80,7 +80,7 @@ Measured run_small(std::shared_ptr<tessera::Communicator> comm, int stage, const
   }
   Measured measured{zero.memory()};
   for (const auto& [parameter, state] : zero.optimizer().state())
-    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
+    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
       measured.state_bytes += static_cast<int64_t>(tensor.nbytes());
   return measured;
 }
@@ -98,7 +98,7 @@ void require(const std::string& what, int64_t got, int64_t expected) {
 // What FSDP has in flight on the device, in units; and the check of everything else.
 Need check_small() {
   constexpr int kRanks = 2;
-  const auto unit = tessera::FlatLayout::evenly({kUnitNumel}, kRanks, 16);
+  const auto unit = tessera::internal::FlatLayout::evenly({kUnitNumel}, kRanks, 16);
   const int64_t all = 4 * kLayers * kUnitNumel, part = 4 * kLayers * unit.shard_numel();
   const std::string folder = std::filesystem::temp_directory_path().string();
   Need flight;

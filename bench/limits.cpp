@@ -14,9 +14,9 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include <tessera/tessera.h>
 #include "measure.h"
 #include "options.h"
-#include <tessera/tessera.h>
 
 namespace {
 

@@ -14,10 +14,10 @@
 #include <filesystem>
 #include <thread>
 
-#include "core/layout/shard_mark.h"
-#include "optim/host/adam_kernel.h"
-#include "offload/disk/disk_pager.h"
 #include <tessera/tessera.h>
+#include "core/layout/shard_mark.h"
+#include "offload/disk/disk_pager.h"
+#include "optim/host/adam_kernel.h"
 
 namespace {
 
@@ -42,7 +42,7 @@ bool is_right() {
 }
 
 void report(benchmark::State& state, double bytes_per_element) {
-  state.SetLabel(tessera::adam_instructions());
+  state.SetLabel(tessera::internal::adam_instructions());
   state.counters["Melements/s"] =
       benchmark::Counter(static_cast<double>(kNumel) * 1e-6, benchmark::Counter::kIsIterationInvariantRate);
   state.counters["GB/s"] = benchmark::Counter(static_cast<double>(kNumel) * bytes_per_element * 1e-9,
@@ -68,9 +68,9 @@ template <class Optimizer>
 void step(benchmark::State& state, bool has_copy) {
   if (!is_right<Optimizer>()) return state.SkipWithError("a step is not torch's");
   at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
-  auto copy =
-      std::make_shared<tessera::LowPrecisionCopy>(tessera::LowPrecisionCopy{torch::zeros({kNumel}, at::kBFloat16)});
-  if (has_copy) tessera::mark_as_shard(parameter, "", {copy->values, copy});
+  auto copy = std::make_shared<tessera::internal::LowPrecisionCopy>(
+      tessera::internal::LowPrecisionCopy{torch::zeros({kNumel}, at::kBFloat16)});
+  if (has_copy) tessera::internal::mark_as_shard(parameter, "", {copy->values, copy});
   Optimizer optimizer({parameter}, kOptions);
   parameter.mutable_grad() = torch::full({kNumel}, 0.01);
   optimizer.step();
@@ -93,7 +93,7 @@ std::string folder() {
 // Blocks of 8 MiB, as many threads as the pager has, all written and all read.
 void disk_by_itself(benchmark::State& state) {
   constexpr int64_t kBlock = 8 << 20, kBlocks = 48, kTargets = 16;
-  tessera::File file = tessera::offload_file(folder());
+  tessera::internal::File file = tessera::internal::offload_file(folder());
   file.extend(kBlock * kBlocks);
   const at::Tensor memory = torch::ones({kBlock + 4096}, at::kByte);
   auto* aligned =
@@ -101,7 +101,7 @@ void disk_by_itself(benchmark::State& state) {
   double written_s = 0, read_s = 0;
   const auto pass = [&](bool writes) {
     const auto began = std::chrono::steady_clock::now();
-    tessera::TaskQueue queue(4);
+    tessera::internal::TaskQueue queue(4);
     std::vector<std::future<void>> done;
     std::vector<at::Tensor> targets;
     for (int i = 0; i < kTargets; ++i) targets.push_back(torch::empty({kBlock + 4096}, at::kByte));
@@ -128,7 +128,7 @@ void disk_by_itself(benchmark::State& state) {
 // 16 parameters of 8 MiB with their state, 384 MiB, through buffers of 128 MiB.
 void host_adamw_on_disk(benchmark::State& state) {
   constexpr int64_t kParameters = 16, kEach = 2 << 20;
-  tessera::DiskPager pager({.directory = folder(), .buffer_bytes = 128 << 20, .read_ahead = 4});
+  tessera::internal::DiskPager pager({.directory = folder(), .buffer_bytes = 128 << 20, .read_ahead = 4});
   std::vector<at::Tensor> parameters;
   const at::Tensor gradient = torch::full({kEach}, 0.01);
   for (int64_t i = 0; i < kParameters; ++i) {

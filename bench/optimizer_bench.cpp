@@ -20,13 +20,14 @@
 #include <string>
 #include <string_view>
 
+#include <tessera/tessera.h>
 #include "optim/state/optimizer_state.h"
 #include "plan/calibrate/processor_time.h"
-#include <tessera/tessera.h>
 
 namespace {
 
 using namespace tessera;
+using namespace tessera::internal;
 
 constexpr int64_t kWidth = 384;
 constexpr int kBlocks = 4, kWarmUp = 2, kSteps = 8;

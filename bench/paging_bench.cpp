@@ -76,9 +76,9 @@ void linear_resident(benchmark::State& state) { linear(state, Setup::instance().
 
 // What each of the library's spans costs while nobody asked for a timeline.
 void trace_span_unset(benchmark::State& state) {
-  if (tessera::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
+  if (tessera::internal::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
   for (auto _ : state) {
-    tessera::TraceSpan span(tessera::SpanKind::kCompute, "nothing");
+    tessera::internal::TraceSpan span(tessera::internal::SpanKind::kCompute, "nothing");
     benchmark::ClobberMemory();
   }
 }

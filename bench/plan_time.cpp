@@ -26,22 +26,24 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/fused_optimizers.h>
+#include <tessera/plan.h>
+#include <tessera/plan/decoder.h>
+#include <tessera/plan/dry_run.h>
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/planned_model.h>
+#include <tessera/plan/step_time.h>
+#include <tessera/tessera.h>
 #include "core/layout/deferred.h"
-#include "optim/fused_optimizers.h"
 #include "plan/calibrate/calibrate.h"
 #include "plan/calibrate/calibrate_operators.h"
-#include "plan/simulate/collective_flow.h"
-#include "plan/record/decoder.h"
-#include "plan/record/dry_run.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/planned_model.h"
 #include "plan/calibrate/processor_time.h"
-#include "plan/simulate/step_time.h"
-#include <tessera/tessera.h>
+#include "plan/simulate/collective_flow.h"
 
 namespace {
 
 using namespace tessera;
+using namespace tessera::internal;
 using Clock = std::chrono::steady_clock;
 
 struct Options {

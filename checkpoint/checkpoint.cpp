@@ -1,4 +1,4 @@
-#include "checkpoint/checkpoint.h"
+#include <tessera/checkpoint.h>
 
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -12,31 +12,31 @@
 #include <typeinfo>
 #include <variant>
 
-#include "checkpoint/save/commit.h"
+#include <tessera/averages.h>
+#include <tessera/fused_optimizers.h>
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/load_state.h"
+#include "checkpoint/save/commit.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/save/save_job.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 #include "core/runtime/quiet.h"
-#include "optim/averages.h"
-#include "optim/fused_optimizers.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// What is to be saved, or loaded: a TrainingState, or a part of one.
 struct State {
   ModelShards& model;
   torch::optim::Optimizer* optimizer = nullptr;
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
-// Beside averages an optimizer's state would go on from another point than the one that it belongs to, and what is
-// loaded would go when their scope ends.
+// While averages are swapped in, the optimizer's state belongs to other parameter values, and loaded values would be
+// lost when the swap ends.
 torch::optim::Optimizer* without_averages(torch::optim::Optimizer* optimizer) {
   if (const auto* averages = dynamic_cast<const Averages*>(optimizer);
       averages != nullptr && averages->are_swapped_in())
@@ -47,7 +47,7 @@ torch::optim::Optimizer* without_averages(torch::optim::Optimizer* optimizer) {
 State state_of(const TrainingState& state) {
   return {state.model(), without_averages(state.optimizer()), state.beside()};
 }
-// Of a model that is not in a list: an Ema is then what is saved, its averages.
+// For a model outside a list: an Ema is then saved as averages.
 State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
   if (Ema::of(model) == nullptr) return {model, without_averages(optimizer)};
   State state = state_of(TrainingState({model}));
@@ -55,7 +55,7 @@ State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr)
   return state;
 }
 
-// Whether autograd's versions tell of every write of the optimizer's step.
+// Returns whether autograd's version counters record every write of the optimizer's step.
 bool counts_writes(const torch::optim::Optimizer& optimizer) {
   const auto* shards = dynamic_cast<const OptimizerShards*>(&optimizer);
   const torch::optim::Optimizer& local = shards == nullptr ? optimizer : shards->local();
@@ -65,7 +65,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
-// What a manifest can hold: found here, before anything is written, by all ranks and by name.
+// Refuses values that a manifest cannot hold, before anything is written.
 void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
   const std::string where = " of the state '" + state_name + "'";
   if (!is_utf8(name)) throw std::invalid_argument("the name of a value" + where + " is not UTF-8");
@@ -109,18 +109,18 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// Whether another job has put a new checkpoint in the place of the one that was being read: what looks like damage is
-// then files of both. The same on all ranks.
+// Returns whether another job replaced the checkpoint during this load, so that apparent damage is a mix of two
+// checkpoints. The same on all ranks.
 bool was_replaced(Communicator& comm, const fs::path& dir, const std::string& manifest_text) {
   std::string now;
   try {
     if (comm.rank() == 0) now = read_manifest_text(dir);
-  } catch (const CheckpointError&) {  // nor is it there any more
+  } catch (const CheckpointError&) {  // it was removed
   }
   const bool is_new = !now.empty() && now != manifest_text;
   return !gather_texts(comm, is_new ? "replaced" : "", "looking at " + dir.string())[0].empty();
 }
-constexpr int kMostReplacements = 20;  // while one load reads, of a job that saves as fast
+constexpr int kMostReplacements = 20;  // per load, by a job that saves as fast as this one reads
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -134,8 +134,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
   for (int replacements = 0;; ++replacements) {
-    // The manifest as rank 0 sees it, so that ranks cannot see different ones if it is replaced now. Rank 0 holds it
-    // for all of them: none goes on before all have read.
+    // Rank 0 reads the manifest for all, in case it is replaced now, and holds the read lock until all ranks have read.
     std::optional<ReadLock> hold;
     const auto texts = gather_results(comm, attempt([&] {
                                         if (comm.rank() != 0) return std::string();
@@ -159,7 +158,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
   SaveJob::await_save_before(state.model.comm());
-  // Rank 0 decides: others might see a folder that changes. First those of which nobody knows how old they are.
+  // Rank 0 decides, because other ranks might see a changed folder. Candidates of unknown age are first.
   const auto names = attempt([&] {
     std::string all;
     if (comm.rank() != 0) return all;
@@ -178,7 +177,7 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
     } catch (const CheckpointMismatch&) {
       throw;
     } catch (const StorageUnavailable&) {
-      throw;  // an older one would undo what the newest holds
+      throw;  // loading an older one would lose progress
     } catch (const OtherFailure&) {
       throw;
     } catch (const CheckpointError& error) {
@@ -217,8 +216,8 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  // All ranks may have thrown alike and go on. Where one has thrown alone, its thread still has a part in the save; and
-  // where one is lost, which the exception may tell of, nothing is heard of it.
+  // A rank may throw alone while its thread has work in the save, or because a rank is lost and its heartbeats have
+  // stopped.
   if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }

@@ -1,16 +1,16 @@
-# Finds libtorch and defines tessera::torch (CPU) and, with TESSERA_CUDA or TESSERA_TEST_GPU, tessera::torch_cuda.
+# Finds libtorch; defines tessera::torch (CPU) and, with TESSERA_CUDA or TESSERA_TEST_GPU, tessera::torch_cuda. Sets
+# TesseraTorch_VERSION and TesseraTorch_PREFIX.
 #
-# find_package(Torch) is not used: for a libtorch that was built with CUDA it enables the CUDA
-# language and demands the whole toolkit, also of a program that never touches a GPU.
+# Replaces find_package(Torch), which for a CUDA build of libtorch enables the CUDA language and requires the whole
+# toolkit, even for programs that use no GPU.
 #
-# Looks in CMAKE_PREFIX_PATH (a libtorch, a site-packages/torch, or its share/cmake), then in
-# TESSERA_TORCH_DEFAULT_DIR: what an installed Tessera was built with, or the wheel that
-# tools/setup.sh unpacks under .deps/. Defines TesseraTorch_VERSION and TesseraTorch_PREFIX.
+# Searches CMAKE_PREFIX_PATH (a libtorch, a site-packages/torch, or its share/cmake), then TESSERA_TORCH_DEFAULT_DIR:
+# the libtorch that an installed Tessera was built with, or the wheel that tools/setup.sh unpacks in .deps/.
 
 if(NOT TESSERA_TORCH_DEFAULT_DIR)
   set(TESSERA_TORCH_DEFAULT_DIR "${CMAKE_CURRENT_LIST_DIR}/../.deps/torch-2.11.0/torch")
 endif()
-# A build tree that is configured again with another CMAKE_PREFIX_PATH has to look again.
+# A build tree configured with another CMAKE_PREFIX_PATH must search again.
 if(DEFINED TESSERA_TORCH_PREFIX_PATH AND NOT TESSERA_TORCH_PREFIX_PATH STREQUAL "${CMAKE_PREFIX_PATH}")
   foreach(_found INCLUDE_DIR CPU_LIBRARY CUDA_LIBRARY)
     unset(TESSERA_TORCH_${_found} CACHE)
@@ -50,20 +50,20 @@ if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
   set_target_properties(tessera::torch PROPERTIES
     IMPORTED_LOCATION "${TESSERA_TORCH_CPU_LIBRARY}" IMPORTED_NO_SONAME ON
     INTERFACE_LINK_LIBRARIES tessera::c10
-    # Inline functions of libtorch's headers differ without NDEBUG, in size of objects as well.
+    # Without NDEBUG, inline functions and object sizes of libtorch's headers differ.
     INTERFACE_COMPILE_DEFINITIONS NDEBUG
     INTERFACE_INCLUDE_DIRECTORIES "${_torch_includes}"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_torch_includes}")
 
-  # What its threads are made with, for what is compiled with OpenMP beside it.
+  # The OpenMP library of libtorch's threads, for our files that use OpenMP.
   add_library(tessera::torch_openmp INTERFACE IMPORTED GLOBAL)
   file(GLOB _openmp "${_torch_lib}/libgomp*.so*" "${_torch_lib}/libiomp5.so")
   list(APPEND _openmp gomp)
   list(GET _openmp 0 _openmp)
   set_target_properties(tessera::torch_openmp PROPERTIES INTERFACE_LINK_LIBRARIES "${_openmp}")
 
-  # libtorch_cpu.so of a CUDA build wants libcudart and libcupti. It finds them beside itself
-  # (its RPATH), where tools/setup.sh puts them; for another libtorch, point at the toolkit's.
+  # libtorch_cpu.so of a CUDA build needs libcudart and libcupti. Its RPATH is its own folder, where tools/setup.sh puts
+  # them; for another libtorch, uses the toolkit's.
   file(GLOB _runtime "${_torch_lib}/../../nvidia/*/lib/libcupti.so.*" "${_torch_lib}/libcupti*.so*")
   if(NOT _runtime)
     find_library(TESSERA_CUPTI_LIBRARY NAMES cupti libcupti.so.13 libcupti.so.12
@@ -74,7 +74,7 @@ if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
     if(TESSERA_CUPTI_LIBRARY AND TESSERA_CUDART_LIBRARY)
       get_filename_component(_cupti_dir "${TESSERA_CUPTI_LIBRARY}" DIRECTORY)
       get_filename_component(_cudart_dir "${TESSERA_CUDART_LIBRARY}" DIRECTORY)
-      # DT_RPATH (old tags), because only that reaches the dependencies of a dependency.
+      # DT_RPATH (old tags), because only that applies to indirect dependencies.
       set_property(TARGET tessera::torch APPEND PROPERTY INTERFACE_LINK_OPTIONS
         "LINKER:--disable-new-dtags,-rpath,${_cupti_dir},-rpath,${_cudart_dir}")
     endif()
@@ -100,7 +100,7 @@ if(TesseraTorch_FOUND AND (TESSERA_CUDA OR TESSERA_TEST_GPU) AND NOT TARGET tess
   set_target_properties(tessera::torch_cuda PROPERTIES
     IMPORTED_LOCATION "${TESSERA_TORCH_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON
     INTERFACE_LINK_LIBRARIES "tessera::torch;tessera::c10_cuda;${TESSERA_CUDART_LIBRARY}"
-    # Nothing of ours calls into it by name except the NCCL file: keep it, since it registers the device.
+    # Only the NCCL file calls it by name; it must be linked anyway, because it registers the device.
     INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
     INTERFACE_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}")

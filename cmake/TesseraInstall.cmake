@@ -1,17 +1,14 @@
-# `cmake --install` gives three components: `development` (<prefix>/include/tessera, the libraries, and a package for
-# find_package(tessera), which finds libtorch again by the same rules), `tools` (the command `tessera`) and
-# `documentation`. cpack makes a .deb and a .tar.gz of all three.
+# `cmake --install` has three components: `development` (<prefix>/include/tessera, the libraries, and a package for
+# find_package(tessera), which finds libtorch by the same rules), `tools` (the command `tessera`) and `documentation`.
+# cpack packages all three as a .deb and a .tar.gz.
 include(CMakePackageConfigHelpers)
 
 install(TARGETS tessera ${TESSERA_LIBRARIES} EXPORT tessera-targets COMPONENT development
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-foreach(_folder ${TESSERA_FOLDERS})
-  install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development FILES_MATCHING PATTERN "*.h")
-endforeach()
 install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development)
 
 if(TESSERA_BUILD_TOOLS)
-  # libtorch stays where it is; -DCMAKE_INSTALL_RPATH= names another place.
+  # libtorch is not installed; -DCMAKE_INSTALL_RPATH= sets another place.
   if(NOT CMAKE_INSTALL_RPATH)
     set_target_properties(tessera_command PROPERTIES INSTALL_RPATH "${TesseraTorch_PREFIX}/lib")
   endif()
@@ -22,7 +19,7 @@ install(DIRECTORY docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/docs COMPONENT docum
   FILES_MATCHING PATTERN "*.md" PATTERN "*.svg" PATTERN "reference" EXCLUDE)
 install(FILES README.md CONTRIBUTING.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT documentation)
 install(FILES checkpoint/format/FORMAT.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/checkpoint COMPONENT documentation)
-# The API reference, where `make docs` has made it.
+# The API reference, if `make docs` was run.
 install(DIRECTORY build/docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/reference COMPONENT documentation OPTIONAL)
 
 set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
@@ -44,7 +41,7 @@ if(PROJECT_IS_TOP_LEVEL)
   set(CPACK_STRIP_FILES ON)
   set(CPACK_MONOLITHIC_INSTALL ON)
   set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
-  # libtorch itself is in no package of Debian's that would do, so dpkg-shlibdeps cannot be asked.
+  # No Debian package provides this libtorch, so dpkg-shlibdeps fails.
   set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6, libstdc++6, libboost-program-options1.74.0, nlohmann-json3-dev")
   if(TESSERA_CURL)
     string(APPEND CPACK_DEBIAN_PACKAGE_DEPENDS ", libcurl4-openssl-dev")

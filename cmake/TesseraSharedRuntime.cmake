@@ -1,5 +1,5 @@
-# Stops where the compiler links its C++ library statically: libtorch's libraries have the shared one, and a program with
-# both frees what the other has made (c10d's ProcessGroupNCCL ends in `free(): invalid pointer`, say).
+# Fails if the compiler links its C++ library statically. libtorch uses the shared one, and a program with both frees
+# memory of the other: for example, c10d's ProcessGroupNCCL ends in `free(): invalid pointer`.
 if(NOT DEFINED TESSERA_SHARED_RUNTIME)
   set(_tessera_program "${CMAKE_BINARY_DIR}/CMakeFiles/tessera_shared_runtime")
   try_compile(_tessera_links

@@ -1,14 +1,14 @@
-# tessera_add_library(<name> SOURCES ... LINKS ...): a library, compiled as all are, with a precompiled header for
-# torch; and the same for the programs of tests, bench and examples.
+# tessera_add_library(<name> SOURCES ... LINKS ...) adds a library with common options and a precompiled header for
+# torch; tessera_add_program() does so for programs of tests, bench and examples.
 
 include(GNUInstallDirs)
 
 find_program(TESSERA_CCACHE ccache)
 mark_as_advanced(TESSERA_CCACHE)
 if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
-  # ccache looks into precompiled headers only when told that their time stamps do not matter, and knows them
-  # by what tessera_describe_pch() writes beside them: no two are the same bytes. With paths relative to the
-  # tree, one clone of it profits from what another has compiled.
+  # ccache uses precompiled headers only if time stamps are ignored, and identifies them by the sum that
+  # tessera_describe_pch() writes, because their bytes always differ. Relative paths let clones of the tree share
+  # results.
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_PCH_EXTSUM=1
     CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TESSERA_CCACHE})
 endif()
@@ -17,15 +17,15 @@ add_library(tessera_options INTERFACE)
 target_compile_features(tessera_options INTERFACE cxx_std_20)
 target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wpedantic -Wshadow
   -Wno-missing-field-initializers $<$<NOT:$<BOOL:${CMAKE_DISABLE_PRECOMPILE_HEADERS}>>:-Winvalid-pch -fpch-preprocess>>
-  # Everywhere, programs too: a precompiled header serves one setting only.
-  # Messages name files (__FILE__) from the tree's root: what one clone has compiled then serves others by ccache.
+  # For all targets, programs included: a precompiled header fits one set of options only. __FILE__ is relative to the
+  # tree's root, so clones share results in ccache.
   $<BUILD_INTERFACE:-fPIC -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>
-  # `cmake -B build` alone, of this or of a user's project, has no build type and would mean no optimisation.
+  # Plain `cmake -B build`, of this or of a user's project, has no build type and would not optimise.
   $<BUILD_INTERFACE:$<$<CONFIG:>:-O3>>)
 if(TESSERA_SANITIZE)
   target_compile_options(tessera_options INTERFACE
     $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all
-    # gcc cannot follow what the sanitizers insert, and warns of libtorch's inline functions.
+    # gcc cannot analyse instrumented code, and warns of libtorch's inline functions.
     -Wno-maybe-uninitialized>)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZE})
 endif()
@@ -33,12 +33,11 @@ if(TESSERA_SANITIZE_LIBRARIES)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZE_LIBRARIES})
 endif()
 
-# torch's headers cost 10 to 40 s in each file that includes them: compile them once and lend them to
-# all. Two sets, because GCC instantiates the templates that a precompiled header uses once more in
-# each file: 3 s for modules and autograd, which is what the libraries see of torch, 8 s for torch/torch.h.
-# With TESSERA_UNITY a target's files are one: a third of the time for all of a library's. NO_PCH: then without a
-# precompiled header. For what includes little of torch, since to load one takes 3 s; and for a program that `make demo`
-# builds alone, since to make one takes longer than to read torch/torch.h once.
+# torch's headers cost 10 to 40 s in each file, so all targets reuse precompiled ones. There are two sets, because GCC
+# instantiates a precompiled header's templates again in each file: 3 s for modules and autograd, which the libraries
+# use, 8 s for torch/torch.h. With TESSERA_UNITY a target is one file, which takes a third of the time. NO_PCH disables
+# the precompiled header: loading one takes 3 s, too long for files that include little of torch. Creating one takes
+# longer than compiling the program that `make demo` builds alone.
 function(tessera_compile_fast target headers)
   cmake_parse_arguments(PARSE_ARGV 2 arg "NO_PCH" "" "")
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 0)
@@ -58,8 +57,8 @@ function(tessera_compile_fast target headers)
   target_precompile_headers(${target} REUSE_FROM tessera_pch_${headers})
 endfunction()
 
-# Beside the precompiled header, the sum by which ccache tells it from others: of what goes into it that ccache
-# does not see itself. It does see the compiler and its options.
+# Writes the sum that identifies the precompiled header to ccache: of the inputs that ccache does not see. It sees the
+# compiler and its options.
 function(tessera_describe_pch target headers)
   set(_sum "${headers}")
   foreach(_file torch/headeronly/version.h torch/version.h c10/cuda/impl/cuda_cmake_macros.h c10/macros/cmake_macros.h
@@ -75,15 +74,14 @@ function(tessera_describe_pch target headers)
   file(CONFIGURE OUTPUT "${_folder}/CMakeFiles/${target}.dir/cmake_pch.hxx.gch.sum" CONTENT "${_sum}\n")
 endfunction()
 
-# Programs leave the work to libtorch and to our libraries: -O1 halves the time that they take to compile,
-# and without UndefinedBehaviorSanitizer it is a third less: most of what a test compiles is inline functions
-# of torch's.
+# Programs do their work in libtorch and our libraries: -O1 halves their compile time, and omitting
+# UndefinedBehaviorSanitizer saves another third, because most of a test's code is torch's inline functions.
 function(tessera_compile_as target headers)
   if(headers STREQUAL "programs")
     target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
   elseif(TESSERA_SANITIZE_LIBRARIES)
-    # Without the checks at each access to a member, which take a quarter of the time and which AddressSanitizer
-    # makes in its way; the fuzzer has them all.
+    # Omits the checks of each member access, which take a quarter of the time and which AddressSanitizer covers; the
+    # fuzzer has them all.
     target_compile_options(${target} PRIVATE -fsanitize=${TESSERA_SANITIZE_LIBRARIES} -fno-sanitize=null,object-size,vptr)
   endif()
 endfunction()
@@ -92,12 +90,12 @@ endfunction()
 function(tessera_add_library name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LINKS")
   add_library(tessera_${name} ${arg_SOURCES})
-  add_library(tessera::${name} ALIAS tessera_${name})  # as find_package(tessera) names it
+  add_library(tessera::${name} ALIAS tessera_${name})  # its name in find_package(tessera)
   target_link_libraries(tessera_${name} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
   target_compile_features(tessera_${name} PUBLIC cxx_std_20)
-  target_include_directories(tessera_${name} PUBLIC
-    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
-    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_include_directories(tessera_${name}
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+    PRIVATE ${PROJECT_SOURCE_DIR})
   set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name})
   tessera_compile_fast(tessera_${name} libraries)
 endfunction()
@@ -107,5 +105,6 @@ function(tessera_add_program name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LINKS")
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE tessera::tessera tessera_options ${arg_LINKS})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   tessera_compile_fast(${name} programs)
 endfunction()

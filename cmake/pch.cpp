@@ -1,1 +1,1 @@
-// Carries the precompiled header that every other target reuses (cmake/TesseraTargets.cmake).
+// Holds the precompiled header that all other targets reuse (cmake/TesseraTargets.cmake).

@@ -2,7 +2,9 @@
 
 #include <stdexcept>
 
-namespace tessera {
+#include "core/layout/unit_plan.h"
+
+namespace tessera::internal {
 
 void CastBuffers::cast(const torch::nn::Module& module, const FsdpOptions& options) {
   const at::ScalarType dtype = *options.mixed_precision.buffer_dtype;
@@ -39,4 +41,4 @@ void CastBuffers::require_no_foreign_bytes(const std::string& rank) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

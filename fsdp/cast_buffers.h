@@ -5,9 +5,9 @@
 #include <map>
 #include <string>
 
-#include "fsdp/options.h"
+#include <tessera/fsdp_options.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The buffers that MixedPrecision::buffer_dtype casts, with their dtypes before. Checkpoints and state dictionaries
 // store the dtypes before.
@@ -32,4 +32,4 @@ class CastBuffers {
   std::map<std::string, Entry> by_name_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

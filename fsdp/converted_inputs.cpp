@@ -1,8 +1,9 @@
-#include "fsdp/converted_inputs.h"
+#include <tessera/detail/converted_inputs.h>
 
 #include <algorithm>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 int64_t version_of(const at::Tensor& tensor) {

@@ -8,8 +8,9 @@
 
 #include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/memory/memory_kind_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // of(tensor) for each of the parameters.
@@ -210,4 +211,4 @@ std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const Plan
   return groups;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

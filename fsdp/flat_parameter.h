@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/gradients/gradient_buffer.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
@@ -17,7 +17,7 @@
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // How a flat parameter is stored, gathered and reduced. The dtypes apply to floating-point parameters.
 struct FlatParameterOptions {
@@ -159,4 +159,4 @@ class FlatParameter : public FlatSpec {
 // frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include "core/layout/deferred.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 FormerMemory::FormerMemory(const std::vector<PlannedParameter>& parameters) {
   std::unordered_map<const c10::StorageImpl*, size_t> known;
@@ -30,4 +30,4 @@ void FormerMemory::refuse_use(const std::string& who, int rank) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The memory that parameters had before a wrapper gave them other. It goes with the last tensor over it, which is as a
 // rule the parameter itself. But a view or detach() that somebody made before would show the values of then for ever,
@@ -33,4 +33,4 @@ class FormerMemory {
   std::vector<Memory> memories_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

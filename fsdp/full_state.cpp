@@ -2,9 +2,9 @@
 
 #include <unordered_set>
 
-#include "core/model/data_parallel.h"
+#include <tessera/data_parallel.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 void visit_full_state(ShardedModel& model, const VisitState& visit, const StateDictOptions& options) {
   const bool keep = !options.rank0_only || model.mesh().world->rank() == 0;
@@ -36,4 +36,4 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "fsdp/fully_sharded_data_parallel.h"
+#include <tessera/fsdp.h>
 
 #include <stdexcept>
 #include <unordered_map>
@@ -6,6 +6,7 @@
 #include "fsdp/scheduler.h"
 
 namespace tessera {
+using namespace internal;
 
 FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                        const FsdpOptions& options)

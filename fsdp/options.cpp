@@ -1,12 +1,13 @@
-#include "fsdp/options.h"
+#include <tessera/fsdp_options.h>
 
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
-#include "fsdp/full_parameters.h"
+#include <tessera/summon_options.h>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 std::string name_of(std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "own"; }

@@ -9,7 +9,7 @@
 #include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 void require_unheld(const PagedFlatParameter& paged, size_t index, const std::string& unit, int rank) {
@@ -105,4 +105,4 @@ void PagedFlatParameter::reattach_shard(size_t index, bool is_summoned, bool may
   flat.reattach_shard(index);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

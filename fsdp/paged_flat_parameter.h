@@ -4,13 +4,13 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/paging/residency.h"
 #include "core/runtime/copy_engine.h"
 #include "fsdp/flat_parameter.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A flat parameter that is paged: the module's parameters are views of a page, mostly of `page`. What is on its way to
 // the page, or from it, lies here as well. Its unit says what happens when.
@@ -56,4 +56,4 @@ struct PagedFlatParameter {
 
 using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of one unit
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string name_at(const Unit& unit, const Page& page, const at::Tensor& view) {
@@ -72,4 +72,4 @@ void require_lent(const Unit& unit, const Page& page, const std::string& rank) {
                          "is used");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include "fsdp/unit.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Finds parameters of the unit, and shards of them, that were given other data since the last call (torch::load(),
 // set_data(), vector_to_parameters()): takes this rank's part of the values, and makes the tensors views again. Throws
@@ -24,4 +24,4 @@ void require_write(const Unit& unit, const Page& page, const at::Tensor& view, c
 // a view from before or after summon_full_params(). `rank` is for errors.
 void require_lent(const Unit& unit, const Page& page, const std::string& rank);
 
-}  // namespace tessera
+}  // namespace tessera::internal

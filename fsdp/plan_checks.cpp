@@ -8,7 +8,7 @@
 #include "core/layout/shardable.h"
 #include "core/model/module_state.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                        const torch::nn::Module& module, Communicator& world) {
@@ -68,4 +68,4 @@ void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptio
   warn(claims_none(options.ignored_modules), "ignored_modules names no module");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

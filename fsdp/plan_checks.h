@@ -4,12 +4,12 @@
 
 #include <vector>
 
+#include <tessera/fsdp_options.h>
 #include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
 #include "core/model/memory_warning.h"
-#include "fsdp/options.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Checks of a plan, before the module is sharded.
 
@@ -25,4 +25,4 @@ MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& 
 void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                            const torch::nn::Module& module, const Communicator& world);
 
-}  // namespace tessera
+}  // namespace tessera::internal

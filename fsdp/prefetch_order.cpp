@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace tessera {
+namespace tessera::internal {
 
 void PrefetchOrder::begin_pass() {
   if (!current_.empty()) expected_ = std::move(current_);
@@ -32,4 +32,4 @@ std::vector<int> PrefetchOrder::upcoming(int count) const {
   return units;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

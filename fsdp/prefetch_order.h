@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Predicts the next units from the order of the last pass (a forward or a backward). A value: no ranks, no tensors.
 class PrefetchOrder {
@@ -34,4 +34,4 @@ class PrefetchOrder {
   bool on_path_ = true;  // the last use is in expected_
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/runtime/quiet.h"
 #include "fsdp/parameter_checks.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                            const FsdpOptions& options) {
@@ -330,4 +330,4 @@ std::string Scheduler::describe() const {
   return text.str();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

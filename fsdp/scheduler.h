@@ -8,15 +8,15 @@
 #include <string>
 #include <vector>
 
+#include <tessera/grad_norm.h>
 #include "core/gradients/backward_pass.h"
-#include "core/gradients/grad_norm.h"
 #include "core/paging/residency.h"
 #include "fsdp/full_state.h"
 #include "fsdp/sharded_gradients.h"
 #include "fsdp/sharded_model.h"
 #include "fsdp/unsharded_units.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Runs the phases of training on events: an operator is about to use parameters, autograd has computed a gradient, a
 // backward ends or fails.
@@ -91,4 +91,4 @@ class Scheduler : public Pager, public BackwardPass {
   Summon summon_ = Summon::kNone;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

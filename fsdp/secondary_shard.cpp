@@ -2,7 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 void SecondaryShard::keep() {
   if (group_.comm != nullptr && state_ == State::kNone) state_ = State::kWanted;
@@ -38,4 +38,4 @@ void SecondaryShard::drop() {
   state_ = State::kNone;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/gradients/order_log.h"
 #include "core/memory/counted_buffers.h"
 #include "fsdp/paged_flat_parameter.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The ranks that keep secondary shards together (HybridSharding::ranks_per_secondary_copy), and the memory of the
 // shards.
@@ -57,4 +57,4 @@ class SecondaryShard {
   std::vector<at::Tensor> parts_;  // one for each flat parameter, if kHeld
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

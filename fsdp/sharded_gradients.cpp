@@ -11,7 +11,7 @@
 #include <typeinfo>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 ReducerOptions reducer_options(ShardedModel& model) {
@@ -464,4 +464,4 @@ std::vector<at::Tensor> ShardedGradients::ready() const {
   return gradients;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

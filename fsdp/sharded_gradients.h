@@ -14,7 +14,7 @@
 #include "core/gradients/gradient_reducer.h"
 #include "fsdp/sharded_model.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The policy of gradients where parameters are in shards: a bucket for each flat parameter, cut evenly; what is in
 // the .grad of a shard, of the module's own parameter, and of both when that is not what a step may take.
@@ -122,4 +122,4 @@ class ShardedGradients {
   std::shared_ptr<GradientGuard> not_ready_;  // in shards
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

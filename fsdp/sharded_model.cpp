@@ -15,7 +15,7 @@
 #include "fsdp/former_memory.h"
 #include "fsdp/plan_checks.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // The groups are made before require_same_plan(), so their options are compared first.
@@ -244,4 +244,4 @@ void ShardedModel::describe(std::ostream& text) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

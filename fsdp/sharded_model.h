@@ -7,18 +7,18 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/fsdp_options.h>
+#include <tessera/memory_report.h>
+#include <tessera/model_shards.h>
 #include "core/gradients/order_log.h"
 #include "core/layout/mesh.h"
 #include "core/memory/counted_buffers.h"
-#include "core/model/memory_report.h"
-#include "core/model/model_shards.h"
 #include "fsdp/cast_buffers.h"
-#include "fsdp/options.h"
 #include "fsdp/unit.h"
 #include "offload/offloaded_memory.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The sharded module: its units, the names of the shards, and memory reports. UnshardedUnits decides which units are
 // unsharded, and ShardedGradients owns the gradients.
@@ -74,4 +74,4 @@ class ShardedModel {
   CastBuffers cast_buffers_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

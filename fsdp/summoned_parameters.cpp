@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // The page of the full parameters: in their own dtype, where `where` says.
@@ -97,4 +97,4 @@ at::Tensor SummonedParameters::gather(const PagedFlatParameter& paged) {
   return full;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

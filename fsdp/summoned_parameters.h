@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/gradients/order_log.h"
 #include "core/memory/counted_buffers.h"
 #include "fsdp/paged_flat_parameter.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Where summon_full_params() shows full parameters on this rank.
 enum class Summon : uint8_t {
@@ -57,4 +57,4 @@ class SummonedParameters {
   std::vector<at::Tensor> saved_;  // copies of the shards that are shown, if changes are lost
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

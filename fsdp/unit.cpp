@@ -7,7 +7,7 @@
 
 #include "fsdp/parameter_checks.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string label_of(const PlannedUnit& plan) {
@@ -260,4 +260,4 @@ at::Tensor Unit::full_values(const PagedFlatParameter& paged) {
   return is_summoned() ? paged.page_in_use().buffer() : summoned_.gather(paged);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/gradients/order_log.h"
 #include "core/memory/counted_buffers.h"
 #include "core/paging/residency.h"
@@ -16,7 +16,7 @@
 #include "fsdp/summoned_parameters.h"
 #include "offload/offloaded_memory.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What the units of a model share. It outlives them.
 struct UnitContext {
@@ -123,4 +123,4 @@ class Unit {
   StreamUses uses_;                  // of the buffers
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

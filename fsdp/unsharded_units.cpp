@@ -5,7 +5,7 @@
 
 #include "core/gradients/backward_pass.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 void UnshardedUnits::pre_forward() {
   end_compute_span();
@@ -133,4 +133,4 @@ void UnshardedUnits::describe(std::ostream& text, const char* pass, const Prefet
   text << "\n";
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

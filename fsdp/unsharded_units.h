@@ -10,7 +10,7 @@
 #include "fsdp/sharded_model.h"
 #include "fsdp/unit.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Decides which units are unsharded: prefetches FsdpOptions::prefetch units ahead, keeps FsdpOptions::keep_recent, and
 // evicts the least recently used. Only UnshardedUnits unshards and reshards units, except for summoned ones. Used by
@@ -53,4 +53,4 @@ class UnshardedUnits {
   Trace::Clock::time_point computing_since_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 
 OffloadedMemory::OffloadedMemory(const CpuOffload& options, const Communicator& world)
     : options_(options),
@@ -43,4 +43,4 @@ void OffloadedMemory::report(MemoryReport& report) const {
   report.disk_bytes = disk_->disk_bytes();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,15 +5,15 @@
 #include <memory>
 #include <string>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/cpu_offload.h>
+#include <tessera/memory_report.h>
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
-#include "core/model/memory_report.h"
 #include "core/runtime/copy_engine.h"
-#include "offload/cpu_offload.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // How shards in host memory are copied to the device.
 struct ShardSource {
@@ -52,4 +52,4 @@ class OffloadedMemory {
   std::unique_ptr<CopyEngine> copies_;  // null without offload
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "optim/adafactor.h"
+#include <tessera/adafactor.h>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
@@ -9,12 +9,13 @@
 #include <cmath>
 #include <limits>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
+#include "core/trace/trace.h"
 #include "optim/host/adam_update.h"
 #include "optim/state/optimizer_state.h"
-#include "core/trace/trace.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr int64_t kChunkNumel = int64_t{1} << 20;
@@ -44,7 +45,7 @@ void AdafactorOptions::check() const {
   require_option(clip_threshold() >= 1, kName, "clip_threshold", clip_threshold(), "1 or more");
 }
 
-// One parameter of a step: this rank's part of it, in the order of memory.
+// One parameter of a step: this rank's part, in memory order.
 struct Adafactor::Work {
   const AdafactorOptions* options;
   AdafactorParamState* state;
@@ -52,7 +53,7 @@ struct Adafactor::Work {
   bool counts;
   int64_t whole_numel;
   at::Tensor parameter, gradient;  // [held.numel()]
-  at::Tensor row_means{};          // of each matrix, of state->exp_avg_sq_row
+  at::Tensor row_means{};          // [matrix], of state->exp_avg_sq_row
 
   bool is_matrix() const { return shape.sizes.size() >= 2; }
   double share() const { return std::pow(static_cast<double>(state->step()), options->beta2_decay()); }
@@ -63,7 +64,7 @@ struct Adafactor::Work {
   at::Tensor squares(Range range) const {
     return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square_();
   }
-  // For each element, which of the rows, or columns, it is in: [range.numel()].
+  // Returns the row or column of each element: [range.numel()].
   at::Tensor places(Range range, bool of_rows) const {
     const at::Tensor positions = at::arange(shape.held.begin + range.begin, shape.held.begin + range.end,
                                             at::TensorOptions().dtype(at::kLong).device(parameter.device()));
@@ -77,7 +78,7 @@ struct Adafactor::Work {
     }
     return places;
   }
-  // The gradient over the root of its average square, in fp32.
+  // Returns the gradient over the root of its average square, in fp32.
   at::Tensor direction(Range range) const {
     at::Tensor average;
     if (is_matrix()) {
@@ -92,7 +93,7 @@ struct Adafactor::Work {
     const double least = eps1();
     return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
   }
-  // Given the sums of squares over the whole of it: the last part of a step.
+  // The last part of a step; takes the sums of squares over the whole parameter.
   void change(double parameter_squares, double direction_squares) const {
     const auto numel = static_cast<double>(whole_numel);
     const double step_size = std::min(options->lr(), 1 / std::sqrt(static_cast<double>(state->step())));
@@ -112,7 +113,8 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
-// The first sums of a step: squares of gradients by row and column, which become the states, and of parameters.
+// First exchange of a step: sums the squares of gradients by row and column, which become the states, and the squares
+// of parameters.
 void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)

@@ -1,4 +1,4 @@
-#include "optim/adamw_8bit.h"
+#include <tessera/adamw_8bit.h>
 
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty_strided.h>
@@ -14,22 +14,23 @@
 #include <limits>
 #include <set>
 
-#include "core/comm/host_results.h"
-#include "optim/host/adam_update.h"
-#include "optim/state/optimizer_state.h"
+#include <tessera/host_results.h>
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
+#include "optim/state/optimizer_state.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr int64_t kBlock = kStateBlockNumel;
 constexpr int64_t kChunkBlocks = 4096;
 
-// Where the nearest of the map's values changes: [255].
+// middles: [255], the boundaries between nearest values.
 struct Map {
   at::Tensor values, middles;
-  int64_t zero;  // where 0 is
+  int64_t zero;  // index of the value 0
 };
 
 const Map& map_of(bool is_signed, at::Device device) {
@@ -55,7 +56,7 @@ at::Tensor quantized(const at::Tensor& values, const at::Tensor& scales, const M
   return at::bucketize(values / divisors, map.middles, /*out_int32=*/true).to(at::kByte);
 }
 
-// Codes and scales of a whole parameter, whose blocks are in the order of the codes' memory, for these strides.
+// Permutes a whole parameter's codes, with their scales, from their own memory order to these strides.
 void reorder_blocks(at::Tensor& codes, at::Tensor& scales, at::IntArrayRef strides, const Map& map) {
   const int64_t numel = codes.numel();
   auto in_blocks = [&](const at::Tensor& elements, double padding) {
@@ -79,7 +80,7 @@ at::Tensor dynamic_map(bool is_signed) {
     const int fractions = 1 << (is_signed ? exponent : exponent + 1);
     const double magnitude = std::pow(10.0, exponent + 1 - kExponents);
     for (int i = 0; i < fractions; ++i) {
-      const double fraction = 0.1 + 0.9 * (i + 0.5) / fractions;  // the middle of one of the parts of 0.1 to 1
+      const double fraction = 0.1 + 0.9 * (i + 0.5) / fractions;  // middle of one of the equal parts of [0.1, 1]
       values.push_back(static_cast<float>(magnitude * fraction));
       if (is_signed) values.push_back(static_cast<float>(-magnitude * fraction));
     }
@@ -93,7 +94,7 @@ void AdamW8bitParamState::lay_out_as(const at::Tensor& parameter) {
   const at::IntArrayRef strides = parameter.strides();
   for (at::Tensor* average : {&exp_avg(), &exp_avg_sq()})
     if (average->defined()) *average = in_strides(*average, strides);
-  // A part of a parameter is of one dimension, and has one order.
+  // A part of a parameter is 1-D, with only one order.
   if (!exp_avg_8bit().defined() || exp_avg_8bit().strides() == strides || parameter.dim() < 2 ||
       !parameter.is_non_overlapping_and_dense())
     return;
@@ -107,11 +108,11 @@ void AdamW8bitOptions::check() const {
   require_option(min_8bit_numel() >= 0, kName, "min_8bit_numel", static_cast<double>(min_8bit_numel()), "0 or more");
 }
 
-// One parameter of a step: this rank's part of it, in blocks of the parameter.
+// One parameter of a step: this rank's part, in blocks of the parameter.
 struct AdamW8bit::Work {
   const AdamW8bitOptions* options;
   AdamW8bitParamState* state;
-  at::Tensor parameter, gradient;  // [held.numel()], in the order of memory
+  at::Tensor parameter, gradient;  // [held.numel()], in memory order
   const std::vector<ParameterParts::Held>* by_rank;
   Range held;
   bool is_quantized = false;
@@ -119,11 +120,11 @@ struct AdamW8bit::Work {
   int64_t first_block() const { return held.begin / kBlock; }
   int64_t blocks() const { return held.numel() == 0 ? 0 : (held.end + kBlock - 1) / kBlock - first_block(); }
 
-  // New states of some of its blocks, [blocks, 256], in fp32; elements of other ranks, and beyond the end, are 0.
+  // New states of some blocks, [blocks, 256], in fp32. Elements of other ranks and beyond the end are 0.
   struct Moments {
     at::Tensor average, square;
-    Range own;     // the elements of the part that these are
-    int64_t lead;  // how many elements of the first block are another's
+    Range own;     // their elements in this rank's part
+    int64_t lead;  // elements of the first block that another rank holds
 
     at::Tensor part(const at::Tensor& blocks) const { return blocks.view({-1}).narrow(0, lead, own.numel()); }
     std::array<at::Tensor, 2> scales() const { return {average.abs().amax(1), square.amax(1)}; }
@@ -186,7 +187,7 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   work.state = &state_of(parameter);
   AdamW8bitParamState& state = *work.state;
   state.lay_out_as(parameter);
-  // A state that is there keeps its kind, whatever min_8bit_numel is by now.
+  // An existing state keeps its format, even if min_8bit_numel has changed.
   work.is_quantized = state.exp_avg_8bit().defined() ||
                       (!state.exp_avg().defined() && whole_numel > 0 && whole_numel >= options.min_8bit_numel());
   work.gradient = parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach()))
@@ -205,8 +206,8 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   return work;
 }
 
-// The scales of blocks that a cut goes through: largest values over ranks. Also of states in fp32, with zeros: a rank
-// that has nothing of a parameter may not know of which kind its state is.
+// Returns the scales of blocks that a cut crosses: maxima over ranks. fp32 states take part with zeros, because a rank
+// without elements of a parameter may not know its state's format.
 AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) const {
   if (!parts().are_cut()) return {};
   std::set<std::pair<size_t, int64_t>> shared;
@@ -253,7 +254,7 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
     const Work& work = all[i];
     if (work.state == nullptr) continue;
     if (work.held.numel() == 0) {
-      note_write(parameters[i]);  // as where some of it is
+      note_write(parameters[i]);  // as if this rank held elements
       continue;
     }
     if (!work.is_quantized) {

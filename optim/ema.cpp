@@ -1,4 +1,4 @@
-#include "optim/ema.h"
+#include <tessera/ema.h>
 
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/empty.h>
@@ -9,15 +9,16 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include <tessera/detail/parameter_parts.h>
 #include "core/comm/agreement.h"
 #include "optim/host/adam_update.h"
 #include "optim/state/optimizer_state.h"
-#include "optim/state/parameter_parts.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
-// Cuts are at multiples of it where they can be: 64 bytes of fp32.
+// Cuts are multiples of this where possible: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
 at::ScalarType average_dtype(const at::Tensor& parameter) {
@@ -26,7 +27,7 @@ at::ScalarType average_dtype(const at::Tensor& parameter) {
 
 }  // namespace
 
-// Both under one roof.
+// The model's shards and the averages.
 class Ema::WithModel : public ModelShards {
  public:
   explicit WithModel(Ema& ema) : ema_(ema) {}
@@ -68,7 +69,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
       throw std::invalid_argument(
           c10::str("Ema: '", shard.fqn, "' has strides ", shard.tensor.strides(), ", expected dense ones"));
     total += shard.held.numel();
-    count = shard.replica_count;  // of all alike
+    count = shard.replica_count;  // equal for all
     replica = shard.replica;
     averages_.push_back({.shard = std::move(shard)});
   }
@@ -78,7 +79,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   else if (count > 1)
     replicas_ = comm()->split_by([=](int rank) { return rank % ranks_per_copy; });
 
-  // The parts of all parameters, one after the other, cut evenly.
+  // Cuts the concatenated parts of all parameters evenly.
   auto cut = [&](int rank) { return rank == count ? total : total * rank / count / kAlignmentNumel * kAlignmentNumel; };
   int64_t offset = 0;
   for (Average& average : averages_) {
@@ -98,19 +99,19 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   }
 }
 
-// Whether the parameter is here in its own shape.
+// Whether this rank holds the parameter in its own shape.
 bool Ema::is_whole(const Average& average) {
   return average.shard.tensor.sizes() == at::IntArrayRef(average.shard.sizes);
 }
 
-// The parameter's elements in the order that the ranks share them out in, which is that of its memory at first, and a
-// copy where set_data() has given it other strides since.
+// Returns the parameter's elements in the order that the ranks split: memory order at construction. A copy, if
+// set_data() has changed the strides.
 at::Tensor Ema::elements(const Average& average) {
   const at::Tensor own = average.shard.tensor.detach();
   return in_memory_order(is_whole(average) ? in_strides(own, average.shard.strides) : own);
 }
 
-// What the average is of: this rank's part of them.
+// Returns the elements that this rank averages.
 at::Tensor Ema::source(const Average& average) {
   return elements(average).narrow(0, average.part.begin, average.part.numel());
 }

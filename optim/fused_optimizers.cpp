@@ -1,4 +1,4 @@
-#include "optim/fused_optimizers.h"
+#include <tessera/fused_optimizers.h>
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
@@ -11,12 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "optim/host/adam_update.h"
-#include "optim/state/listed_optimizer.h"
+#include <tessera/detail/listed_optimizer.h>
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr const char* kName = "a fused optimizer";
@@ -24,7 +25,7 @@ constexpr AdamPlacement kBesideTheParameter{kName, [](const at::Tensor&) { retur
                                             [](const at::Tensor& parameter) { return at::zeros_like(parameter); },
                                             &laid_out_as};
 
-// Of Adam and AdamW.
+// For Adam and AdamW.
 void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
 
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
@@ -42,11 +43,11 @@ void require_inputs(torch::optim::SGD& optimizer) {
 
 struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
-  std::vector<torch::optim::SGDParamState*> states;  // that get the momenta
+  std::vector<torch::optim::SGDParamState*> states;  // owners of the momenta
 };
 
-// By group, dtype, device, and whether the momentum is the first, which is the gradient and which the kernel is told
-// for all parameters of a call. A parameter on a disk has a call of its own, by its number.
+// Keys: group, dtype, device, and whether this is the first momentum (a copy of the gradient), which the kernel takes
+// as one flag for all parameters of a call. The last key gives each parameter on disk its own call.
 using SgdBatches =
     std::map<std::tuple<torch::optim::OptimizerParamGroup*, at::ScalarType, std::string, bool, size_t>, SgdBatch>;
 
@@ -83,7 +84,7 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
     at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
                     options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, std::get<3>(key));
     for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
-    // The fused operators leave the versions of what they write alone, by which others know of writes.
+    // The fused operators do not bump versions, by which writes are detected.
     for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 }

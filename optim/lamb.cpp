@@ -1,4 +1,4 @@
-#include "optim/lamb.h"
+#include <tessera/lamb.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -11,6 +11,7 @@
 #include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using torch::optim::AdamWOptions;
@@ -75,8 +76,8 @@ at::Tensor Lamb::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   if (checked_groups_ != param_groups().size()) check();
-  // One row for each parameter, with a gradient or not, so that ranks need not agree on that. What is frozen has no
-  // norm, and may be of integers.
+  // One row for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
+  // parameters have no norm and may be integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;
   for (auto& group : param_groups()) {
@@ -87,10 +88,10 @@ at::Tensor Lamb::step(LossClosure closure) {
       rates.push_back(options.lr());
     }
   }
-  auto is_stepped = [&](size_t i) {  // on some rank, this one maybe has no element of it
+  auto is_stepped = [&](size_t i) {  // on some rank; this rank may have no element of it
     return directions[i].defined() || (parts_.are_cut() && parameters[i].requires_grad());
   };
-  std::vector<at::Tensor> parts;  // each parameter's, then each direction's
+  std::vector<at::Tensor> parts;  // of each parameter, then of each direction
   for (const auto* list : {&parameters, &directions})
     for (size_t i = 0; i < list->size(); ++i)
       parts.push_back(is_stepped(i) && parts_.counts(parameters[i]) ? (*list)[i] : at::Tensor());

@@ -1,4 +1,4 @@
-#include "optim/lbfgs.h"
+#include <tessera/lbfgs.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -10,11 +10,12 @@
 #include <limits>
 #include <utility>
 
-#include "core/comm/host_results.h"
-#include "optim/host/adam_update.h"
+#include <tessera/host_results.h>
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 
 void LbfgsOptions::check() const {
   require_option(lr() >= 0, kName, "lr", lr(), "0 or more");
@@ -24,7 +25,7 @@ void LbfgsOptions::check() const {
                  static_cast<double>(history_size()), "1 to 100");
 }
 
-// Where the search has been: at x + t * direction.
+// A point of the search: x + t * direction.
 struct Lbfgs::Point {
   double t = 0, loss = 0, slope = 0;  // slope: gradient . direction
   at::Tensor gradient;
@@ -45,18 +46,18 @@ double cubic_minimum(double x1, double f1, double g1, double x2, double f2, doub
 
 }  // namespace
 
-// One step(): vectors are this rank's parts of all parameters, one after the other, [numel].
+// One step(). Vectors are this rank's parts of all parameters, concatenated: [numel].
 struct Lbfgs::Run {
   Lbfgs& optimizer;
   const LossClosure& closure;
   const LbfgsOptions& options;
-  const std::vector<at::Tensor> parameters;  // what is not frozen
+  const std::vector<at::Tensor> parameters;  // without frozen ones
   const at::TensorOptions of_vectors;
   const Owners* owners;
   at::Tensor first_loss{};
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
-  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of the history
+  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products within the history
   int64_t evaluations = 0;
 
   // -- vectors -----------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ struct Lbfgs::Run {
     for (const at::Tensor& parameter : parameters) sum += parameter.numel();
     return sum;
   }
-  // A parameter at a time: of those on a disk no more needs to be in memory.
+  // One parameter at a time, so that only one of those on disk is in memory.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
     at::Tensor whole = at::zeros({numel()}, of_vectors);
     int64_t offset = 0;
@@ -76,7 +77,7 @@ struct Lbfgs::Run {
     }
     return whole;
   }
-  // Of the elements that this rank is to count in a sum: all, or none of a copy's.
+  // Includes only elements that this rank counts in a sum: all, or none in a replica.
   double product(const at::Tensor& a, const at::Tensor& b) const {
     double sum = 0;
     int64_t offset = 0;
@@ -90,8 +91,8 @@ struct Lbfgs::Run {
     return sum;
   }
   double largest(const at::Tensor& a) const { return a.numel() == 0 ? 0 : a.abs().max().item<double>(); }
-  // Sums over ranks of the first numbers, the largest of the others. `mean`, of the loss, is summed wherever there are
-  // ranks, the others where parameters are cut: else all have the same.
+  // Combines values over ranks: `sums` by sum and `maxima` by maximum if ranks have different elements, otherwise they
+  // already agree. Averages `mean`, the loss, in either case.
   void exchange(std::vector<double>& sums, std::vector<double>& maxima, double* mean) const {
     Communicator* comm = owners != nullptr ? owners->comm : optimizer.parts().comm();
     if (comm == nullptr || comm->size() == 1) return;
@@ -129,7 +130,7 @@ struct Lbfgs::Run {
     if (owners != nullptr) owners->publish();
   }
 
-  // The closure at x + t * direction, or where the parameters are, without x.
+  // Evaluates the closure at x + t * direction; without x, at the current parameters.
   Point evaluate(const at::Tensor& x, double t) {
     if (x.defined()) move_to(x, t);
     const at::Tensor loss = loss_of(closure);
@@ -158,7 +159,8 @@ struct Lbfgs::Run {
   }
 
   // -- the direction -----------------------------------------------------------------------------
-  // Sets it, remembers the last step if its curvature is positive, and returns the slope along it.
+  // Sets the direction, remembers the last step if its curvature is positive, and returns the slope along the
+  // direction.
   double choose_direction(double t, bool is_first) {
     std::vector<double> none;
     const at::Tensor g = gradient;
@@ -208,7 +210,7 @@ struct Lbfgs::Run {
     return combine(step_g, change_g, sums[4]);
   }
 
-  // The two loops over the history, in coefficients: direction = of_g * g + sum of_steps * steps + sum of_changes *
+  // Runs the two loops over the history on coefficients: direction = of_g * g + sum of_steps * steps + sum of_changes *
   // changes. Returns gradient . direction.
   double combine(const std::vector<double>& step_g, const std::vector<double>& change_g, double g_g) {
     const size_t count = steps.size();
@@ -240,14 +242,14 @@ struct Lbfgs::Run {
   // -- the line search ---------------------------------------------------------------------------
   static constexpr int kMostEvaluations = 25;
 
-  // The strong Wolfe conditions, as seen from where a search starts.
+  // The strong Wolfe conditions, relative to the start of a search.
   struct WolfeConditions {
     const Point& start;
     bool is_too_high(const Point& p) const { return p.loss > start.loss + 1e-4 * p.t * start.slope; }
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points, between which one meets the conditions; or the last one, twice, which does.
+  // Two points with one between them that meets the conditions; or twice the last point, if that meets them.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -256,7 +258,7 @@ struct Lbfgs::Run {
     int low() const { return ends[0].loss <= ends[1].loss ? 0 : 1; }
   };
 
-  // Goes on from `t` until there are such.
+  // Extends the step from `t` until a bracket is found.
   Bracket bracket(const at::Tensor& x, double t, const WolfeConditions& wolfe) {
     Point before = wolfe.start, now = evaluate(x, t);
     const double direction_max = now.direction_max;
@@ -272,7 +274,7 @@ struct Lbfgs::Run {
     return {{wolfe.start, now}, false, kMostEvaluations, direction_max};
   }
 
-  // A point that meets the conditions, or the best of 25 (minFunc's, as torch has it).
+  // Returns a point that meets the conditions, or the best of 25 (minFunc, like torch).
   Point search(const at::Tensor& x, double t, const Point& start) {
     const WolfeConditions wolfe{start};
     Bracket found = bracket(x, t, wolfe);
@@ -309,12 +311,12 @@ struct Lbfgs::Run {
   }
 
   // -- states ------------------------------------------------------------------------------------
-  // The vectors out of the parameters' states, and the inner products of what they remember.
+  // Loads the vectors from the parameters' states, and recomputes the inner products of the history.
   LbfgsParamState load() {
     auto state_of = [&](const at::Tensor& parameter) -> const LbfgsParamState& {
       return optimizer.state_of(parameter);
     };
-    // Those that were frozen until now have none, and zeros in the history.
+    // Parameters that were frozen until now have no state; their history is zeros.
     LbfgsParamState numbers;
     for (const at::Tensor& parameter : parameters)
       if (state_of(parameter).n_iter > numbers.n_iter) numbers = state_of(parameter);
@@ -348,7 +350,8 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // The numbers of whoever owns one that was trained from the first: this rank may own nothing, or what was frozen.
+  // Takes the numbers from the rank whose parameter was trained longest: this rank may own only frozen parameters, or
+  // none.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
     exchange(none, longest, nullptr);
@@ -362,7 +365,7 @@ struct Lbfgs::Run {
     numbers.t = known[1];
     count = static_cast<size_t>(known[2]);
   }
-  // As views of the vectors, in the parameters' shapes.
+  // Stores views of the vectors, in the parameters' shapes.
   void store(int64_t n_iter, int64_t func_evals, double t) const {
     int64_t offset = 0;
     for (const at::Tensor& parameter : parameters) {
@@ -380,7 +383,7 @@ struct Lbfgs::Run {
     }
   }
 
-  at::Tensor previous{};  // gradient
+  at::Tensor previous{};  // previous gradient
 };
 
 at::Tensor Lbfgs::step(LossClosure closure) {

@@ -1,4 +1,4 @@
-#include "optim/lion.h"
+#include <tessera/lion.h>
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -6,11 +6,12 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
-#include "optim/host/adam_update.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 struct LionBatch {
@@ -21,7 +22,7 @@ struct LionBatch {
     std::vector<at::Tensor> signs = at::_foreach_mul(averages, options.beta1());
     at::_foreach_add_(signs, gradients, 1 - options.beta1());
     at::_foreach_sign_(signs);
-    // The parameters first: if the disk fails that they lie on, the momenta are what they were.
+    // The parameters first: if their disk fails, the momenta are unchanged.
     if (options.weight_decay() != 0) at::_foreach_mul_(parameters, 1 - options.lr() * options.weight_decay());
     at::_foreach_add_(parameters, signs, -options.lr());
     at::_foreach_mul_(averages, options.beta2());

@@ -1,4 +1,4 @@
-#include "optim/muon.h"
+#include <tessera/muon.h>
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -13,14 +13,15 @@
 #include <numeric>
 
 #include "core/layout/partition.h"
-#include "optim/host/adam_update.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
-// Matrices of each rank whose parts are on their way before the one in work.
+// Matrices of each rank whose parts are in flight ahead of the one in work.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 
@@ -29,7 +30,7 @@ int64_t product(const std::vector<int64_t>& sizes, size_t from) {
                          std::multiplies<>());
 }
 
-// From the elements in the order of memory, or back.
+// Converts between elements in memory order and the matrix.
 at::Tensor as_matrix(const at::Tensor& elements, const NamedShard& shape) {
   return elements.as_strided(shape.sizes, shape.strides).reshape({shape.sizes[0], product(shape.sizes, 1)});
 }
@@ -58,7 +59,7 @@ at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
   constexpr double kA = 3.4445, kB = -4.7750, kC = 2.0315;
   const bool is_tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = is_tall ? matrix.t() : matrix;
-  // The norm in fp32: in bf16 its rounding alone could leave a singular value above 1, where the iteration diverges.
+  // The norm must be in fp32: rounding in bf16 could leave a singular value above 1, where the iteration diverges.
   x = x / x.norm(2, at::kFloat).clamp_min(kSmallestNorm).to(x.scalar_type());
   for (int64_t step = 0; step < ns_steps; ++step) {
     const at::Tensor gram = at::mm(x, x.t());
@@ -75,12 +76,12 @@ int64_t Muon::step_cost(const NamedShard& parameter, const torch::optim::Optimiz
   return own.ns_steps() * least * least * (2 * most + least);
 }
 
-// One matrix of a step: what travels, and where the result goes.
+// One matrix of a step.
 struct Muon::Matrix {
   at::Tensor parameter;
   const MuonOptions* options;
   NamedShard shape;
-  at::Tensor elements;  // this rank's part, in the order of memory: first of the momentum, then of the result
+  at::Tensor elements;  // this rank's part, in memory order: first of the momentum, then of the result
 
   at::ScalarType dtype() const { return options->bfloat16() ? at::kBFloat16 : at::kFloat; }
   at::Tensor orthogonal(const at::Tensor& whole) const {
@@ -94,7 +95,7 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
   state.momentum_buffer(state.momentum_buffer().defined() ? laid_out_as(state.momentum_buffer(), parameter)
                                                           : at::zeros_like(parameter));
   state.step(state.step() + 1);
-  // Without one here, and with one elsewhere, it counts as 0, as in reductions.
+  // A missing gradient counts as 0, as in reductions: another rank may have one.
   const at::Tensor gradient =
       parameter.grad().defined() ? laid_out_as(parameter.grad(), parameter) : at::zeros_like(parameter);
   const at::Tensor& momentum = state.momentum_buffer();
@@ -105,14 +106,15 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
   return matrix;
 }
 
-// Note [A matrix a rank at a time]. Each rank has a list of matrices, the most expensive first, and in a round every
-// rank works on the next of its own: an all-to-all brings it the parts, another takes the results back. Those of the
-// next rounds are started before the work, those back are waited for at the end, so nobody waits for the slowest.
+// Note [A matrix a rank at a time]. Each rank has a list of matrices, the most expensive first. In each round, every
+// rank works on the next of its list: one all-to-all brings the parts, another returns the results. Parts of the next
+// rounds are requested before the work, and results are awaited at the end, so no rank waits for the slowest in each
+// round.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
       : comm_(comm), parts_(parts), matrices_(matrices), self_(comm.rank()) {
-    // Matrices of both dtypes travel in fp32: bf16 is exact in it.
+    // Matrices of both dtypes are sent in fp32: bf16 is exact in it.
     const bool all_bfloat16 = std::ranges::all_of(matrices, [](const Matrix& m) { return m.options->bfloat16(); });
     wire_ = wire_.dtype(all_bfloat16 ? at::kBFloat16 : at::kFloat).device(comm.device());
     plan();
@@ -166,8 +168,8 @@ class Muon::Rounds {
     return made;
   }
 
-  // Whether `from` sends its part of a matrix to the rank that works on it: unless that has all of it, or finds it in
-  // its own copy of the model.
+  // Whether `from` sends its part of a matrix to the rank that works on it. Not needed if that rank has the whole
+  // matrix, or has the part in its own replica.
   bool is_sent(const std::vector<ParameterParts::Held>& held, int from, int to) const {
     return from == to || (parts_.are_cut() && held[from].copy == held[to].copy);
   }
@@ -193,7 +195,7 @@ class Muon::Rounds {
       if (const Matrix* const matrix = rounds_[round][owner]) receives[owner] = matrix->shape.held.numel();
     if (const Matrix* const matrix = rounds_[round][self_]) {
       const auto& held = parts_.by_rank(matrix->parameter);
-      // Parts come by rank, which is their order in memory.
+      // Parts are received by rank, which is memory order.
       const at::Tensor result = matrix->orthogonal(received.to(matrix->dtype()));
       for (int to = 0; to < comm_.size(); ++to)
         sent[to] = result.narrow(0, held[to].range.begin, held[to].range.numel());
@@ -216,7 +218,7 @@ class Muon::Rounds {
   std::vector<Matrix>& matrices_;
   const int self_;
   at::TensorOptions wire_;
-  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank], null for none
+  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank]; null: no matrix
 };
 
 void Muon::orthogonalize(std::vector<Matrix>& matrices) const {
@@ -280,7 +282,7 @@ at::Tensor Muon::step(LossClosure closure) {
   orthogonalize(matrices);
   for (const Matrix& matrix : matrices) {
     if (matrix.shape.held.numel() == 0) {
-      note_write(matrix.parameter);  // as where some of it is
+      note_write(matrix.parameter);  // as if this rank held elements
       continue;
     }
     const at::Tensor own = in_memory_order(matrix.parameter.detach());

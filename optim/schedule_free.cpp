@@ -1,4 +1,4 @@
-#include "optim/schedule_free.h"
+#include <tessera/schedule_free.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -7,11 +7,12 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "optim/host/adam_update.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 
 void ScheduleFreeOptions::check() const {
   require_option(beta1() > 0 && beta1() < 1, kName, "beta1", beta1(), "above 0 and below 1");
@@ -43,14 +44,15 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.lr_max(std::max(lr, state.lr_max()));
       const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
       state.weight_sum(state.weight_sum() + weight);
-      const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;  // of this step in the average
+      // weight of this step in the average
+      const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;
       if (note_write_if_empty(y)) continue;
 
       const at::Tensor gradient = laid_out_as(y.grad(), y);
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
       at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // y moves with the average, which is not computed, and with z.
+      // Moves y with z and with the average, which is not stored.
       y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }
@@ -66,9 +68,9 @@ Scope ScheduleFreeAdamW::swap_in_averages() {
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
       const auto found = state().find(y.unsafeGetTensorImpl());
-      if (found == state().end()) continue;  // on all ranks: it has never been stepped
+      if (found == state().end()) continue;  // on all ranks: never stepped
       own.emplace_back(y, y.detach().clone());
-      if (note_write_if_empty(y)) continue;  // other ranks write to its unit now
+      if (note_write_if_empty(y)) continue;  // other ranks now write to its unit
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
       y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
     }

@@ -1,4 +1,4 @@
-#include "optim/sharded_grad_scaler.h"
+#include <tessera/sharded_grad_scaler.h>
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
@@ -12,10 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/runtime/lazy_values.h"
 
 namespace tessera {
+using namespace internal;
 
 ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options)
     : comm_(std::move(comm)), options_(options), scale_(options.initial_scale) {
@@ -38,12 +39,13 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);
   if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
   at::NoGradGuard no_grad;
-  // One call for all gradients of a kind; views of one buffer several times are several tensors here.
+  // One call for each dtype and device. Views of one buffer are separate tensors here.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
   for (auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.grad().numel() == 0) continue;
-      if (has_lazy_values(parameter.grad())) parameter.mutable_grad() = parameter.grad().clone();  // to be written
+      // the write needs memory
+      if (has_lazy_values(parameter.grad())) parameter.mutable_grad() = parameter.grad().clone();
       kinds[{parameter.grad().scalar_type(), parameter.grad().device().index()}].push_back(parameter.grad());
     }
   at::Tensor found = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(comm_->device()));
@@ -53,7 +55,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
     found.add_(found_here.to(comm_->device()));
   }
-  // Ranks of other scales have diverged.
+  // Ranks with different scales have diverged.
   found =
       reduce_to_host(*comm_, found, ReduceOp::kSum, c10::str("whether gradients scaled by ", scale_, " are finite"));
   entry->second.is_finite = found.item<float>() == 0;

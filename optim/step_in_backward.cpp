@@ -1,4 +1,4 @@
-#include "optim/step_in_backward.h"
+#include <tessera/step_in_backward.h>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -15,8 +15,10 @@
 #include <utility>
 
 #include "core/gradients/shard_norm.h"
+#include "core/runtime/task_queue.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const StepInBackwardOptions& options) {
@@ -32,7 +34,7 @@ std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const Ste
   return steps;
 }
 
-// Some parameters' step is taken without it.
+// An overridden step() would be bypassed.
 void require_no_own_step(const PartialStep& optimizer) {
   const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
   if (whole != nullptr && may_have_own_step(*whole))
@@ -41,7 +43,7 @@ void require_no_own_step(const PartialStep& optimizer) {
                                 "expected that optimizer itself, or a PartialStep that is derived from none");
 }
 
-// The calling thread, and those that it starts from now on (parallel_over()'s are its own).
+// Pins the calling thread, and threads that it starts later (parallel_over()'s are its own).
 void run_on(const std::vector<int>& processors) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -69,14 +71,18 @@ void require_usable(const std::vector<int>& processors) {
 }  // namespace
 
 StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options)
-    : source_(source), optimizer_(optimizer), options_(options), speculation_(speculation_of(optimizer, options)) {
+    : source_(source),
+      optimizer_(optimizer),
+      options_(options),
+      speculation_(speculation_of(optimizer, options)),
+      worker_(std::make_unique<TaskQueue>(1)) {
   require_no_own_step(optimizer);
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             [this] { speculation_ ? abandon() : arrived_.clear(); }));
-  // As many threads for a step as the caller would take, or as there are processors for it.
+  // Uses as many threads for a step as the caller would, or one for each processor.
   worker_
-      .add([&processors = options_.processors, threads = at::get_num_threads()] {
+      ->add([&processors = options_.processors, threads = at::get_num_threads()] {
         if (!processors.empty()) run_on(processors);
         at::set_num_threads(processors.empty() ? threads : static_cast<int>(processors.size()));
       })
@@ -94,11 +100,11 @@ void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   if (options_.max_norm) {
     deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
   } else {
-    steps_.push_back(worker_.add([this, parameters] { optimizer_.step_parameters(parameters); }));
+    steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
   }
 }
 
-// What it throws leaves backward, which has failed then: abandon().
+// An exception fails the backward, which then calls abandon().
 void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   if (must_be_taken_back_)
     throw std::logic_error(
@@ -113,11 +119,11 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
                    " has a gradient of a second backward before finish(), expected finish() after each backward, or "
                    "no_sync() in the first"));
   deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
-  steps_.push_back(worker_.add([this, parameters] { speculation_->step(parameters); }));
+  steps_.push_back(worker_->add([this, parameters] { speculation_->step(parameters); }));
 }
 
-// What has a gradient that is all of before, which optimizer.step() would step, too. Where nothing has arrived there
-// was no backward, or gradients have not been reduced.
+// Returns parameters that have only an older gradient, which optimizer.step() would step, too. Empty if nothing has
+// arrived: no backward has reduced gradients.
 std::vector<at::Tensor> StepInBackward::take_others() {
   const auto arrived = std::exchange(arrived_, {});
   if (arrived.empty()) return {};
@@ -126,7 +132,7 @@ std::vector<at::Tensor> StepInBackward::take_others() {
   return others;
 }
 
-// A step that fails does not keep the others from being taken.
+// Waits for all steps, then rethrows the first failure.
 void StepInBackward::wait_for_steps() {
   std::exception_ptr failure;
   for (std::future<void>& step : std::exchange(steps_, {})) {
@@ -139,9 +145,9 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// On the worker's thread: after the steps that are under way, whatever the caller is in the middle of.
+// Runs on the worker's thread, after the steps in flight.
 void StepInBackward::take_back() {
-  worker_.add([this] { speculation_->roll_back(); }).get();
+  worker_->add([this] { speculation_->roll_back(); }).get();
 }
 
 void StepInBackward::forget_speculation() {
@@ -152,14 +158,14 @@ void StepInBackward::forget_speculation() {
   must_be_taken_back_ = false;
 }
 
-// If the copies cannot be written back, the values stay refused, and the next finish() tries again.
+// If the copies cannot be written back, the values stay refused and the next finish() tries again.
 void StepInBackward::abandon() noexcept {
   if (!refusal_) return;
   must_be_taken_back_ = true;
   try {
     try {
       wait_for_steps();
-    } catch (const std::exception&) {  // it is taken back with the others
+    } catch (const std::exception&) {  // rolled back with the others
     }
     take_back();
     forget_speculation();
@@ -168,7 +174,7 @@ void StepInBackward::abandon() noexcept {
   }
 }
 
-// Collective first, also where a step has failed: the other ranks wait for this one.
+// Collective calls first, even if a step has failed: the other ranks wait for this one.
 double StepInBackward::finish_speculation() {
   try {
     if (must_be_taken_back_) {
@@ -177,10 +183,10 @@ double StepInBackward::finish_speculation() {
     }
     const std::vector<at::Tensor> others = take_others();
     deferred_.insert(deferred_.end(), others.begin(), others.end());
-    if (!others.empty()) steps_.push_back(worker_.add([this, others] { speculation_->step(others); }));
+    if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
-      wait_for_steps();  // they read the gradients
+      wait_for_steps();  // the steps read the gradients
     } catch (...) {
       failure = std::current_exception();
     }
@@ -190,7 +196,7 @@ double StepInBackward::finish_speculation() {
     if (clips_gradients(norm, *options_.max_norm)) {
       take_back();
       ++times_taken_back_;
-      speculation_->step(deferred_);  // so that it can be taken back if it fails
+      speculation_->step(deferred_);  // can be rolled back if it fails
     }
     forget_speculation();
     return norm;
@@ -204,7 +210,7 @@ std::optional<double> StepInBackward::finish() {
   if (speculation_) return finish_speculation();
   const std::vector<at::Tensor> others = take_others();
   if (!options_.max_norm) {
-    if (!others.empty()) steps_.push_back(worker_.add([this, others] { optimizer_.step_parameters(others); }));
+    if (!others.empty()) steps_.push_back(worker_->add([this, others] { optimizer_.step_parameters(others); }));
     wait_for_steps();
     return std::nullopt;
   }

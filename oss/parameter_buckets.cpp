@@ -9,9 +9,10 @@
 #include <utility>
 
 #include "core/layout/bucket_plan.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vector<int> owners, int64_t bucket_bytes,
                                    std::optional<at::ScalarType> broadcast_dtype, Communicator& comm)
@@ -256,4 +257,4 @@ void ParameterBuckets::finish(std::vector<Flight>& flights) {
   for (Flight& flight : flights) finish(flight);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,14 +7,14 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include "core/gradients/order_log.h"
 #include "core/layout/as_wrapped.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
-#include "core/gradients/order_log.h"
 #include "core/memory/counted_buffers.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // How many bytes of its own a rank steps before it sends them, where it steps some after others: worth a call of an
 // optimizer's operator. Tests have it step each bucket by itself.
@@ -103,4 +103,4 @@ struct ParameterBuckets::Flight {
   Pending pending;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

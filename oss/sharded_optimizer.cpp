@@ -1,4 +1,4 @@
-#include "oss/sharded_optimizer.h"
+#include <tessera/sharded_optimizer.h>
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
@@ -10,19 +10,24 @@
 #include <unordered_set>
 #include <utility>
 
+#include <tessera/detail/parameter_parts.h>
+#include <tessera/detail/partial_step.h>
+#include <tessera/lbfgs.h>
 #include "core/comm/agreement.h"
-#include "core/layout/geometry.h"
+#include "core/comm/reduced_report.h"
 #include "core/gradients/gradient_keeper.h"
-#include "core/runtime/quiet.h"
 #include "core/gradients/shard_norm.h"
+#include "core/layout/geometry.h"
+#include "core/layout/partition.h"
 #include "core/layout/shardable.h"
-#include "optim/host/host_step.h"
-#include "optim/lbfgs.h"
-#include "optim/state/parameter_parts.h"
-#include "optim/state/partial_step.h"
+#include "core/runtime/quiet.h"
 #include "core/trace/trace.h"
+#include "optim/host/host_step.h"
+#include "optim/state/optimizer_state.h"
+#include "oss/parameter_buckets.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using torch::optim::Optimizer;
@@ -75,7 +80,9 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
       comm_(std::move(comm)),
       options_(options),
       make_(std::move(make)),
-      step_cost_(std::move(step_cost)) {
+      step_cost_(std::move(step_cost)),
+      partition_(std::make_unique<Partition>()),
+      late_reports_(std::make_unique<LateReports>()) {
   if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
     throw std::invalid_argument(
         "OSS<torch::optim::LBFGS>: LBFGS searches along one direction for all parameters together, and each rank would "
@@ -160,7 +167,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
 // Those whose steps are expensive first, by what they cost; then trainable ones, by weight; frozen ones, which have no
 // state, evenly beside them.
 void ShardedOptimizer::weigh(size_t first_group) {
-  auto index = static_cast<int64_t>(partition_.owners.size());
+  auto index = static_cast<int64_t>(partition_->owners.size());
   std::vector<at::Tensor> expensive, trainable, frozen;
   std::vector<int64_t> costs;
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
@@ -178,25 +185,25 @@ void ShardedOptimizer::weigh(size_t first_group) {
   }
   const Partition by_cost = partition_greedily(costs, comm_->size(), owned_costs_);
   owned_costs_ = by_cost.owned_bytes;
-  partition_.owned_bytes.resize(comm_->size());
+  partition_->owned_bytes.resize(comm_->size());
   for (size_t i = 0; i < expensive.size(); ++i) {
     ownership_.at(expensive[i].unsafeGetTensorImpl()).owner = by_cost.owners[i];
-    partition_.owned_bytes[by_cost.owners[i]] += static_cast<int64_t>(expensive[i].nbytes());
+    partition_->owned_bytes[by_cost.owners[i]] += static_cast<int64_t>(expensive[i].nbytes());
   }
   auto bytes_of = [](const std::vector<at::Tensor>& parameters) {
     std::vector<int64_t> bytes;
     for (const at::Tensor& parameter : parameters) bytes.push_back(static_cast<int64_t>(parameter.nbytes()));
     return bytes;
   };
-  const Partition weighed = partition_greedily(bytes_of(trainable), comm_->size(), partition_.owned_bytes);
+  const Partition weighed = partition_greedily(bytes_of(trainable), comm_->size(), partition_->owned_bytes);
   const Partition weightless = partition_greedily(bytes_of(frozen), comm_->size());
   for (size_t i = 0; i < trainable.size(); ++i)
     ownership_.at(trainable[i].unsafeGetTensorImpl()).owner = weighed.owners[i];
   for (size_t i = 0; i < frozen.size(); ++i)
     ownership_.at(frozen[i].unsafeGetTensorImpl()).owner = weightless.owners[i];
-  partition_.owned_bytes = weighed.owned_bytes;
+  partition_->owned_bytes = weighed.owned_bytes;
   for (size_t group = first_group; group < param_groups_.size(); ++group)
-    for (const at::Tensor& parameter : param_groups_[group].params()) partition_.owners.push_back(owner(parameter));
+    for (const at::Tensor& parameter : param_groups_[group].params()) partition_->owners.push_back(owner(parameter));
 }
 
 OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& group) const {
@@ -285,10 +292,10 @@ void ShardedOptimizer::take_added_groups() {
                                " is another than when the group was added: add new ones by add_param_group()");
     }
   if (param_groups_.size() > local_->param_groups().size()) adopt_groups_from(local_->param_groups().size());
-  if (all_parameters().size() != partition_.owners.size())
+  if (all_parameters().size() != partition_->owners.size())
     throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": the groups have " +
                            std::to_string(all_parameters().size()) + " parameters, expected " +
-                           std::to_string(partition_.owners.size()) + ", from parameter number " +
+                           std::to_string(partition_->owners.size()) + ", from parameter number " +
                            std::to_string(place) +
                            " on: add new ones by add_param_group(), and freeze those that are not to be stepped");
 }
@@ -367,9 +374,9 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
     require_agreement(*comm_, "what was published in a step", log.lines());
     report.require_alike("what was published in a step");  // in what the log has not kept
   }
-  late_reports_.add(std::move(report),
-                    [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
-  late_reports_.look();
+  late_reports_->add(std::move(report),
+                     [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
+  late_reports_->look();
 }
 
 bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averages*>(local_.get()) != nullptr; }

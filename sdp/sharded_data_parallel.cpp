@@ -1,4 +1,4 @@
-#include "sdp/sharded_data_parallel.h"
+#include <tessera/sdp.h>
 
 #include <c10/core/GradMode.h>
 
@@ -10,6 +10,7 @@
 #include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 std::string describe(const SdpOptions& options) {

@@ -1,9 +1,9 @@
-# Sets TESSERA_TEST_ENVIRONMENT, what tests run with: settings of the sanitizers, with the lists of
-# what is not ours. A plain build runs with nothing set.
+# Sets TESSERA_TEST_ENVIRONMENT, the environment of tests: settings of the sanitizers, with suppressions for foreign
+# code. Empty in a plain build.
 set(TESSERA_TEST_ENVIRONMENT "")
 set(_suppressions "${PROJECT_SOURCE_DIR}/cmake/sanitizers")
 if(TESSERA_SANITIZE MATCHES "address")
-  # An allocation that cannot be had fails, as it does without the sanitizer: tests catch what libtorch throws then.
+  # A failed allocation must throw, as without the sanitizer: tests catch libtorch's exception.
   list(APPEND TESSERA_TEST_ENVIRONMENT
     "ASAN_OPTIONS=suppressions=${_suppressions}/asan.supp:detect_stack_use_after_return=1:allocator_may_return_null=1"
     "LSAN_OPTIONS=suppressions=${_suppressions}/lsan.supp:print_suppressions=0")
@@ -12,7 +12,7 @@ if("${TESSERA_SANITIZE},${TESSERA_SANITIZE_LIBRARIES}" MATCHES "undefined")
   list(APPEND TESSERA_TEST_ENVIRONMENT "UBSAN_OPTIONS=suppressions=${_suppressions}/ubsan.supp:print_stacktrace=1")
 endif()
 if(TESSERA_SANITIZE MATCHES "thread")
-  # One OpenMP thread: the barriers of libgomp, which is not instrumented, would look like races.
+  # One OpenMP thread: libgomp is not instrumented, so its barriers would look like races.
   list(APPEND TESSERA_TEST_ENVIRONMENT
     "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:history_size=7:second_deadlock_stack=1"
     OMP_NUM_THREADS=1)

@@ -1,15 +1,14 @@
-# tessera_test_program(<program> [LINKS ...] [FILES <n>] [UNFILLED]): an executable of GoogleTest for all tests of a
-# folder. What a test costs to compile is torch/torch.h, and a program with TESSERA_UNITY pays for it once
-# (with FILES, in n files that compile side by side). Memory that nobody has written is NaN in it, unless UNFILLED.
+# tessera_test_program(<program> [LINKS ...] [FILES <n>] [UNFILLED]): a GoogleTest executable for all tests of a folder.
+# Most of a test's compile time is torch/torch.h; with TESSERA_UNITY, a program compiles it once (with FILES, in n files
+# in parallel). Unwritten memory is NaN, unless UNFILLED.
 #
 # tessera_add_test(<name> PROGRAM <program> SOURCES ... [PROCESSES] [RACES] [LABEL <more>] [TIMEOUT <seconds>]): one of
-# ctest's tests, which is these files' part of a program. It has the label "threads" (everything happens in one
-# process, ranks being threads) unless PROCESSES is given: then "processes". RACES adds the label "races":
-# together these go through all that threads share, and .ci/run has ThreadSanitizer watch them. The target
-# race_tests builds them, tessera_tests all of ctest's.
+# ctest's tests, which runs these files' part of a program. It has the label "threads" (one process, ranks are threads)
+# or, with PROCESSES, "processes". RACES adds the label "races": these tests cover all state that threads share, and
+# .ci/run runs them with ThreadSanitizer. The target race_tests builds them; tessera_tests builds all.
 #
-# Each file's suites are its own, and are found in it: the test <program>_is_all_run fails if a test of the
-# program is run by none of ctest's, or by two.
+# A file's suites are found in its text. The test <program>_is_all_run fails if ctest runs a test of the program never
+# or twice.
 add_custom_target(race_tests)
 add_custom_target(tessera_tests)
 
@@ -20,15 +19,15 @@ function(tessera_test_program program)
     target_link_libraries(${program} PRIVATE $<TARGET_OBJECTS:tessera_unwritten_is_nan>)
   endif()
   target_include_directories(${program} PRIVATE "${PROJECT_SOURCE_DIR}")
-  # Takes the precompiled header of -O1, and compiles in a tenth less of the time. gcc then warns of a value in libtorch's
-  # headers that is not read.
+  # Uses the precompiled header of -O1, and compiles a tenth faster. gcc then warns of an unread value in libtorch's
+  # headers.
   target_compile_options(${program} PRIVATE $<$<CONFIG:Release>:-Og>
     $<$<AND:$<CONFIG:Release>,$<CXX_COMPILER_ID:GNU>>:-Wno-maybe-uninitialized>)
   add_dependencies(tessera_tests ${program})
   if(arg_FILES)
     set_target_properties(${program} PROPERTIES TESSERA_FILES ${arg_FILES})
   endif()
-  # Once the folder's list of tests is complete.
+  # Runs after the folder's list of tests is complete.
   cmake_language(EVAL CODE "cmake_language(DEFER CALL tessera_finish_test_program ${program})")
 endfunction()
 
@@ -61,12 +60,12 @@ function(tessera_add_test name)
   endif()
   add_test(NAME ${name} COMMAND ${arg_PROGRAM} --gtest_brief=1 --gtest_filter=${_filter})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}"
-    LABELS "${_labels}" COST ${arg_TIMEOUT})  # of several at a time, the long ones begin
+    LABELS "${_labels}" COST ${arg_TIMEOUT})  # starts long tests first
 endfunction()
 
-# tessera_test_on_accelerator(<program> TESTS <pattern>... [EXCEPT <pattern>...]): tests of a program once more, as
-# <program>_on_accelerator, whose on_ranks() gives ranks devices of the accelerator. The same objects in another
-# executable, since a process that has a device is another one for libtorch. EXCEPT has those that are of CPUs alone.
+# tessera_test_on_accelerator(<program> TESTS <pattern>... [EXCEPT <pattern>...]): runs tests of a program again as
+# <program>_on_accelerator, whose on_ranks() gives ranks devices of the accelerator. Links the same objects into another
+# executable, since libtorch behaves differently in a process with a device. EXCEPT lists tests for CPUs only.
 function(tessera_test_on_accelerator program)
   if(NOT TESSERA_SIMULATES)
     return()
@@ -85,13 +84,13 @@ function(tessera_test_on_accelerator program)
     ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}")
 endfunction()
 
-# tessera_test_knows(<program> <NAME> <file or folder>): a macro for tests/support/built.h.
+# tessera_test_knows(<program> <NAME> <file or folder>): defines a macro for tests/support/built.h.
 function(tessera_test_knows program name path)
   target_compile_definitions(${program} PRIVATE
     ${name}="$<PATH:RELATIVE_PATH,${path},$<TARGET_FILE_DIR:${program}>>")
 endfunction()
 
-# The patterns of --gtest_filter that name the suites of these files.
+# Returns the --gtest_filter patterns of these files' suites.
 function(tessera_suites_of result)
   set(_patterns)
   foreach(_source ${ARGN})

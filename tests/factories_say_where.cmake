@@ -1,5 +1,5 @@
-# Fails if a file of a library's folder makes a tensor without saying on which device. It would be on the CPU, where one
-# that was meant for the rank's device is found on a GPU only.
+# Fails if a library's file creates a tensor without a device. The tensor would be on the CPU, and only a GPU would show
+# that error if it belongs on the rank's device.
 #
 #   cmake -DSOURCE_DIR=<tree> -DFOLDERS=<folder>,... -P factories_say_where.cmake
 cmake_minimum_required(VERSION 3.25)

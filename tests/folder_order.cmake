@@ -1,10 +1,10 @@
-# Fails if a library's file includes a header of a library that its own does not link, directly or through others, or if
-# a library links a later one.
+# Fails if a library's file includes a header of a library that its own does not link, directly or indirectly, or if a
+# library links a later one.
 #
 #   cmake -DSOURCE_DIR=<tree> -DLINKS=<library>=<linked library>,...[/<library>=...] -P folder_order.cmake
 cmake_minimum_required(VERSION 3.25)
 
-# The library of a file is that of the longest of these that its path begins with.
+# A file belongs to the library with the longest matching prefix of its path.
 set(library_of
   core/runtime=base core/memory=base core/trace=base core/comm=comm core/launch=comm core/paging=paging core/layout=flat
   core/gradients=flat core/model=flat offload=offload optim=optim checkpoint=checkpoint oss=oss fsdp=fsdp sdp=sdp

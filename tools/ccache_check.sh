@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Whether ccache serves a clean build: builds the targets (the libraries, or those that are named) with a cache of its
-# own, then in another clone of the tree, in another build folder there, and what the preset `dev` can share. Each of
-# these has to take 19 files of 20 from the cache.
+# Checks that ccache serves clean builds: builds the targets (the libraries, or those given) with an empty cache, then
+# in another clone, in another build folder of that clone, and with the preset `dev`. Each of these must take 19 of 20
+# files from the cache.
 #
-# What presets share. `dev` compiles file by file what `release` compiles as one file for each folder: the precompiled
-# headers are the same, the files are not. `asan` and `tsan` compile with other options, another libtorch
-# (-DCMAKE_PREFIX_PATH=) with other headers, and `cuda` with the toolkit's headers before them: what comes out is
-# other code, and nothing is shared.
+# Shared between presets: `dev` and `release` share precompiled headers, but not objects, because `dev` compiles file by
+# file and `release` one file for each folder. `asan`, `tsan`, another libtorch (-DCMAKE_PREFIX_PATH=) and `cuda` have
+# other options or headers, and share nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -17,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 export CCACHE_DIR="$work/cache"
 failed=0
 
-# build <clone> <folder> <preset> <target...>: prints and keeps `hits` and `misses`.
+# build <clone> <folder> <preset> <target...>: prints `hits` and `misses`, and stores them.
 build() {
   local clone=$work/$1 folder=$2 preset=$3 begin=$SECONDS statistics
   shift 3

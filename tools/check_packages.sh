@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# tools/check_packages.sh: what a user gets, out of what the preset `release` (or PRESET) has built: the .tar.gz and the
-# .deb of cpack, unpacked somewhere else, hold the same; from there the command `tessera` runs, and a consumer's program
-# finds the package, builds and runs. So it does from the Conan package. Nothing is installed outside of a temporary
-# folder; Conan comes from PyPI, into .deps/conan, and asks no remote.
+# Tests the packages of the preset `release` (or PRESET). The .tar.gz and the .deb of cpack must hold equal files. From
+# both, the command `tessera` must run, and a consumer must find the package, build and run; so too from the Conan
+# package. Installs only in a temporary folder. Conan comes from PyPI, in .deps/conan, and uses no remote.
 #
-#   tools/check_packages.sh create    the same, and Conan builds the recipe's own copy of the tree: minutes more
+#   tools/check_packages.sh create    also lets Conan build its own copy of the tree: minutes more
 set -euo pipefail
 case "${1:-}" in '' | create) ;; *) echo "usage: tools/check_packages.sh [create]" >&2; exit 2 ;; esac
 cd "$(dirname "$0")/.."
@@ -28,7 +27,7 @@ diff -r "$work/tar" "$work/deb/usr"
 say "$(cd "$work/packages" && du -h --apparent-size -- *.deb *.tar.gz | tr '\n' ' ')hold the same $(find "$work/tar" -type f | wc -l) files"
 dpkg-deb -f "$work"/packages/*.deb Package Version Architecture Depends
 
-# ccache takes what it knows, wherever the temporary folder is.
+# Lets ccache work in any temporary folder.
 export CCACHE_NOHASHDIR=1 CCACHE_BASEDIR="$work" CMAKE_CXX_COMPILER_LAUNCHER
 CMAKE_CXX_COMPILER_LAUNCHER=$(command -v ccache || true)
 [ -n "$CMAKE_CXX_COMPILER_LAUNCHER" ] || unset CMAKE_CXX_COMPILER_LAUNCHER

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
-"""Holds docs/plan.md to what its commands print: where a block of `text` follows one of `sh`, the last command of that
-prints it. Argument: the folder of the build. A program that is not
-built there is passed over; exit code 77 if none is.
+"""Compares docs/plan.md with the output of its commands: a `text` block after an `sh` block must be the output of that
+block's last command. Argument: the build folder. Skips programs that are not built; exit code 77 if none is.
 """
 
 import os
@@ -16,7 +15,7 @@ BUILD = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build/release
 
 
 def program(name):
-    """Where the page's name for it is in this build."""
+    """Maps the page's name of a program to its path in this build."""
     return BUILD / (f"tools/tessera/{name}" if "/" not in name else name.removeprefix("build/release/"))
 
 

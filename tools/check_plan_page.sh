@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Opens the page of `tessera plan --html` in a real browser: it draws, says the peak that the plan says, tells what is
-# under the pointer, asks nothing of a network and complains of nothing; a measured step is drawn beside the predicted
-# one, and red where it differs; in the dark it has other colors. Argument: the folder of the build. Exit code 77 without
-# a browser.
+# Opens the page of `tessera plan --html` in a real browser. Checks that it draws, shows the plan's peak and the
+# operator under the pointer, makes no network request and reports no error; that a measured step is drawn beside the
+# prediction, red where it differs; and that dark mode has other colors. Argument: the build folder. Exit code 77
+# without a browser.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=${1:-build/release}
@@ -19,7 +19,7 @@ plan() {
   "$build/tools/tessera/tessera" plan --model gpt:layers=6,width=256,heads=4,vocab=5000,sequence=128 --gpus 4 \
     --memory 1GiB --flops 1e12 --memory-bandwidth 20GB --link 10Gbit "$@"
 }
-# Three steps of 30 ms, in which a unit takes much longer than it should.
+# Three steps of 30 ms, in which one unit takes much longer than predicted.
 python3 - >"$work/trace.json" <<'END'
 import json
 def line(name, category, begin_ms, ms, operation=""):
@@ -64,12 +64,12 @@ expect '<h2 id="measured-time">Measured, the median of 2 steps: 30.00 ms, of whi
   "measured step"
 expect '<rect [^>]*stroke="var\(--red\)"[^>]*><title>unit .blocks.0' "mark of a difference"
 expect '<tr class="large"><td>unit .blocks.0., in backward</td><td>[0-9.]+ ms</td><td>12.00 ms</td></tr>' "table of differences"
-# The message comes over several lines.
+# The message has several lines.
 if ! tr '\n' ' ' <"$work/dom" | grep -qE "<div id=\"told\"[^>]*>[^<]*$peak in all"; then
   echo "check_plan_page: the pointer is not told $peak" >&2
   exit 1
 fi
-# What a browser says of its own colors, in a page that has none but ours.
+# Reads the page's own colors from the browser.
 cat "$work/page.html" - >"$work/color.html" <<'END'
 <script>document.body.textContent = "paper " + getComputedStyle(document.body).backgroundColor;</script>
 END

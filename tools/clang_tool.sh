@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tools/clang_tool.sh clang-format|clang-tidy <arguments...>: runs the version of it that the tree is written
-# for, from its PyPI wheel, which the first call unpacks under .deps/: other versions format differently.
+# tools/clang_tool.sh clang-format|clang-tidy <arguments...>: runs the pinned version of the tool, because other versions
+# format differently. The first call unpacks its PyPI wheel in .deps/.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 name=$1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The API reference, build/docs/index.html: Doxygen over tessera.h and the headers that it leads to, less the internal
-# ones (docs/reference/internal_headers). Fails on any warning.
+# Builds the API reference, build/docs/index.html: Doxygen over tessera.h and its headers, except the internal ones
+# (docs/reference/internal_headers). Fails on any warning.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/docs

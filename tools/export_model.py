@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Exports a model of Python's to an archive that tessera::load_exported() trains: docs/exported.md.
+"""Exports a Python model to an archive that tessera::load_exported() trains: docs/exported.md.
 
     tools/python.sh tools/export_model.py gpt2 gpt2.pt2                        a model of the Hugging Face hub
     tools/python.sh tools/export_model.py ./llama llama.pt2 --dtype bfloat16   a folder of save_pretrained()
     tools/python.sh tools/export_model.py config:llama tiny.pt2 --set hidden_size=64 --set num_hidden_layers=2
     tools/python.sh tools/export_model.py my_models:make_net net.pt2           any torch.nn.Module
 
-The last is a function of no arguments, in a module that Python can import, that returns the model, its inputs (a tuple,
-or a dictionary by name) and, if it likes, dynamic_shapes as torch.export.export takes them; without them every tensor's
-first dimension is the batch.
+The last is a function without arguments in an importable module. It returns the model, its inputs (a tuple, or a
+dictionary by name) and optionally dynamic_shapes as torch.export.export takes them; without these, every tensor's first
+dimension is the batch.
 """
 
 import argparse
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 
 logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # it warns that there is no triton
 
-TASKS = {  # --task: transformers' class, and what it is given
+TASKS = {  # --task: transformers' class, and its inputs
     "causal-lm": ("AutoModelForCausalLM", ("input_ids", "attention_mask", "labels")),
     "masked-lm": ("AutoModelForMaskedLM", ("input_ids", "attention_mask", "labels")),
     "seq2seq-lm": ("AutoModelForSeq2SeqLM", ("input_ids", "attention_mask", "decoder_input_ids", "labels")),
@@ -40,8 +40,8 @@ TASKS = {  # --task: transformers' class, and what it is given
 
 
 def example(name, config, batch, sequence):
-    """An input of the task, and the names of its dynamic dimensions. No two inputs may be one tensor: torch.export
-    would take them for one input."""
+    """Returns an input of the task, and the names of its dynamic dimensions. Each input must be a separate tensor, or
+    torch.export merges them."""
     text = getattr(config, "text_config", config)
     if name in ("input_ids", "decoder_input_ids", "labels"):
         dimension = "target_sequence" if name != "input_ids" and config.is_encoder_decoder else "sequence"
@@ -55,8 +55,8 @@ def example(name, config, batch, sequence):
 
 
 def implementations(config, attention="sdpa"):
-    """Those of transformers without operators of its own, which a C++ program does not have, and without branches on
-    data, which torch.export cannot follow."""
+    """Implementations of transformers without custom operators, which a C++ program lacks, and without branches on
+    data, which torch.export cannot trace."""
     options = {"attn_implementation": attention}
     if any("expert" in key for key in getattr(config, "text_config", config).to_dict()):
         options["experts_implementation"] = "batched_mm"
@@ -65,10 +65,10 @@ def implementations(config, attention="sdpa"):
 
 def from_config(automatic, config, attention="sdpa"):
     options = implementations(config, attention)
-    config.architectures = config.architectures or []  # where there are several, it looks for one in this list
+    config.architectures = config.architectures or []  # it searches this list if there are several
     try:
         return automatic.from_config(copy.deepcopy(config), **options)
-    except ValueError as error:  # not every architecture has a choice of attention
+    except ValueError as error:  # some architectures have no choice of attention
         if "attn_implementation" not in str(error) and "attention implementation" not in str(error):
             raise
         del options["attn_implementation"]
@@ -76,14 +76,14 @@ def from_config(automatic, config, attention="sdpa"):
 
 
 def without_cache(model):
-    """Keys and values of earlier calls are for generating, and are no tensors."""
+    """Removes the cache of keys and values, which is for generation and is not a tensor."""
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
 
 
 def hugging_face(arguments):
-    """The model, its inputs by name and their dynamic dimensions by name."""
+    """Returns the model, its inputs by name, and their dynamic dimensions by name."""
     import transformers
 
     settings = {}
@@ -142,7 +142,7 @@ def add_lora(model, rank, targets):
 
 @contextlib.contextmanager
 def named_inputs(model, names):
-    """Gives forward(**kwargs) a parameter for each: torch.export takes no dynamic shapes of others."""
+    """Gives forward(**kwargs) named parameters, because torch.export supports dynamic shapes only for these."""
     forward, own = model.forward, model.__dict__.get("forward")
     parameters = inspect.signature(forward).parameters
     missing = [name for name in names if name not in parameters]
@@ -166,8 +166,8 @@ def named_inputs(model, names):
 
 
 def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
-    """torch.export of the model in train or eval mode. What the program does not say, and C++ has to know, is its
-    tessera_record, which save() writes beside it."""
+    """Runs torch.export in the model's train or eval mode. Facts that C++ needs and the program lacks are in its
+    tessera_record, which save() stores."""
     model.train(train)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), None)
     positional = positional_names(model, args, kwargs or {})
@@ -178,7 +178,7 @@ def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
         except torch._dynamo.exc.UserError as error:
             if "Constraints violated" not in str(error):
                 raise
-            # It cannot prove something about all lengths (that 24 s <= 48 s, say): checked when the graph runs, instead.
+            # Some facts cannot be proved for all lengths (24 s <= 48 s, for example): checks them when the graph runs.
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict,
                                           prefer_deferred_runtime_asserts_over_guards=True)
         decompose = decompose or has_vmap(program)
@@ -196,7 +196,8 @@ def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
 
 
 def spell_out_casts(program):
-    """torch.export leaves truth values of data that were made integers for an assertion, which it then cannot save."""
+    """Makes casts explicit: torch.export leaves booleans that an assertion converts to integers, and cannot save them.
+    """
     for graph in graphs_of(program.graph_module):
         for node in list(graph.graph.nodes):
             if getattr(node.target, "__name__", "") == "cast_symbool_to_symint_guardless":
@@ -209,7 +210,7 @@ def save(program, path):
 
 
 def positional_names(model, args, kwargs):
-    """Of the inputs, those that forward() takes by position, in its order: as far as all are there."""
+    """The inputs that forward() takes by position, in order, up to the first missing one."""
     names = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         takes = parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -223,18 +224,18 @@ def positional_names(model, args, kwargs):
 
 
 def has_vmap(program):
-    """torch.vmap leaves calls in a graph that cannot be saved, and that are gone when it is decomposed."""
+    """Returns whether the graph has calls left by torch.vmap, which cannot be saved; decomposition removes them."""
     return any(getattr(node.target, "__module__", None) == "torch._functorch.predispatch" for node in program.graph.nodes)
 
 
 @contextlib.contextmanager
 def backward_of_its_own():
-    """Names of what torch.export drops without a word while it traces: the backward of a torch.autograd.Function, in
-    whose place the derivatives of its forward's operators come, and hooks on tensors."""
+    """Names of objects that torch.export drops silently in tracing: the backward of a torch.autograd.Function, which it
+    replaces by the derivatives of its forward, and hooks on tensors."""
     found, register, before = set(), torch.Tensor.register_hook, sys.getprofile()
     function = torch.autograd.Function
 
-    # Function.apply() ends in C, wherever somebody has kept it: replacing it would not do.
+    # Function.apply() is implemented in C, and callers may keep a reference, so replacing it is not enough.
     def called(frame, event, callee):
         if event != "c_call" or callee.__name__ != "apply":
             return
@@ -256,14 +257,14 @@ def backward_of_its_own():
 
 
 def functions_of(program):
-    """The same of a program that TorchDynamo has traced, which looks into Function.apply() itself."""
+    """As above, for a program that TorchDynamo traced, which traces through Function.apply()."""
     nodes = (node for graph in program.graph_module.modules() if hasattr(graph, "graph") for node in graph.graph.nodes)
     return {"a torch.autograd.Function" for node in nodes if "autograd.Function" in str(node.meta.get("source_fn_stack"))}
 
 
 def hooks_of_parameters(model):
-    """Those that were there before it was traced. What runs after a gradient has been added to .grad, an optimizer's step
-    for one, is no part of any derivative: there is nothing to compare."""
+    """Hooks that existed before tracing. Code that runs after a gradient is added to .grad, such as an optimizer's
+    step, does not affect derivatives and is not compared."""
     found = set()
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
@@ -298,7 +299,7 @@ def kept_buffers(model):
 
 
 def results_of(model, args, kwargs, seed=0):
-    """The tensors of a call with the numbers that a seed draws. The inputs, and the generator, stay what they were."""
+    """The tensors of a call with random numbers from a seed. Does not change the inputs or the generator."""
     cloned = lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value
     args, kwargs = torch.utils._pytree.tree_map(cloned, (args, kwargs))
     with torch.random.fork_rng(devices=[]):
@@ -308,12 +309,12 @@ def results_of(model, args, kwargs, seed=0):
 
 
 def tolerance(dtype):
-    """Of what the same operators compute in another order, relative to the largest element."""
+    """For equal operators in another order, relative to the largest element."""
     return min(16 * torch.finfo(dtype).eps**0.5, 0.1)
 
 
 def gradients_of(model, args, kwargs):
-    """By name, of the mean squares of all results. Buffers stay what they were."""
+    """Gradients by name of the mean squares of all results. Does not change buffers."""
     real = lambda tensor: torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     with kept_buffers(model):
         return _gradients(model, [real(leaf) for leaf in results_of(model, args, kwargs)])
@@ -331,16 +332,16 @@ def _gradients(model, leaves):
 
 
 def functional_batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
-    """What C++ does in the place of _native_batch_norm_legit_functional, which has no derivative."""
+    """Replaces _native_batch_norm_legit_functional, which has no derivative, as C++ does."""
     mean, variance = mean.clone(), variance.clone()
     return (*torch.ops.aten._native_batch_norm_legit(x, weight, bias, mean, variance, training, momentum, eps), mean, variance)
 
 
 def module_of(program):
-    """The program as a module, as C++ runs it; its graphs are its own."""
+    """The program as a module, as C++ runs it, with its own copy of the graphs."""
     guarded = "check_guards" in inspect.signature(program.module).parameters  # since torch 2.9
     module = program.module(**({"check_guards": False} if guarded else {}))
-    for name, inner in list(module.named_modules()):  # which program.module() shares with the program
+    for name, inner in list(module.named_modules()):  # shared between program.module() and the program
         if name and isinstance(inner, torch.fx.GraphModule):
             parent, _, own = name.rpartition(".")
             setattr(module.get_submodule(parent), own, torch.fx.GraphModule(inner, copy.deepcopy(inner.graph)))
@@ -358,7 +359,7 @@ def graphs_of(module):
 
 def check_gradients(model, program, args, kwargs, found):
     expected = gradients_of(model, args, kwargs)
-    with without_hooks(model):  # whose parameters are the program's too
+    with without_hooks(model):  # the program shares its parameters
         got = gradients_of(module_of(program), args, kwargs)
     for name, gradient in expected.items():
         difference = (gradient - got[name]).abs().max().item()
@@ -375,7 +376,7 @@ def check_gradients(model, program, args, kwargs, found):
 
 
 def is_random(function, args=(), kwargs=None):
-    """Whether a call of an operator draws numbers."""
+    """Returns whether a call of an operator draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
     value = lambda name: argument_of(function, args, kwargs or {}, name)
@@ -391,8 +392,8 @@ def argument_of(function, args, kwargs, name):
 
 @contextlib.contextmanager
 def random_modules(model):
-    """The set of modules that draw numbers while it lasts, not counting those that they call."""
-    found, calls, states = set(), [], []  # of the generator, since the model's own call began
+    """Collects the modules that draw random numbers, without their callers."""
+    found, calls, states = set(), [], []  # of the generator, since the start of the model's call
 
     def note(change):
         if torch.compiler.is_compiling():  # a branch of torch.cond
@@ -418,11 +419,11 @@ def module_path(node):
     return stack[-1][0].split("@")[0].removeprefix("L['self'].") if stack else ""
 
 
-SWITCHED = ("train", "training", "use_input_stats")  # arguments, as exported/graph/operators.cpp knows them
+SWITCHED = ("train", "training", "use_input_stats")  # arguments, as in exported/graph/operators.cpp
 
 
 def switched_arguments(node):
-    """The argument of a node that C++ switches: its place, and whether it is a probability."""
+    """The argument of a node that C++ switches: its index, and whether it is a probability."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     for i, argument in enumerate(node.target._schema.arguments):
@@ -431,7 +432,7 @@ def switched_arguments(node):
 
 
 def pinned_modules(model, train):
-    """Those that a train() of the model's own leaves in one mode, batch norm that is frozen, say; and in which."""
+    """Modules that the model's own train() keeps in one mode (frozen batch norm, for example), with that mode."""
     modes = []
     for mode in (not train, train):
         model.train(mode)
@@ -440,7 +441,7 @@ def pinned_modules(model, train):
 
 
 def switch(module, train, always, pinned):
-    """train() or eval() of the C++ module, done to the graphs. Returns the modules with random operators beside that."""
+    """Applies the C++ module's train() or eval() to the graphs. Returns the other modules with random operators."""
     others = set()
     for graph in graphs_of(module):
         for node in graph.graph.nodes:
@@ -484,8 +485,8 @@ def same_results(got, expected):
 
 
 def compare_modes(model, program, args, kwargs, train):
-    """Whether C++ gets the results of the model's other mode by switching dropout and batch norm, and of which modules
-    it does not. Nothing of models without values."""
+    """Checks whether C++ gets the results of the model's other mode by switching dropout and batch norm; returns the
+    modules where it does not. Skips models without values."""
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         return None
     other, pinned = not train, pinned_modules(model, train)
@@ -528,7 +529,7 @@ def compare_modes(model, program, args, kwargs, train):
 
 
 def ties(model):
-    """Names of one tensor: archives without values do not show it by shared memory."""
+    """Groups of names of one tensor: in archives without values, shared memory does not show them."""
     names = {}
     for name, tensor in list(model.named_parameters(remove_duplicate=False)) + list(
             model.named_buffers(remove_duplicate=False)):
@@ -537,7 +538,7 @@ def ties(model):
 
 
 def without_weights(program):
-    """The values of parameters and persistent buffers are left out, but for adapters: C++ reads them from elsewhere."""
+    """Omits the values of parameters and persistent buffers, except adapters: C++ reads them from other files."""
     for name, tensor in program.state_dict.items():
         if ".lora_" in name:
             continue

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tools/format.sh [--check]: writes every source file as .clang-format says; with --check changes none, and
-# fails if one is written otherwise.
+# tools/format.sh [--check]: formats every source file with .clang-format; with --check changes no file, and fails if one
+# is not formatted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 how=(-i)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds, tests on the GPUs that there are, and prints figures: what a machine with GPUs is asked first. The tests are the
-# programs that have the simulated accelerator (ctest's label `accelerator`), with GPUs in its place.
+# Builds, tests on the machine's GPUs, and prints benchmarks. The tests are the programs with the simulated accelerator
+# (ctest's label `accelerator`), run on GPUs instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,7 +31,7 @@ for ((ranks = 1; ranks <= devices; ranks *= 2)); do
   build/cuda/bench/gpu_step "$ranks"
 done
 build/cuda/bench/gpu_step 1 200 512 # of which the host's work is most
-# PyTorch's FSDP2 beside it, if there is a PyTorch that sees the GPU.
+# Compares with PyTorch's FSDP2, if a PyTorch with GPU support is installed.
 if python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   python3 bench/gpu_peers.py
   python3 bench/gpu_peers.py 200 512

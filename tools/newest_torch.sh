@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the libraries, train_gpt and a consumer of the installed package against the newest libtorch that Tessera
-# is for, too, and trains a few steps with either: losses and norms of gradients must be the same in every digit.
+# Builds the libraries, train_gpt and a consumer of the installed package with the newest supported libtorch, and trains
+# a few steps with both versions: losses and gradient norms must be equal in every digit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jobs=${JOBS:-$(nproc)}
@@ -8,13 +8,13 @@ jobs=${JOBS:-$(nproc)}
 tools/setup.sh
 tools/setup.sh 2.15.0
 cmake --preset release --log-level=WARNING >/dev/null
-# As README.md has it for a libtorch of one's own, in a tree beside the other.
+# As in README.md for another libtorch, in a separate build tree.
 cmake --preset release -B build/newest -DCMAKE_PREFIX_PATH="$PWD/.deps/torch-2.15.0/torch" --log-level=WARNING >/dev/null
 for tree in release newest; do
   cmake --build "build/$tree" -j "$jobs" --target tessera_all train_gpt
 done
 
-# The package remembers which libtorch it is for.
+# The package stores its libtorch.
 prefix="$PWD/build/newest/prefix"
 rm -rf "$prefix"
 cmake --install build/newest --prefix "$prefix" --component development >/dev/null
@@ -25,7 +25,7 @@ cmake -S tests/consumer -B build/newest/consumer -G Ninja -DCMAKE_PREFIX_PATH="$
 cmake --build build/newest/consumer -j "$jobs" --target consumer
 build/newest/consumer/consumer
 
-# losses <preset> <arguments...>: what a run computes, less how fast it was.
+# losses <preset> <arguments...>: prints the results of a run without its speed.
 losses() {
   local out="build/newest/steps_$1"
   rm -rf "$out"

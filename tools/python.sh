@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Runs Python with what the comparisons with other programs need: torch itself (the wheel that
-# tools/setup.sh has unpacked), safetensors, transformers, numpy. The first call sets up .deps/python
-# from PyPI; nothing outside .deps changes. Arguments are Python's: tools/python.sh file.py ...
-# With "--with zoo" before them, torchvision, timm, diffusers and peft are there too; with "--with s3" a server of S3;
-# with "--with tensorboard" TensorBoard; with "--with peft" adapters of peft alone.
+# Runs Python with the packages for comparisons with other programs: torch (the wheel that tools/setup.sh unpacks),
+# safetensors, transformers, numpy. The first call creates .deps/python from PyPI; changes nothing outside .deps.
+# Arguments are Python's: tools/python.sh file.py ... A preceding "--with zoo" adds torchvision, timm, diffusers and
+# peft; "--with s3" an S3 server; "--with tensorboard" TensorBoard; "--with peft" only peft.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 torch_dir="$root/.deps/torch-2.11.0"
@@ -22,11 +21,11 @@ set_up() {
   python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { say "the torch wheel is for Python 3.11"; exit 1; }
   rm -rf "$environment"
   python3 -m venv "$environment"
-  # What torch needs of pure Python, and what the tests use.
+  # torch's dependencies in pure Python, and the tests' packages.
   "${pip[@]}" 'numpy<3' 'safetensors<1' 'transformers<6' 'xxhash<4' filelock typing-extensions sympy networkx jinja2 fsspec
   echo "$torch_dir" >"$(echo "$environment"/lib/python3*/site-packages)/torch-wheel.pth"
-  # torch is built for CUDA and wants its libraries even where there is no GPU: those that no CUDA
-  # Toolkit brings, then, if that was not enough, all that its wheel asks for.
+  # torch is built for CUDA and needs its libraries even without a GPU: first adds those that no CUDA Toolkit has; if
+  # that is not enough, all that its wheel requires.
   "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5
   if ! runs -c 'import torch' 2>/dev/null; then
     say "there is no CUDA Toolkit: fetching torch's CUDA libraries (2 GB)"
@@ -37,7 +36,7 @@ set_up() {
   touch "$environment/complete"
 }
 
-# Each made for this torch, whose own requirements are not asked for: they would bring another torch.
+# Versions made for this torch. Ignores their own requirements, which would install another torch.
 set_up_zoo() {
   say "adding torchvision, timm, diffusers and peft"
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -47,7 +46,7 @@ set_up_zoo() {
   touch "$environment/complete-zoo"
 }
 
-# moto checks signatures and keeps what it is given, in memory.
+# moto checks signatures and stores objects in memory.
 set_up_s3() {
   say "adding moto, a server of S3"
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check 'moto[s3]<6' flask flask-cors

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # tools/run_tests.sh <preset> [arguments of ctest]: runs the tests, two more at a time than there are processors (or
-# JOBS), since some wait for what takes its time (a launcher's patience, a timeout), and says at the end which ten took
-# longest.
+# JOBS), because some wait for timeouts. Prints the ten slowest at the end.
 #
-# What fails is run once more, alone: a machine that stalls is no fault of the test's. What passes then does not fail
-# the run, and is named ("passed only when run again: ..."), since a fault that is rare looks the same. Not with
-# sanitizers: a race or a bad access that is seen once is there.
+# Repeats failed tests once, one at a time, because a stalled machine can fail a test. A test that passes then does not
+# fail the run, but is listed ("passed only when run again: ..."), because it may be a rare bug. No repeats with
+# sanitizers: a race or a bad access seen once is real.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 preset=$1
@@ -13,7 +12,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed_log=build/$preset/Testing/Temporary/LastTestsFailed.log # a line "<number>:<name>" for each
 
-# The names of those that failed in the run just made, sorted.
+# The failed tests of the last run, sorted.
 failed_names() { [ ! -e "$failed_log" ] || sed 's/^[0-9]*://' "$failed_log" | sort; }
 
 rm -f "$failed_log"
@@ -26,7 +25,7 @@ if [ "$status" -ne 0 ] && [ -s "$work/first" ] && [ "$preset" != asan ] && [ "$p
   printf '\n==== once more, alone: %s\n' "$(paste -s -d' ' "$work/first")"
   ctest --preset "$preset" --rerun-failed -j 1 2>&1
   status=$?
-  # ctest leaves the list alone where nothing fails.
+  # ctest does not update the list if no test fails.
   if [ "$status" -eq 0 ]; then : >"$work/second"; else failed_names >"$work/second"; fi
 fi
 
@@ -35,7 +34,7 @@ sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec.*/\2 \1/p' 
   while read -r seconds name; do printf '%8s  %s\n' "$seconds" "$name"; done
 
 if [ -e "$work/second" ]; then
-  # ctest's line, of what counts.
+  # ctest's summary, for the final results.
   total=$(sed -nE 's/.* tests failed out of ([0-9]+)$/\1/p' "$work/log" | tail -n 1)
   failed=$(wc -l <"$work/second")
   again=$(comm -23 "$work/first" "$work/second" | paste -s -d' ')

@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
-# Installs what Tessera builds with, from Debian's and PyPI's packages, and nothing that is
-# there already: a second call takes a fraction of a second. As root it installs the Debian
-# packages; otherwise it names those that are missing and stops only if the build cannot do
-# without them. libtorch is the PyPI wheel of torch, unpacked under .deps/ without its
-# Python dependencies; the CUDA runtime libraries that libtorch_cpu.so is linked against come
-# from the CUDA Toolkit if there is one, else from their own wheels.
+# Installs the build's dependencies from Debian and PyPI. A no-op for installed ones: a second call takes a fraction of
+# a second. As root, installs the Debian packages; otherwise lists the missing ones, and fails only if the build needs
+# them. libtorch is the PyPI wheel of torch, unpacked in .deps/ without its Python dependencies. The CUDA runtime
+# libraries that libtorch_cpu.so links come from the CUDA Toolkit if installed, otherwise from their own wheels.
 #
-#   tools/setup.sh             all that, with the libtorch that Tessera builds with
-#   tools/setup.sh 2.15.0      another one beside it, .deps/torch-2.15.0, for -DCMAKE_PREFIX_PATH=
-#   tools/setup.sh docs        what the API reference is made with, and nothing else
+#   tools/setup.sh             everything, with the libtorch that Tessera builds with
+#   tools/setup.sh 2.15.0      adds another libtorch, .deps/torch-2.15.0, for -DCMAKE_PREFIX_PATH=
+#   tools/setup.sh docs        only the dependencies of the API reference
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,7 +26,7 @@ tell() { [ -z "${TESSERA_TIMES:-}" ] || tools/times.sh note "$*"; }
 
 installed() { [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null)" = "ii " ]; }
 
-# A tool that came from elsewhere (a python3 or cmake under /usr/local) serves as well.
+# Accepts a tool from elsewhere (a python3 or cmake in /usr/local).
 present() {
   case "$1" in
     g++ | cmake | unzip | python3 | ccache | doxygen) command -v "$1" >/dev/null || installed "$1" ;;
@@ -52,7 +50,7 @@ install_packages() {
   say "installing ${missing[*]}"
   local begin=$SECONDS log
   log=$(mktemp)
-  # What apt says, of interest only where it fails.
+  # apt's output matters only if it fails.
   (export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}") >"$log" 2>&1 ||
     { cat "$log" >&2; say "apt-get failed"; exit 1; }
@@ -60,10 +58,10 @@ install_packages() {
   tell "installed ${#missing[@]} Debian packages and what they need: $((SECONDS - begin)) s"
 }
 
-# Downloads one wheel and unpacks it into $2; pip only fetches, so no Python environment changes.
+# Downloads one wheel and unpacks it into $2. Uses pip only to download, so no Python environment changes.
 unpack_wheel() {
   local wheels="$deps/wheels" platforms=() glibc
-  # pip matches these tags exactly, so every one that Debian 12's glibc satisfies is named.
+  # pip matches these tags exactly, so lists every one that Debian 12's glibc satisfies.
   for glibc in 28 27 26 25 24 17 12 5; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
   for glibc in 2014 2010 1; do platforms+=(--platform "manylinux${glibc}_x86_64"); done
   mkdir -p "$wheels" "$2"
@@ -93,7 +91,7 @@ install_libtorch() {
   [ -e "$torch_dir/complete" ] && return
   [ "$(uname -m)" = x86_64 ] || { say "the pinned wheel is for x86_64, this is $(uname -m): pass -DCMAKE_PREFIX_PATH=<libtorch>"; exit 1; }
   unpack_wheel "torch==$torch_version" "$torch_dir"
-  # The largest libraries serve CUDA only and stay: the cuda preset links against them.
+  # Keeps the largest libraries, which only the cuda preset links.
   mkdir -p "$runtime_dir"
   local library
   for library in libcudart.so.13 libcupti.so.13; do
@@ -101,7 +99,7 @@ install_libtorch() {
     found=$(toolkit_library "$library")
     if [ -n "$found" ]; then ln -sf "$found" "$runtime_dir/$library"; fi
   done
-  # Version ranges: the CUDA 13 libraries keep their ABI within the major version.
+  # The CUDA 13 libraries keep their ABI within the major version.
   [ -e "$runtime_dir/libcudart.so.13" ] || unpack_wheel "nvidia-cuda-runtime==13.0.96" "$torch_dir"
   [ -e "$runtime_dir/libcupti.so.13" ] || unpack_wheel "nvidia-cuda-cupti==13.0.85" "$torch_dir"
   touch "$torch_dir/complete"
@@ -113,7 +111,7 @@ if [ "${1:-}" = docs ]; then
   command -v doxygen >/dev/null || { say "there is no doxygen"; exit 1; }
   exit
 fi
-# Side by side: each mostly waits for its server. What the download is made with comes first.
+# Concurrently, because each mostly waits for its server. Installs the tools for downloads first.
 if present unzip && present python3 && present python3-pip; then
   install_packages &
   install_libtorch

@@ -1,17 +1,15 @@
 #!/usr/bin/env bash
-# tools/tidy.sh [folder...]: clang-tidy, by .clang-tidy, over the libraries and the command `tessera`, which is `tools`
-# (the folders named, or all), and over every header that they include. Fails if it has anything to say.
-# They are three files, what trains, what reads and writes, and the command: reading torch's headers is what takes the
-# time.
+# tools/tidy.sh [folder...]: runs clang-tidy with .clang-tidy over the libraries and `tools`, the command `tessera` (or
+# only the given folders), and over every header that they include. Fails on any finding. Merges them into three files
+# (training, files, the command), because parsing torch's headers takes most of the time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/tidy
 # Without precompiled headers: gcc's are not clang's. So this finds missing includes as well.
-cmake --preset release -B "$build" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
-  -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_UNITY=OFF --log-level=WARNING >/dev/null
+cmake --preset release -B "$build" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_UNITY=OFF \
+  --log-level=WARNING >/dev/null
 
-# Files in the order of the build. All libraries are read with the flags of gloo's part, which are all that any of them
-# needs; the command with its own.
+# Files in build order. All libraries use the flags of gloo's part, which suffice for each; the command uses its own.
 python3 - "$build" "$@" <<'EOF'
 import json, os, shlex, sys
 
@@ -41,5 +39,5 @@ check() {
   tools/clang_tool.sh clang-tidy --quiet --warnings-as-errors='*' "$1.cpp" -- "${flags[@]}"
 }
 export -f check
-tools/clang_tool.sh clang-tidy --version >/dev/null # unpacks it, if need be, once
+tools/clang_tool.sh clang-tidy --version >/dev/null # unpacks it once
 printf '%s\n' "$build"/{train,files,tools} | xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'check "$1"' _ {}

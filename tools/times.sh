@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Where the time of `make demo`, `make test` and `.ci/run` goes, told at their end:
+# Measures the time of `make demo`, `make test` and `.ci/run`, and prints it at their end:
 #
-#   tools/times.sh begin                      forgets the run before
-#   tools/times.sh step <name> <command...>   runs the command, and notes how long it took
-#   tools/times.sh note <text>                something that a step has to tell, in the table beside it
-#   tools/times.sh report                     steps, and what of all build trees took longest to compile since
+#   tools/times.sh begin                      starts anew
+#   tools/times.sh step <name> <command...>   runs the command, and records its time
+#   tools/times.sh note <text>                adds a text from a step to its line of the table
+#   tools/times.sh report                     prints the steps, and the slowest compilations of all build trees
 #
-# Within a step begin and report do nothing, and a step is a note: .ci/run, which calls `make test`, tells of the whole.
-# "computed" is what programs and the kernel took of all processors, which a machine that others use changes less than
-# the clock.
+# Inside a step, begin and report are no-ops and a step is a note, so .ci/run reports on `make test` too. "computed" is
+# processor time of programs and kernel, which depends less on other users of the machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TESSERA_TIMES=${TESSERA_TIMES:-build/times}
@@ -33,8 +32,8 @@ step() {
   return "$status"
 }
 
-# "<seconds> <what>" of each compilation since the beginning: .ninja_log has when each began and ended, in
-# milliseconds of its own run, and when that was, in nanoseconds.
+# "<seconds> <what>" of each compilation since begin. .ninja_log has its start and end, in milliseconds of its own run,
+# and the time of that, in nanoseconds.
 compilations() {
   local log begun
   begun=$(sed -n 's/^begin //p' "$TESSERA_TIMES")

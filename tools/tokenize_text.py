@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Makes the examples that examples/finetune --rows trains on, with the tokenizer of a model of Hugging Face:
+"""Makes examples for examples/finetune --rows, with the tokenizer of a Hugging Face model:
 
     tools/python.sh tools/tokenize_text.py ./gpt2 train-v2.0.json rows.safetensors --length 64    SQuAD: its contexts
     tools/python.sh tools/tokenize_text.py ./gpt2 text.txt rows.safetensors                       a line, an example
     tools/python.sh tools/tokenize_text.py ./gpt2 --decode 464 2068 7586                          ids to text
 
-Each is padded and cut at --length; where there is padding, attention_mask is 0 and labels are -100, which
-transformers' losses leave out.
+Pads and cuts each to --length; padding has attention_mask 0 and labels -100, which transformers' losses ignore.
 """
 
 import argparse

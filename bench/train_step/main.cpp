@@ -8,9 +8,9 @@
 #include <cstdio>
 #include <iostream>
 
+#include <tessera/tessera.h>
 #include "measure.h"
 #include "options.h"
-#include <tessera/tessera.h>
 
 namespace {
 

@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include <tessera/communicator.h>
 #include "options.h"
-#include "core/comm/communicator.h"
 
 namespace train_step {
 

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
+#include <tessera/exported.h>
 #include "gpt.h"
-#include "exported/module/exported_module.h"
 
 namespace train_step {
 namespace {

@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "options.h"
-#include "core/model/model_shards.h"
+#include <tessera/model_shards.h>
 #include "core/layout/unit_plan.h"
+#include "options.h"
 
 namespace train_step {
 

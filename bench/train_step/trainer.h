@@ -3,11 +3,11 @@
 #include <memory>
 #include <vector>
 
+#include <tessera/communicator.h>
+#include <tessera/memory_report.h>
+#include <tessera/model_shards.h>
 #include "models.h"
 #include "options.h"
-#include "core/comm/communicator.h"
-#include "core/model/memory_report.h"
-#include "core/model/model_shards.h"
 
 namespace train_step {
 

@@ -4,10 +4,10 @@
 #include <numeric>
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// "[first, second, ...]" of what text_of(d) gives for each dimension.
+// "[first, second, ...]" of text_of(d) for each dimension.
 template <class TextOf>
 std::string in_brackets(size_t dimensions, TextOf text_of) {
   std::string text = "[";
@@ -15,7 +15,7 @@ std::string in_brackets(size_t dimensions, TextOf text_of) {
   return text + "]";
 }
 
-// The dimensions of more than one element, from the slowest in memory to the fastest.
+// The dimensions with more than one element, from the slowest in memory to the fastest.
 std::vector<int64_t> longer_dimensions(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   std::vector<int64_t> longer;
   for (size_t d = 0; d < sizes.size(); ++d)
@@ -66,7 +66,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   const auto strides = row_major_strides(sizes);
   std::vector<Box> boxes;
   for (int64_t begin = range.begin; begin < range.end; begin += boxes.back().numel()) {
-    // Whole rows of the slowest dimension in which one begins here and ends within the range.
+    // Whole rows of the slowest dimension that has a row which begins here and ends in the range.
     Box& box = boxes.emplace_back(whole_box(sizes));
     for (size_t d = 0; d < sizes.size(); ++d) {
       box.offsets[d] = begin / strides[d] % sizes[d];
@@ -98,7 +98,7 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;
-  // The stride of a dimension of one element says nothing about its place: leave it where it is.
+  // The stride of a dimension with one element does not define its place, so it keeps its position.
   const std::vector<int64_t> longer = longer_dimensions(sizes, strides);
   size_t next = 0;
   for (int64_t& d : order)
@@ -130,7 +130,7 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
   };
   const auto source_strides = row_major_strides(source.sizes);
   Run run{.target = -target_origin};
-  std::vector<Dimension> dimensions;  // neighbours that are one dimension in both arrays become one
+  std::vector<Dimension> dimensions;  // adjacent dimensions that are contiguous in both arrays are merged
   for (size_t d = 0; d < part.sizes.size(); ++d) {
     run.source += (part.offsets[d] - source.offsets[d]) * source_strides[d];
     run.target += part.offsets[d] * target_strides[d];
@@ -161,4 +161,4 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
   visit_from(0, run);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,10 +8,9 @@
 
 #include "core/layout/flat_layout.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A rectangular part of an N-d tensor, in elements: offsets[d] <= index[d] < offsets[d] + sizes[d].
-// Everything here is pure integers.
 struct Box {
   std::vector<int64_t> offsets;
   std::vector<int64_t> sizes;
@@ -25,30 +24,30 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& sizes);
 std::string to_string(const std::vector<int64_t>& numbers);  // "[2, 3]"
 std::string to_string(const Box& box);                       // "[0:2, 3:6]"
 
-// What two boxes of one tensor share; nothing if they share no element.
+// Returns the elements that two boxes of one tensor share, or nullopt.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
-// The boxes that are together a range of a row-major tensor's elements, in its order: at most 2 N - 1, none for an
+// Returns the boxes that together are a range of a row-major tensor's elements, in order: at most 2 N - 1, none for an
 // empty range.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 
-// Whether a tensor of such strides has each element of its memory once: neither holes nor overlaps.
+// Returns whether these strides place each element in memory once, with neither holes nor overlaps.
 bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
-// The tensor's dimensions from the slowest in memory to the fastest. Throws std::invalid_argument for strides with
-// holes or overlaps.
+// Returns the dimensions from the slowest in memory to the fastest. Throws std::invalid_argument for strides with holes
+// or overlaps.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
-// A box whose elements follow one another in memory.
+// A box whose elements are contiguous in memory.
 struct Segment {
   Box box;       // in the tensor's own dimensions
   Range memory;  // in elements, in the order of memory
 };
 
-// As boxes_of_range(), for a tensor whose elements lie in memory as `strides` says, and a range in that order.
+// As boxes_of_range(), for a tensor with these strides and a range in memory order.
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
-// A run of elements that is contiguous in a row-major source; in the target its elements are target_step apart.
+// A run of elements, contiguous in a row-major source and target_step apart in the target.
 struct Run {
   int64_t source = 0;
   int64_t target = 0;
@@ -56,9 +55,9 @@ struct Run {
   int64_t target_step = 1;
 };
 
-// Visits how to copy `part` from a row-major array of the elements of `source` to a target where the element of index
-// i is at sum(i * target_strides) - target_origin; in ascending order of the source, in the fewest runs.
+// Visits the fewest runs that copy `part` from a row-major array of `source`, in ascending source order. In the target,
+// the element at index i is at sum(i * target_strides) - target_origin.
 void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
                   const std::function<void(const Run&)>& visit);
 
-}  // namespace tessera
+}  // namespace tessera::internal

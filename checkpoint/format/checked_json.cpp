@@ -4,10 +4,10 @@
 #include <set>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -20,7 +20,7 @@ bool is_count(const json& value) {
 }  // namespace
 
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  std::vector<std::set<std::string>> keys;  // of the open objects
   const json::parser_callback_t check = [&](int depth, json::parse_event_t event, json& parsed) {
     if (depth > max_depth)
       throw CheckpointError(where + ": JSON nested deeper than " + std::to_string(max_depth) + " levels");
@@ -99,4 +99,4 @@ std::vector<std::string> JsonObject::texts(const char* field) const {
   return checked(field, fits, "has an entry that is not a text").get<std::vector<std::string>>();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,32 +7,32 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
-// JSON from files that may be damaged or hostile. All of these throw CheckpointError; `where` begins the message
-// ("step-200/tessera.json").
+// Parses JSON from files that may be damaged or hostile. All functions throw CheckpointError; `where` starts the
+// message ("step-200/tessera.json").
 
 constexpr int kMaxJsonDepth = 64;
 
-// Parses one JSON value; refuses duplicate keys, nesting beyond max_depth and anything after it.
+// Parses one JSON value; throws for duplicate keys, nesting beyond max_depth and trailing text.
 nlohmann::json parse_json(std::string_view text, const std::string& where, int max_depth = kMaxJsonDepth);
 
-// How deep arrays and objects nest: 0 for a number or a string.
+// Returns how deep arrays and objects nest: 0 for a number or a string.
 int json_depth(const nlohmann::json& value, int limit);
 
-// Typed access to the fields of one object, with its place in error messages.
+// Typed access to the fields of one object; errors name its place in the file.
 class JsonObject {
  public:
   static constexpr int64_t kMost = int64_t{1} << 62;
 
-  // Throws unless `value` is an object with all of `required`, and no fields but these and `optional`.
+  // Throws unless `value` is an object with all `required` fields and no others than these and `optional`.
   JsonObject(const nlohmann::json& value, std::string where, std::initializer_list<const char*> required,
              std::initializer_list<const char*> optional = {});
 
   bool has(const char* field) const { return value_.contains(field); }
   const nlohmann::json& at(const char* field) const { return value_.at(field); }
   std::string text(const char* field) const;
-  // An integer of [least, most].
+  // Returns an integer of [least, most].
   int64_t number(const char* field, int64_t least = 0, int64_t most = kMost) const;
   uint64_t hex(const char* field) const;
   const nlohmann::json& array(const char* field) const;
@@ -50,4 +50,4 @@ class JsonObject {
   std::string where_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,11 +2,11 @@
 
 #include <stdexcept>
 
-// All of xxHash is in this file: nothing to link, and the compiler's own vector instructions.
+// Includes xxHash in this file only: nothing to link, and the compiler can use its vector instructions.
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr char kDigits[] = "0123456789abcdef";
@@ -53,4 +53,4 @@ std::string bytes_from_hex(std::string_view digits) {
   return bytes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

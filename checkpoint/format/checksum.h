@@ -4,18 +4,18 @@
 #include <string>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
 // XXH3, 64 bits, seed 0 (FORMAT.md says why).
 uint64_t checksum(const void* data, int64_t bytes);
 inline uint64_t checksum(std::string_view text) { return checksum(text.data(), static_cast<int64_t>(text.size())); }
 
-// 16 lower-case hex digits, the most significant first, and back: std::invalid_argument for anything else.
+// 16 lower-case hex digits, the most significant first. from_hex() throws std::invalid_argument for any other text.
 std::string to_hex(uint64_t number);
 uint64_t from_hex(std::string_view digits);
 
-// Bytes as hex digits, two a byte, and back (std::invalid_argument).
+// Two hex digits a byte. bytes_from_hex() throws std::invalid_argument for any other text.
 std::string bytes_to_hex(std::string_view bytes);
 std::string bytes_from_hex(std::string_view digits);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,14 +11,14 @@
 #include <mutex>
 #include <system_error>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
-// What was being done, in the order of FileAction.
+// The words for each FileAction, in its order.
 constexpr const char* kDoing[] = {
     "creating",          "opening", "looking at", "reading", "writing", "writing to the disk", "setting the size of",
     "claiming space for"};
@@ -44,7 +44,7 @@ void throw_checkpoint_error(const FileFailure& failure) {
 
 const Storage& storage_of(const fs::path& path) {
   static std::mutex mutex;
-  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // threads outlive main(): not destroyed
+  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // never destroyed: threads outlive main()
   const std::string scheme = scheme_of(path);
   const std::lock_guard lock(mutex);
   auto& storage = all[scheme];
@@ -112,4 +112,4 @@ void exchange_entries(const fs::path& a, const fs::path& b) {
   fail_at(b, "exchanging it with " + a.string());
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,46 +5,46 @@
 #include <string>
 #include <string_view>
 
-#include "core/runtime/file.h"
 #include "checkpoint/storage/storage.h"
+#include "core/runtime/file.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Files and directories of checkpoints: what fails throws CheckpointError with the path and the system's reason.
+// Files and directories of checkpoints. Failures throw CheckpointError with the path and the system's reason.
 
-// The storage that a path is on, of which there is one of each kind.
+// Returns the storage of a path; one instance of each kind exists.
 const Storage& storage_of(const std::filesystem::path& path);
-// A file that is there, on any storage; a symbolic link is refused.
+// Opens an existing file on any storage; refuses a symbolic link.
 inline std::unique_ptr<InputFile> open_file(const std::filesystem::path& path) { return storage_of(path).open(path); }
 
-// A whole small file at once, on any storage: reading refuses one of more than max_bytes; writing makes a new file,
-// durably.
+// Read or write a small file as a whole, on any storage. read_text() throws for a file above max_bytes; write_text()
+// creates the file, durably.
 std::string read_text(const std::filesystem::path& path, int64_t max_bytes);
 inline void write_text(const std::filesystem::path& path, std::string_view text) {
   storage_of(path).put(path, text, /*durable=*/true);
 }
 
-// The rest is for local paths.
+// The functions below take local paths.
 
-// A new file; one that exists is refused.
+// Throws if the file exists.
 File create_file(const std::filesystem::path& path);
-// A file that is there, for writing parts of it.
+// Opens an existing file in order to write parts of it.
 File open_file_to_write(const std::filesystem::path& path);
 
-// Makes a directory and its parents, where they are not there, durably. The path is absolute.
+// Creates a directory and its missing parents, durably. The path must be absolute.
 void make_directories(const std::filesystem::path& directory);
-// fsync of a directory: makes its entries durable.
+// Makes a directory's entries durable (fsync).
 void sync_directory(const std::filesystem::path& directory);
 
-// "" if there is none, or no such file.
+// Returns "" if the file is empty or does not exist.
 std::string first_line(const std::filesystem::path& path);
 
-// Renames, over a file that is there if `replace`; else an existing target is an error.
+// Replaces an existing target only if `replace`; otherwise throws.
 void rename_entry(const std::filesystem::path& from, const std::filesystem::path& to, bool replace);
-// Exchanges two directory entries in one step.
+// Exchanges two directory entries atomically.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);
 
-// A number as names of files have it: 42 is "00042".
+// Formats a number for a file name: 42 is "00042".
 std::string five_digits(int64_t number);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <set>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/format/safetensors_header.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -15,7 +15,7 @@ using nlohmann::json;
 constexpr const char* kKinds[] = {"parameter", "buffer", "state", "beside"};
 constexpr int64_t kMaxWorld = 10'000'000;
 
-// Letters, digits, '.', '_' and '-', no dot in front: nothing that leaves the directory.
+// Letters, digits, '.', '_' and '-', with no leading dot: a name that cannot leave the directory.
 bool is_plain_file_name(const std::string& name) {
   constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
   return !name.empty() && name.size() < 256 && name[0] != '.' && name.find_first_not_of(kPlain) == std::string::npos;
@@ -137,7 +137,7 @@ void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   }
 }
 
-// One line; lists of files, tensors and ranks a line an entry.
+// Writes one line; for files, tensors and ranks, one line an entry.
 std::string in_lines(const json& value, std::string_view field) {
   if ((field != "files" && field != "tensors" && field != "rng") || !value.is_structured() || value.empty())
     return value.dump();
@@ -155,7 +155,7 @@ std::string sum_of(json manifest) {
   try {
     return to_hex(checksum(manifest.dump()));
   } catch (const json::exception&) {
-    return "";  // text that is not UTF-8: no checksum is that
+    return "";  // not UTF-8: matches no checksum
   }
 }
 
@@ -238,7 +238,7 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
   GeneratorStates states;
   try {
     for (const auto& [device, bytes] : value.items()) states[device] = bytes_from_hex(bytes.get<std::string>());
-  } catch (const std::bad_alloc&) {  // no damage
+  } catch (const std::bad_alloc&) {  // not damage
     throw;
   } catch (const std::exception&) {
     throw CheckpointError(where + ": 'rng' has an entry that is not hex digits");
@@ -267,7 +267,7 @@ std::string format_manifest(const Manifest& manifest) {
     for (const auto& states : manifest.rng) rng.push_back(generators_to_json(states));
   }
   fields["checksum"] = sum_of(fields);
-  // What a person looks for first comes first, and a line holds a file or a tensor.
+  // Puts the fields that people look up first, with one file or tensor a line.
   std::string text = "{";
   for (const char* name : {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes",
                            "extra", "beside", "optimizer", "files", "tensors", "rng"}) {
@@ -335,4 +335,4 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
   return manifest;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -20,14 +20,14 @@ constexpr int64_t kMaxRank = 10'000'000;
 
 int64_t blocks_of(int64_t bytes, int64_t block_bytes) { return (bytes + block_bytes - 1) / block_bytes; }
 
-// Where the digits of a header's own checksum are, or npos.
+// Returns the position of a header's own checksum, or npos.
 size_t seal_position(const std::string& header) {
   const size_t found = header.find(kSeal);
   if (found == std::string::npos || found + sizeof kSeal - 1 + kSealDigits > header.size()) return std::string::npos;
   return found + sizeof kSeal - 1;
 }
 
-// Of the header without its own digits.
+// The checksum of a header with its own digits zeroed.
 std::string seal_of(std::string header, size_t position) {
   header.replace(position, kSealDigits, kUnsealed);
   return to_hex(checksum(header));
@@ -50,7 +50,7 @@ struct HeldBox {
   Box box;
 };
 
-// Adds what a rank's file has to hold, from its header.
+// Adds the slices that a rank's file must contain, from its header.
 void list_file(const SavedTensors& saved, int64_t rank, size_t number, const std::vector<HeldBox>& boxes,
                SavedTensors& all) {
   const auto file = open_file(saved.directory / rank_file_name(rank, number));
@@ -87,7 +87,7 @@ std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held) {
   if (numel_of(tensor.shape) == 0) return {whole_box(tensor.shape)};
   std::vector<Box> boxes;
   for (auto& segment : segments_of(tensor.shape, memory_strides(tensor), held)) boxes.push_back(std::move(segment.box));
-  // The largest first, as write_rank_files() does it.
+  // The largest first, as in write_rank_files().
   std::stable_sort(boxes.begin(), boxes.end(), [](const Box& a, const Box& b) { return a.numel() > b.numel(); });
   return boxes;
 }
@@ -228,4 +228,4 @@ SavedTensors with_every_slice(const SavedTensors& saved, const std::function<voi
   return all;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

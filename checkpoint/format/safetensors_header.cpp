@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/box.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -178,4 +178,4 @@ std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
   return std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + text;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

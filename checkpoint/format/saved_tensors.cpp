@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <tuple>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 #include "checkpoint/format/safetensors_header.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 class Checker {
@@ -81,7 +81,7 @@ class Checker {
       refuse("its ranks have " + std::to_string(covered) + " of its " + std::to_string(numel) + " elements");
   }
 
-  // Without overlaps, boxes of as many elements as the tensor has are the tensor.
+  // Boxes without overlaps that have as many elements as the tensor cover it.
   void check_cover(const SavedTensor& tensor) const {
     int64_t covered = 0;
     std::vector<const Box*> boxes;
@@ -89,7 +89,7 @@ class Checker {
       covered += slice.box.numel();
       if (slice.box.numel() > 0) boxes.push_back(&slice.box);
     }
-    // Along the first dimension, so that few boxes are open at a time.
+    // Sweeps along the first dimension, so that few boxes are open at a time.
     std::sort(boxes.begin(), boxes.end(), [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
     std::vector<const Box*> open;
     for (const Box* box : boxes) {
@@ -144,4 +144,4 @@ int64_t bytes_of(const SavedTensor& tensor, const SavedSlice& slice) {
   return slice.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,16 +4,16 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-constexpr int64_t kWriteBytes = int64_t{8} << 20;  // at a time, about
+constexpr int64_t kWriteBytes = int64_t{8} << 20;  // of one write, roughly
 
-// Writes a slice in steps of whole blocks, and returns their checksums.
+// Writes a slice in steps of whole blocks; returns their checksums.
 std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int64_t block_bytes,
                                   const Progress& progress = {}) {
   const char* from = static_cast<const char*>(data.const_data_ptr());
@@ -46,7 +46,7 @@ FileEntries entries_of(const std::vector<const Piece*>& pieces) {
   return file;
 }
 
-// The bytes of a file of which format_safetensors_header() has made the header and placed the entries.
+// The length of a file with a header from format_safetensors_header(), which placed the entries.
 int64_t end_of(const std::string& header, const std::vector<SafetensorsEntry>& entries) {
   return entries.empty() ? static_cast<int64_t>(header.size()) : entries.back().begin + entries.back().bytes;
 }
@@ -56,7 +56,6 @@ std::unique_ptr<OutputFile> create(const std::filesystem::path& path, const std:
   return storage_of(path).create(path, static_cast<int64_t>(header.size()), end_of(header, entries));
 }
 
-// Writes one file from pieces of different names, and syncs it.
 SavedTensors write_safetensors(const std::filesystem::path& path, const std::vector<const Piece*>& pieces,
                                int64_t block_bytes) {
   auto [entries, metadata] = entries_of(pieces);
@@ -87,7 +86,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
                                 path.filename().string() + " would have " + std::to_string(digits) +
                                 " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
                                 " that a header may have; take larger blocks");
-  // As long as it will be once the checksums are known.
+  // As long as the final header, whose checksums are not known yet.
   const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
   const auto file = create(path, room, entries);
   for (const Piece* piece : pieces)
@@ -97,7 +96,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
   file->finish(header);
 }
 
-// The largest piece of each name to the first file, the next to the second, ...; in a file in their order.
+// Assigns the largest piece of each name to the first file, the next to the second, and so on.
 std::vector<std::vector<const Piece*>> spread_over_files(const std::vector<Piece>& pieces) {
   std::map<std::string, std::vector<const Piece*>> by_name;
   for (const Piece& piece : pieces) by_name[piece.name].push_back(&piece);
@@ -179,4 +178,4 @@ void join_all(SavedTensors& saved) {
   for (auto& [name, tensor] : saved.tensors) join_runs(tensor.runs);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,9 +12,9 @@
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/saved_tensors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// A box of a tensor that is to be written.
+// A box of a tensor to be written.
 struct Piece {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -22,37 +22,37 @@ struct Piece {
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
   Box box;
-  // The box's elements, row-major and contiguous in host memory. Asked for when they are written, and let go
-  // afterwards, so that only one needs to exist at a time.
+  // Returns the box's elements, row-major and contiguous in host memory. Called when they are written; the result is
+  // released afterwards, so that one exists at a time.
   std::function<at::Tensor()> data;
-  // Where the tensor lies in memory: the box's elements in that order, and its dimensions from the slowest to the
-  // fastest, empty for row-major. For write_rank_files().
+  // The box's elements in memory order, and the tensor's dimensions from the slowest to the fastest (empty for
+  // row-major). For write_rank_files().
   Range memory;
   std::vector<int64_t> order;
-  // The same elements where the tensor lies, on a device too, in any strides. Empty: data() alone gives them.
+  // The live tensor with these elements, on any device and with any strides. Empty: only data() provides them.
   std::function<at::Tensor()> view = nullptr;
 };
 int64_t bytes_of(const Piece& piece);
-// piece.data(). Throws std::logic_error if that is something else.
+// Returns piece.data(). Throws std::logic_error if it does not match the piece.
 at::Tensor checked_data(const Piece& piece);
 
-// Told how many bytes more have been read or written.
+// Called with the number of bytes read or written since the last call.
 using Progress = std::function<void(int64_t bytes)>;
 
-// Writes the pieces to new files "<stem>-0.safetensors", "<stem>-1.safetensors", ... in the directory, at most one of a
-// name in each, with the metadata that PyTorch's HuggingFaceStorageReader looks for, and syncs them. Returns what a
-// manifest says of them; block_bytes 0: without checksums.
+// Writes the pieces to new files "<stem>-0.safetensors", "<stem>-1.safetensors", ... in the directory and syncs them.
+// Each file has at most one piece of a tensor, and the metadata that PyTorch's HuggingFaceStorageReader expects.
+// Returns their entries for a manifest. block_bytes 0: no checksums.
 SavedTensors write_pieces(const std::filesystem::path& directory, const std::string& stem,
                           const std::vector<Piece>& pieces, int64_t block_bytes);
 
-// The same as the files of a rank (FORMAT.md, "Rank files"): "rank-00042-0.safetensors", ..., with checksums and the
-// generators' states beside the data. A piece of a tensor begins where the one before of that tensor ends. Returns the
-// tensors with this rank's runs.
+// Writes the pieces as the files of a rank (FORMAT.md, "Rank files"): "rank-00042-0.safetensors", ..., with checksums
+// and generator states. Each piece of a tensor must start where its previous piece ends. Returns the tensors with this
+// rank's runs.
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// Adds what one rank wrote to what others did. Of tensors by rank the runs are to be joined in the end: join_all().
+// Adds the tensors written by one rank to those of others. After the last append(), join_all() merges the runs.
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,17 +10,17 @@
 #include <thread>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;                   // the unit of reading where there are no checksums
-constexpr size_t kOpenFiles = 16;                      // kept between reads
-constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below, one thread is as fast
+constexpr int64_t kPageBytes = 4096;                   // unit of reading in files without checksums
+constexpr size_t kOpenFiles = 16;                      // kept open between reads
+constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this, one thread is as fast
 
-// Copies what `read`, the elements of a slice that are at `data`, has of a run to its places in the target.
+// Copies the elements `read` of a slice, at `data`, that belong to the run to their places in the target.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
   const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
   const char* from = data + (begin - read.begin) * element_bytes;
@@ -104,7 +104,7 @@ void SliceReader::read_interval(const InputFile& file, const Part& part, size_t 
     return (run.source + run.numel) * element_bytes <= from;
   });
   const int64_t run_begin = first->source * element_bytes, run_end = run_begin + first->numel * element_bytes;
-  // Where the target wants all of it, in this order, it is read there directly.
+  // If the target needs the whole interval in this order, reads directly into it.
   const bool direct = first->target_step == 1 && run_begin <= begin && end <= run_end;
   char* target = part.wanted->target;
   if (!direct) buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
@@ -135,9 +135,8 @@ void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& par
   if (progress_) progress_(bytes);
 }
 
-// Each its own part of the file, from front to end: where several take turns, the system takes their reads for random
-// ones and does not read ahead. One waits for the disk while another takes checksums. Intervals are apart in the
-// targets.
+// Each thread reads its own section of the file in sequence: the system stops reading ahead on interleaved reads. One
+// thread waits for the disk while another computes checksums. Intervals do not overlap in the targets.
 void SliceReader::read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes) {
   std::atomic<bool> failed = false;
   std::mutex mutex;
@@ -233,4 +232,4 @@ at::Tensor SliceReader::read(const std::string& name, const Box& box) {
   return tensor;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

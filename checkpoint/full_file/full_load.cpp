@@ -3,22 +3,25 @@
 #include <map>
 #include <set>
 
+#include <tessera/errors.h>
+#include <tessera/full_file.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/full_file/full_file.h"
+
+#include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/load_state.h"
 #include "checkpoint/save/outcome.h"
-#include "checkpoint/format/safetensors_header.h"
 #include "core/comm/agreement.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Where PyTorch's distributed writer says that a file's tensors belong: {"<name>": {"saved_offsets": [...]}}.
+// Returns the offsets of a file's tensors from PyTorch's distributed writer: {"<name>": {"saved_offsets": [...]}}.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -31,7 +34,7 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   return offsets;
 }
 
-// The caches of model hubs are made of symbolic links.
+// The caches of model hubs consist of symbolic links.
 fs::path followed(const fs::path& path) {
   std::error_code error;
   if (is_remote(path) || !fs::is_symlink(path, error)) return path;
@@ -40,7 +43,7 @@ fs::path followed(const fs::path& path) {
   return target;
 }
 
-// Adds what a file holds, but for what `belongs` says no to. A tensor is as large as its slices reach.
+// Adds the tensors of a file that `belongs` accepts. Infers a tensor's shape from the extent of its slices.
 void add_file(const fs::path& path, SavedTensors& saved, const std::function<bool(const std::string&)>& belongs) {
   const auto file = open_file(followed(path));
   const bool is_link = file->path() != path;
@@ -68,17 +71,17 @@ void add_file(const fs::path& path, SavedTensors& saved, const std::function<boo
     }
     for (size_t d = 0; d < entry.shape.size(); ++d)
       tensor.shape[d] = std::max(tensor.shape[d], box.offsets[d] + entry.shape[d]);
-    // Replicated tensors that several ranks wrote alike: one is enough.
+    // Skips a copy of a replicated tensor that several ranks wrote.
     if (std::none_of(tensor.slices.begin(), tensor.slices.end(), [&](const auto& slice) { return slice.box == box; }))
       tensor.slices.push_back({index, entry.begin, box, {}});
   }
-  // {"<alias>": "<name>"}, as safetensors.torch.save_model notes what it left out.
+  // safetensors.torch.save_model stores omitted names as {"<alias>": "<name>"}.
   for (const auto& [alias, name] : header.metadata)
     if (saved.tensors.contains(name) && !saved.tensors.contains(alias) && alias != "format")
       saved.tensors[name].aliases.push_back(alias);
 }
 
-// Where an index says that each tensor is: in which file, a plain name beside it.
+// Reads an index: the file of each tensor, a plain name in the index's folder.
 std::map<std::string, std::string> read_index(const fs::path& path) {
   const json index = parse_json(read_text(followed(path), int64_t{1} << 30), path.string());
   const JsonObject fields(index, path.string(), {"weight_map"}, {"metadata"});
@@ -94,7 +97,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
 
 bool is_index(const fs::path& path) { return path.filename().string().ends_with(".safetensors.index.json"); }
 
-// The one index of a directory, "model.safetensors.index.json" if there are several; "" if there is none.
+// Returns the directory's only index, or "model.safetensors.index.json" if there are several; "" if none.
 fs::path index_of(const fs::path& directory) {
   std::vector<fs::path> found;
   for (const auto& name : storage_of(directory).list(directory))
@@ -106,7 +109,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// Of the root of a hub's cache of a model, "models--gpt2", the snapshot that "main" is, or the only one; else the path.
+// Returns the snapshot of a hub's cache ("models--gpt2") that "main" names, or its only one; otherwise the path.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;
@@ -138,7 +141,7 @@ SavedTensors find_indexed(const fs::path& index, SavedTensors saved) {
 
 }  // namespace
 
-SavedTensors find_full_tensors(const fs::path& given) {
+SavedTensors internal::find_full_tensors(const fs::path& given) {
   const fs::path path = snapshot_of(given);
   std::error_code ignored;
   const bool directory =
@@ -146,7 +149,7 @@ SavedTensors find_full_tensors(const fs::path& given) {
   SavedTensors saved{.directory = directory ? path : path.parent_path()};
   if (saved.directory.empty()) saved.directory = ".";
   fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
-  // What save_full() was told to write in several files; a file of that name beside is of another time.
+  // An index means that save_full() wrote several files; a file with the plain name is then from an older save.
   if (const fs::path beside = path.string() + ".index.json";
       !directory && index.empty() && is_index(beside) && storage_of(path).exists(beside))
     index = beside;
@@ -156,7 +159,7 @@ SavedTensors find_full_tensors(const fs::path& given) {
   } else if (!directory) {
     add_file(saved.directory / path.filename(), saved, all);
   } else {
-    std::set<fs::path> files;  // in the order of their names
+    std::set<fs::path> files;  // sorted by name
     for (const auto& name : storage_of(path).list(path))
       if (name.ends_with(".safetensors") && name[0] != '.') files.insert(path / name);
     if (files.empty()) throw CheckpointError(path.string() + ": holds no safetensors file");

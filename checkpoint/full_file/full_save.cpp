@@ -7,37 +7,38 @@
 #include <random>
 #include <set>
 
+#include <tessera/errors.h>
+#include <tessera/full_file.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/full_file/full_file.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 namespace fs = std::filesystem;
 
 constexpr int64_t kBufferBytes = int64_t{4} << 20;
 
-// Which tensors go to which file, and where. A plan: touches no file.
+// Assigns each tensor a file and an offset. A value; touches no file.
 struct FullLayout {
   struct FullFile {
     fs::path path;
-    std::string start;  // the file's first bytes: a header, or all of an index
+    std::string start;  // the file's first bytes: a header, or a whole index
     int64_t bytes = 0;
   };
   struct Position {
     size_t file = 0;
-    int64_t begin = 0;  // first byte in the file
+    int64_t begin = 0;
   };
-  std::vector<FullFile> files;  // the last makes it all visible: the one there is, or the index of the others
-  std::map<std::string, Position> positions;  // of tensors
+  std::vector<FullFile> files;  // the last one commits all: the only file, or the index
+  std::map<std::string, Position> positions;
 };
 
-// Tensors in their order, a new group where the next would exceed the limit.
+// Starts a new group before the limit is exceeded.
 std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
   std::vector<std::vector<const FullTensor*>> groups(1);
   int64_t bytes = 0;
@@ -56,7 +57,7 @@ std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<Ful
 
 fs::path index_path(const fs::path& file) { return file.string() + ".index.json"; }
 
-// The name of one of several files; `tag` tells them from older ones.
+// The name of one of several files; `tag` distinguishes them from older ones.
 fs::path part_path_of(const fs::path& file, const std::string& tag, size_t i, size_t count) {
   fs::path path = file;
   return path.replace_filename(file.stem().string() + tag + "-" + five_digits(static_cast<int64_t>(i) + 1) + "-of-" +
@@ -101,10 +102,10 @@ FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& 
   return layout;
 }
 
-// While files are written they have this name: hidden, beside the target.
+// The hidden name, beside the target, of a file that is being written.
 fs::path draft_of(const fs::path& path) { return path.parent_path() / ("." + path.filename().string() + ".draft"); }
 
-// What an older save of this name left: its index, and the files that it lists, if they are called like ours.
+// Lists the files of an older save of this name: its index, and the listed files whose names match ours.
 std::vector<fs::path> files_before(const fs::path& file) {
   std::vector<fs::path> files;
   std::error_code ignored;
@@ -122,7 +123,7 @@ std::vector<fs::path> files_before(const fs::path& file) {
   return files;
 }
 
-// What tells the names of several new files from those that are there: "" if none is.
+// Returns a tag that distinguishes several new files from existing ones; "" if there are none.
 std::string free_tag(const fs::path& file) {
   std::error_code ignored;
   const std::string start = file.stem().string() + "-";
@@ -136,7 +137,7 @@ std::string free_tag(const fs::path& file) {
   return "";
 }
 
-// The files of a layout while they are written; what was not published is removed in the end.
+// The drafts of a layout; the destructor removes those that were not published.
 class Drafts {
  public:
   Drafts(const FullLayout& layout, const fs::path& file)
@@ -155,7 +156,7 @@ class Drafts {
       std::error_code ignored;
       if (fs::is_directory(full.path, ignored))
         throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
-      // A device, /dev/null, would be replaced for all.
+      // The rename would replace a device such as /dev/null for all programs.
       if (fs::exists(full.path, ignored) && !fs::is_regular_file(full.path, ignored))
         throw CheckpointError(full.path.string() + ": exists and is no regular file; it is left as it is");
       fs::remove(draft_of(full.path), ignored);
@@ -165,8 +166,8 @@ class Drafts {
     }
   }
 
-  // Makes the files visible all at once: those that the index lists have names that none had before, and then one
-  // rename puts the index, or the only file, in its place. What is no longer needed goes last.
+  // The files in the index have new names, so one rename of the index, or of the only file, commits them all. Old files
+  // are removed last.
   void publish() {
     const auto before = files_before(file_);
     for (const auto& file : layout_.files) open_file_to_write(draft_of(file.path)).sync();
@@ -186,11 +187,11 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // of the layout's files: have their names
+  size_t named_ = 0;  // with their final names
   bool is_visible_ = false;
 };
 
-// Writes a box to its place in the whole tensor, which begins at `begin`: in runs, neighbouring ones together.
+// Writes a box to its place in the whole tensor, which starts at `begin`, and joins adjacent runs.
 void write_box(const File& file, const Piece& piece, int64_t begin) {
   const at::Tensor data = checked_data(piece);
   const char* from = static_cast<const char*>(data.const_data_ptr());
@@ -206,7 +207,7 @@ void write_box(const File& file, const Piece& piece, int64_t begin) {
   });
 }
 
-// File by file, so that one is open at a time.
+// Writes file by file, so that one is open at a time.
 void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
   std::map<size_t, std::vector<const Piece*>> by_file;
   for (const Piece& piece : pieces) by_file[layout.positions.at(piece.name).file].push_back(&piece);
@@ -233,9 +234,9 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   };
   const std::string tag = gather_results(comm, attempt(find_tag), "saving '" + file.string() + "'")[0];
   FullLayout layout;
-  std::optional<Drafts> drafts;  // rank 0's
+  std::optional<Drafts> drafts;  // on rank 0
   std::vector<LocalTensor> tensors;
-  // Each stage on all ranks before the next: the drafts are there, their parts are written, all is visible.
+  // Each stage ends on all ranks before the next: drafts created, parts written, files published.
   Heartbeat heartbeat;
   auto stage = [&](const std::function<void()>& part) {
     on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);

@@ -6,19 +6,18 @@
 #include <string_view>
 #include <utility>
 
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/save/commit.h"
+#include <tessera/checkpoint.h>
+#include <tessera/errors.h>
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
 constexpr char kSequence[] = "\"sequence\": ";
 
-// Why a directory has no manifest.
 std::string explain_missing(const fs::path& directory) {
   std::error_code ignored;
   const std::string where = directory.string();
@@ -43,10 +42,9 @@ bool is_rank_file(const std::string& listed) {
          listed.find_first_not_of("0123456789-", kStart.size()) == listed.size() - kEnd.size();
 }
 
-// What is in a checkpoint's directory beside the manifest.
 struct Contents {
-  int ranks = 0;   // files of ranks, or folders of saves
-  int others = 0;  // what no save has written
+  int ranks = 0;   // rank files, or folders of saves
+  int others = 0;  // written by no save
 };
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
@@ -95,7 +93,7 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
       text = read_text(path / kManifestName, kMaxManifestBytes);
     } catch (const StorageUnavailable&) {
       throw;
-    } catch (const CheckpointError&) {  // removed meanwhile, or no manifest in any way
+    } catch (const CheckpointError&) {  // removed meanwhile, or not a manifest
       if (!is_checkpoint(path)) continue;
     }
     if (const auto sequence = sequence_of(text))
@@ -112,14 +110,6 @@ void require_no_checkpoint(const fs::path& folder) {
   if (!is_checkpoint(folder) || (!peek_sequence(folder) && contents_of(folder).ranks == 0)) return;
   throw CheckpointError(folder.string() +
                         ": is a checkpoint itself, expected a folder of checkpoints: load_checkpoint() loads it");
-}
-
-std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
-  const auto [whole, damaged] = find_checkpoints(folder);
-  if (!damaged.empty()) return damaged.back();
-  if (!whole.empty()) return whole.back();
-  require_no_checkpoint(folder);
-  return std::nullopt;
 }
 
 bool holds_nothing_else(const fs::path& checkpoint) {
@@ -140,13 +130,13 @@ Manifest manifest_of(const std::string& text, const fs::path& directory) {
 Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
-  // Where format_manifest() writes both fields.
+  // The start of the file, where format_manifest() writes both fields.
   std::string start;
   try {
     start = storage_of(directory).beginning(directory / kManifestName, 256);
   } catch (const StorageUnavailable&) {
     throw;
-  } catch (const CheckpointError&) {  // it is no file
+  } catch (const CheckpointError&) {  // not a file
     return std::nullopt;
   }
   const auto format = start.find("\"format\": \"tessera-checkpoint\"");
@@ -157,6 +147,19 @@ std::optional<int64_t> peek_sequence(const fs::path& directory) {
   if (std::from_chars(digits, start.data() + start.size(), sequence).ec != std::errc()) return std::nullopt;
   if (sequence < 0 || sequence >= JsonObject::kMost) return std::nullopt;
   return sequence;
+}
+
+}  // namespace tessera::internal
+
+namespace tessera {
+using namespace internal;
+
+std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
+  const auto [whole, damaged] = find_checkpoints(folder);
+  if (!damaged.empty()) return damaged.back();
+  if (!whole.empty()) return whole.back();
+  require_no_checkpoint(folder);
+  return std::nullopt;
 }
 
 }  // namespace tessera

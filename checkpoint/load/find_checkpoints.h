@@ -8,41 +8,42 @@
 
 #include "checkpoint/format/manifest.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Checkpoints by where they are, on any storage.
+// Finds and identifies checkpoints on any storage.
 
 bool is_checkpoint(const std::filesystem::path& path);
-// The entries of a folder that have a manifest, whatever is in it; a symbolic link to one does not count. This and the
-// next throw StorageUnavailable where it cannot be told what is there.
+// Returns the entries of a folder that have a manifest, damaged or not. Ignores symbolic links. This function and the
+// next throw StorageUnavailable if the storage cannot list the folder.
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
-// The same by what their manifests are: whole, the oldest first, or not what was written, so that nobody knows when. A
-// folder that only has a file of that name, among others of somebody else's, is neither.
+// The checkpoints of a folder: those with a valid manifest, the oldest first, and those with a damaged one, whose age
+// is unknown. A folder of other files with a file of that name is neither.
 struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
 };
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
-// Of a folder in which none was found. Throws CheckpointError where it is a checkpoint itself: whoever asked for the
-// newest in it would begin anew.
+// Throws CheckpointError if the folder is itself a checkpoint. Callers that find no checkpoint in a folder call it,
+// because they would otherwise start training anew.
 void require_no_checkpoint(const std::filesystem::path& folder);
 
-// The name of a save's folder in a remote checkpoint (its id), without the '/' that it is listed with; "" for anything
-// else.
+// Returns the name of a save's folder in a remote checkpoint (its id), without the '/' of the listing; "" for any other
+// name.
 std::string save_folder(const std::string& listed);
-// Whether what a checkpoint's directory lists was written by saves, or left by NFS of such: all else is the user's own.
+// Returns whether a name listed in a checkpoint's directory was written by a save, or is an NFS leftover of such a
+// file. All other files are the user's.
 bool is_of_save(const std::string& listed);
-// Whether a directory has a manifest and, beside it, only what a checkpoint consists of.
+// Returns whether a directory has a manifest and otherwise only files of a checkpoint.
 bool holds_nothing_else(const std::filesystem::path& checkpoint);
 
-// The text of the manifest in a directory. Throws CheckpointError that says what is there instead if there is none.
+// Returns the text of a directory's manifest. If it has none, throws CheckpointError that describes its content.
 std::string read_manifest_text(const std::filesystem::path& directory);
-// Reads and checks it.
+// Reads and checks the manifest.
 Manifest read_manifest(const std::filesystem::path& directory);
-// The same of a text that is there already.
+// As read_manifest(), for a text already read.
 Manifest manifest_of(const std::string& text, const std::filesystem::path& directory);
 
-// The sequence number, reading the first lines of the file only; nothing if that is not a manifest.
+// Returns the sequence number from the first lines of the manifest, or nullopt if it is not a manifest.
 std::optional<int64_t> peek_sequence(const std::filesystem::path& directory);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,20 +10,19 @@
 #include <set>
 #include <string_view>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/box.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/save/outcome.h"
 #include "checkpoint/format/rank_files.h"
-#include "checkpoint/state/saved_state.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/save/outcome.h"
+#include "checkpoint/state/saved_state.h"
 #include "core/runtime/quiet.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// What does not fit, by kind: all told at once.
 using Misfits = std::map<std::string, std::vector<std::string>>;
 
 void throw_if_any(const Misfits& misfits) {
@@ -44,13 +43,13 @@ Values reversed(Values values) {
   return values;
 }
 
-// Throws what a write to it would, and writes nothing.
+// Throws the error that a write would throw, without writing.
 void write_nothing(const at::Tensor& target) {
   const WritesTo scope(target);
   target.as_strided({0}, {1}).fill_(0);
 }
 
-// Why nobody can write to a buffer; "" if one can. Of no version: what autograd has saved stays usable.
+// Returns why a buffer cannot be written to; "" if it can. Uses .data(), so that tensors saved by autograd stay valid.
 std::string what_keeps(const at::Tensor& buffer) try {
   write_nothing(buffer.data());
   return "";
@@ -58,7 +57,7 @@ std::string what_keeps(const at::Tensor& buffer) try {
   return error.what_without_backtrace();
 }
 
-// Inside summon_full_params(), say, nobody may write to shards.
+// Shards must not be written to inside summon_full_params(), for example.
 void require_writable(const NamedShard& shard) {
   if (DiskPager::of(shard.tensor) == nullptr) {
     write_nothing(shard.tensor.detach());
@@ -83,7 +82,6 @@ class Loader {
     if (optimizer != nullptr) optimizer_.emplace(shards_, *optimizer);
   }
 
-  // Changes nothing.
   void read() {
     match_model();
     if (optimizer_) match_optimizer();
@@ -93,7 +91,7 @@ class Loader {
     match_generators();
     match_writable();
     throw_if_any(misfits_);
-    // Before anything has changed.
+    // Before anything is modified.
     for (const auto* shards : {&shards_, &shards_beside_})
       for (const NamedShard& shard : *shards) require_writable(shard);
     read_model();
@@ -103,12 +101,12 @@ class Loader {
     reader_.fetch();
     check_tied();
     check_states();
-    // As the steps before have left it, so that training goes on as if it had not been interrupted.
+    // A sharded optimizer rounds parameters after a step; the loaded ones must be equal to those.
     for (auto& [target, value] : tensors_)
       if (optimizer_) value = optimizer_->as_kept(target, value);
   }
 
-  // Nothing in it can fail but memory that ends.
+  // Cannot fail, except for lack of memory.
   void apply() {
     for (auto& [target, value] : tensors_) {
       const WritesTo scope(target);
@@ -132,10 +130,10 @@ class Loader {
     return tensor.kind == TensorKind::kParameter || tensor.kind == TensorKind::kBuffer;
   }
 
-  // What the model calls a saved tensor, "" if it is to be left out.
+  // The model's name of a saved tensor; "" if it is skipped.
   std::string renamed(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
 
-  // By what the model calls them, the names that tensors are saved under.
+  // Maps the model's names to the names in the checkpoint.
   std::map<std::string, std::string> names_in_model() {
     std::map<std::string, std::string> names;
     auto add = [&](const std::string& name, const std::string& saved) {
@@ -207,7 +205,8 @@ class Loader {
     }
   }
 
-  // The name that a tensor of the model is saved under; its own if it is not, unless that may now be another tensor's.
+  // Returns the name in the checkpoint of a model's tensor. Falls back to its own name, unless renaming may have given
+  // that to another tensor.
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
     if (found != saved_names_.end()) return found->second;
@@ -220,7 +219,7 @@ class Loader {
            (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0);
   }
 
-  // What is saved several times of what the model has once has to be the same.
+  // If a tensor is one in the model but several in the checkpoint, these must be equal.
   void check_tied() const {
     Misfits misfits;
     for (const auto& [own, other, value, other_value] : tied_values_)
@@ -232,7 +231,7 @@ class Loader {
     throw_if_any(misfits);
   }
 
-  // An optimizer's parameter that only one side has.
+  // Reports a parameter that only one of the two optimizers has.
   void differs(const std::string& text) {
     (options_.strict ? misfits_["optimizer"] : report_.optimizer).push_back(text);
   }
@@ -282,7 +281,6 @@ class Loader {
     return state == state_sizes(key, parameter);
   }
 
-  // What is saved of the state of each parameter that is optimized.
   void match_states(const std::set<std::string>& optimized) {
     for (const auto& [name, tensor] : saved_.tensors) {
       if (tensor.kind != TensorKind::kState) continue;
@@ -310,7 +308,7 @@ class Loader {
     }
   }
 
-  // Of blocks, which are of elements that lie side by side, and cannot be put together anew without rounding.
+  // Block-quantized state depends on the order of elements in memory, and cannot be reordered without rounding.
   void match_order(const std::string& state, const std::string& parameter) {
     const SavedTensor& saved = saved_.tensors.at(parameter);
     const auto own = orders_.find(parameter);
@@ -323,7 +321,7 @@ class Loader {
                                       parameter + "', the model has it in " + to_string(own->second));
   }
 
-  // A checkpoint may have more than is asked for, as it may have an optimizer.
+  // The checkpoint may contain more objects than are loaded.
   void match_beside() {
     auto missing = [&](const std::string& name) {
       if (options_.strict) misfits_["missing from the checkpoint"].push_back(name);
@@ -358,8 +356,8 @@ class Loader {
     bool transposed = false;
   };
 
-  // What a tensor beside the model is saved as. One of a parameter's name, an average, follows the parameter: to the
-  // name that it was saved under, and to none where it was left out.
+  // Returns a Stateful tensor's name in the checkpoint. A tensor named after a parameter (an average) follows the
+  // parameter, and is skipped with it.
   SavedBeside saved_beside(const std::string& own) const {
     const auto dot = own.find('.', std::string_view("beside.").size());  // "beside.<state_name>.<fqn>"
     const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
@@ -377,7 +375,7 @@ class Loader {
                                                 " is another libtorch's; load with rng = false");
   }
 
-  // Shards have a check of their own.
+  // Checks buffers; require_writable() checks shards.
   void match_writable() {
     for (const LocalTensor& buffer : buffers_)
       if (saved_names_.contains(buffer.fqn))
@@ -385,8 +383,7 @@ class Loader {
           misfits_["cannot be written to"].push_back(buffer.fqn + " (" + reason + ")");
   }
 
-  // The elements that a shard holds, in host memory: shaped like shard.tensor, of the saved dtype. There once they are
-  // fetched.
+  // Returns a host tensor for the shard's elements, with the saved dtype; the next fetch fills it.
   at::Tensor want_shard(const std::string& name, const NamedShard& shard, bool transposed) {
     const auto [tensor, elements] = host_like(shard, saved_.tensors.at(name).dtype);
     const auto strides = transposed ? reversed(shard.strides) : shard.strides;
@@ -420,7 +417,7 @@ class Loader {
     }
   }
 
-  // Each element of an expanded one is written once.
+  // Writes each element of an expanded tensor once.
   void want_once(const std::string& fqn, at::Tensor target, const at::Tensor& value) {
     at::Tensor once = value;
     for (int64_t d = 0; d < target.dim(); ++d)
@@ -437,12 +434,12 @@ class Loader {
   }
 
   struct TiedValues {
-    std::string own, other;  // the model's name, and the other saved one
+    std::string own, other;  // the model's name, and the other saved name
     at::Tensor value, other_value;
   };
 
   struct Expanded {
-    std::string own;  // the model's name
+    std::string own;
     at::Tensor value, once;
   };
 
@@ -450,7 +447,7 @@ class Loader {
     for (const NamedShard& shard : shards_) {
       if (!optimizer_->keeps(shard)) continue;
       const std::string name = saved_name(shard.fqn);
-      if (!saved_parameters_.contains(name)) continue;  // not strict: its state stays
+      if (!saved_parameters_.contains(name)) continue;  // not strict: its state is unchanged
       ReadState& state = states_.emplace_back(ReadState{&shard, name, {}});
       const auto numbers = manifest_.optimizer->numbers.find(name);
       if (numbers != manifest_.optimizer->numbers.end())
@@ -463,13 +460,13 @@ class Loader {
 
   struct ReadState {
     const NamedShard* shard;
-    std::string name;  // that the parameter is saved under
+    std::string name;  // the parameter's name in the checkpoint
     ParameterState values;
 
     bool is_empty() const { return values.numbers.empty() && values.tensors.empty(); }
   };
 
-  // Of what was fetched: put_state() will not fail.
+  // Checks the fetched states, so that put_state() cannot fail.
   void check_states() const {
     for (const ReadState& read : states_) try {
         if (!read.is_empty()) static_cast<void>(make_state(optimizer_->state_kind(), read.values));
@@ -478,7 +475,7 @@ class Loader {
       }
   }
 
-  // A state goes with its parameter, which may be in another group here, of other options.
+  // Completes the states with the options of the parameter's group, which may differ from the saved one.
   void complete_states() {
     auto& states = optimizer_->whole().state();
     for (auto& group : optimizer_->whole().param_groups())
@@ -487,7 +484,7 @@ class Loader {
           complete_state(*state->second, group.options());
   }
 
-  // The one before goes first, so that a device never has two of a parameter.
+  // Frees the old state first, so that a device never holds two.
   void put_state(ReadState& read) {
     auto& [shard, name, values] = read;
     optimizer_->set_state(*shard, nullptr);
@@ -511,19 +508,19 @@ class Loader {
   const LoadOptions& options_;
   SliceReader reader_;
   std::optional<NamedOptimizer> optimizer_;
-  GeneratorStates generators_;                          // none: they are not restored
-  std::map<std::string, std::string> saved_names_;      // of what the model and the checkpoint have
-  std::map<std::string, std::vector<int64_t>> orders_;  // of memory, that the model has it in, by saved name
-  std::multimap<std::string, std::string> tied_names_;  // to the model's names, further saved ones of the same tensor
-  std::set<std::string> names_of_model_;                // each tensor's first
-  std::set<std::string> left_out_;                      // saved names that `rename` has no name for
+  GeneratorStates generators_;                          // empty: not restored
+  std::map<std::string, std::string> saved_names_;      // of tensors in both model and checkpoint
+  std::map<std::string, std::vector<int64_t>> orders_;  // memory order in the model, by saved name
+  std::multimap<std::string, std::string> tied_names_;  // model's name to further saved names of the tensor
+  std::set<std::string> names_of_model_;                // the first name of each tensor
+  std::set<std::string> left_out_;                      // saved names that `rename` skips
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
-  std::set<std::string> saved_parameters_;  // of the saved optimizer
-  bool takes_options_ = false;              // hyper-parameters too
+  std::set<std::string> saved_parameters_;
+  bool takes_options_ = false;
   Misfits misfits_;
   LoadReport report_;
-  // What was read, and what it is for.
+  // Values read, with their destinations.
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
   std::vector<TiedValues> tied_values_;
   std::vector<Expanded> expanded_;
@@ -539,10 +536,10 @@ void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Opti
   std::optional<Loader> loader;
   on_all_ranks(*model.comm(), what, [&] { loader.emplace(manifest, model, optimizer, beside, options).read(); });
   loader->apply();
-  // Ranks that are threads share generators: one that went on would find its own turned back by one that lags.
+  // Ranks that are threads share generators: a rank that continued would find its generator reset by a slower one.
   model.comm()->barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

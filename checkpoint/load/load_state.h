@@ -6,19 +6,18 @@
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint_options.h>
+#include <tessera/model_shards.h>
+#include <tessera/stateful.h>
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/options.h"
-#include "core/model/model_shards.h"
-#include "core/model/stateful.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Compares what is saved with the model, the optimizer (may be null) and what is beside them, reads and verifies this
-// rank's part of it into host memory, and, when all ranks have, puts it in place; before that nothing is changed.
-// Collective. Throws on all ranks, `what` first: CheckpointError that lists all that does not fit, or what cannot be
-// read.
+// Loads a checkpoint's state into the model, the optimizer (may be null) and the Stateful objects. Reads and verifies
+// this rank's part into host memory, and copies it into place once all ranks have; changes nothing before. Collective.
+// Throws CheckpointError on all ranks that starts with `what` and lists all mismatches or read errors.
 void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
                 const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
                 const std::string& what);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,23 +10,23 @@
 #include <stdexcept>
 #include <utility>
 
-#include "checkpoint/save/commit.h"
+#include <tessera/errors.h>
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kWholeBytes = int64_t{64} << 10;  // tensors up to this are not cut
+constexpr int64_t kWholeBytes = int64_t{64} << 10;  // tensors up to this size are not split
 
-// What one of `ranks` ranks writes of a checkpoint. Small tensors go round.
+// Returns the pieces that one of `ranks` ranks writes. Small tensors are assigned round-robin.
 std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, SliceReader& reader) {
   std::vector<Piece> pieces;
   int64_t index = 0;
@@ -52,14 +52,14 @@ std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, Sl
 
 using SlicesByName = std::map<std::string, std::pair<const SavedTensor*, const SavedSlice*>>;
 
-// What the file's own header says against what the manifest says of it.
+// Compares a file's own header with the manifest.
 void compare_header(const InputFile& file, const SlicesByName& slices, std::vector<std::string>& problems) {
   const std::string where = file.path().string();
   std::set<std::string> seen;
   for (const auto& entry : read_safetensors_header(file).entries) {
     seen.insert(entry.name);
     const auto found = slices.find(entry.name);
-    if (found == slices.end() && entry.bytes == 0) continue;  // each rank writes those that have no elements
+    if (found == slices.end() && entry.bytes == 0) continue;  // each rank writes the empty tensors
     if (found == slices.end()) {
       problems.push_back(where + ": tensor '" + entry.name + "' is not in the manifest");
     } else if (const auto& [tensor, slice] = found->second;
@@ -72,9 +72,8 @@ void compare_header(const InputFile& file, const SlicesByName& slices, std::vect
       problems.push_back(where + ": has no tensor '" + name + "', which the manifest says it has");
 }
 
-// Adds what a block of two tensors has.
 void compare_block(TensorDifference& difference, const at::Tensor& a, const at::Tensor& b, double tolerance) {
-  // Bits, so that a NaN equals itself.
+  // Compares bits, so that a NaN equals itself.
   auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1, 1}).view(at::kByte); };
   at::Tensor differs = bytes(a).ne(bytes(b)).any(1);
   if (!differs.any().item<bool>()) return;
@@ -83,7 +82,7 @@ void compare_block(TensorDifference& difference, const at::Tensor& a, const at::
     return;
   }
   const at::Tensor distance = (a.to(at::kDouble) - b.to(at::kDouble)).abs().reshape({-1});
-  if (tolerance > 0) differs = differs.logical_and(distance.le(tolerance).logical_not());  // NaN is not close
+  if (tolerance > 0) differs = differs.logical_and(distance.le(tolerance).logical_not());  // NaN is never close
   const int64_t numel = differs.sum().item<int64_t>();
   if (numel == 0) return;
   difference.different_numel += numel;
@@ -148,7 +147,7 @@ void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, con
   manifest.world_size = ranks;
   manifest.saved = std::move(all);
   partial->commit(std::move(manifest));
-  hold.reset();  // if it was replaced, it is needless now
+  hold.reset();  // a replaced checkpoint may now be removed
 }
 
 std::vector<std::string> verify_checkpoint(const fs::path& directory, const Progress& progress) {
@@ -159,7 +158,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
     try {
       check();
     } catch (const StorageUnavailable&) {
-      throw;  // says nothing of the checkpoint
+      throw;  // not damage
     } catch (const CheckpointError& error) {
       problems.emplace_back(error.what());
     }
@@ -183,7 +182,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
         name.ends_with(".safetensors") && !names.contains(name) &&
         std::none_of(problems.begin(), problems.end(), [&](const auto& known) { return known.starts_with(start); }))
       problems.push_back(start + "is not in the manifest");
-  // File by file, slice by slice, so that one that is damaged does not hide the next.
+  // Reads file by file and slice by slice, so that one error does not hide the next.
   SliceReader reader(manifest.saved, progress);
   for (size_t i = 0; i < slices.size(); ++i) {
     collect([&] { reader.open(static_cast<int>(i)); });
@@ -200,7 +199,7 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
-    // A full file does not say which are buffers; the other side may.
+    // A full file does not mark buffers; the other side may.
     std::set<std::string> others;
     for (const auto* saved : {&first, &second})
       for (const auto& [name, tensor] : saved->tensors)
@@ -242,4 +241,4 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   return differences;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

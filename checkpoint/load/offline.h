@@ -4,48 +4,48 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// What can be done to checkpoints without a model and without ranks: the `tessera` command's work.
-// All throw CheckpointError (files) or std::invalid_argument (arguments); data is verified as it is read.
+// Operations on checkpoints without a model or ranks, for the `tessera` command. All verify the data that they read.
+// They throw CheckpointError (files) or std::invalid_argument (arguments).
 
-// Writes a checkpoint's parameters and buffers, with `state` the optimizer's tensors too, to full files, elsewhere than
-// in the checkpoint. Memory of one tensor.
+// Writes a checkpoint's parameters and buffers, and with `state` the optimizer's tensors, to full files outside the
+// checkpoint. Holds one tensor in memory.
 void consolidate_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to, bool state,
                             const SaveFullOptions& options = {}, const Progress& progress = {});
 
-// Writes the checkpoint anew as `ranks` ranks would, each an even part of every tensor (small ones whole). Memory of
-// one slice. Random generators' states stay only if the number of ranks does.
+// Rewrites the checkpoint for `ranks` ranks, each with an even part of every large tensor; small tensors stay whole.
+// Holds one slice in memory. Keeps the generator states only if the number of ranks is unchanged.
 void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to, int ranks,
                         const Progress& progress = {});
 
-// Reads all of a checkpoint and compares it with its manifest: sizes, headers, the place of every slice, every
-// checksum, files too many. Returns what is wrong, a line each; none: it is sound. Throws CheckpointError if the
-// manifest itself is damaged or not there.
+// Compares all files of a checkpoint with its manifest: sizes, headers, the place of every slice, every checksum,
+// surplus files. Returns one line for each problem; none if the checkpoint is sound. Throws CheckpointError if the
+// manifest is damaged or missing.
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& directory, const Progress& progress = {});
 
-// How two tensors of one name, shape and dtype differ.
+// The difference of two tensors with equal name, shape and dtype, or a reason why they cannot be compared.
 struct TensorDifference {
   std::string name;
   std::string reason;           // "only in <a>", "shape [2] and [3]", ... ; empty: values differ
-  int64_t different_numel = 0;  // elements that differ
-  double max_difference = 0;    // of their values; NaN if one is not a number
+  int64_t different_numel = 0;  // number of elements that differ
+  double max_difference = 0;    // largest difference of two values; NaN if one is not a number
 };
 
 struct DiffOptions {
-  double tolerance = 0;          // values that are as close do not differ; 0: bits count, so that 0 is not -0
-  bool only_parameters = false;  // and no buffers, optimizer, what is beside, `extra`
+  double tolerance = 0;          // largest difference that counts as equal; 0: compares bits, so that 0 differs from -0
+  bool only_parameters = false;  // ignores buffers, optimizer, Stateful objects and `extra`
 };
 
-// What differs between two checkpoints (or full files), tensor by tensor, in order of names; then optimizer and
-// `extra`, as entries with a reason. Memory of one block of each, a few MiB.
+// Compares two checkpoints or full files. Returns the tensors that differ, by name, then optimizer and `extra` as
+// entries with a reason. Holds one block of each in memory, a few MiB.
 std::vector<TensorDifference> diff_checkpoints(const std::filesystem::path& a, const std::filesystem::path& b,
                                                const DiffOptions& options = {}, const Progress& progress = {});
 
-// A checkpoint's tensors, or those of full files.
+// Lists the tensors of a checkpoint or of full files.
 SavedTensors find_tensors(const std::filesystem::path& path);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,17 +6,17 @@
 #include <random>
 #include <thread>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
-// What a local path leads to, absolute, as whoever reads from it finds it: behind a symbolic link ".." is the folder
-// that the link's own target is in, which its text does not tell.
+// Returns the absolute target of a local path as a reader resolves it: after a symbolic link, ".." is the parent of the
+// link's target, so it cannot be removed textually.
 fs::path where_it_leads(const fs::path& path) {
   const fs::path whole = fs::absolute(path);
   if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();
@@ -26,7 +26,7 @@ fs::path where_it_leads(const fs::path& path) {
   return found;
 }
 
-// Without a slash at its end, and absolute where it is local.
+// Removes trailing slashes; makes a local path absolute.
 fs::path normal(const fs::path& target) {
   if (target.empty()) return target;
   std::string text = is_remote(target) ? target.native() : where_it_leads(target).native();
@@ -42,8 +42,8 @@ uint64_t draw_checkpoint_id() {
 }
 
 PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
-  // Nor is what a save that is under way is called, and would be cleared away as; nor what makes its folder look like
-  // a checkpoint; nor is "s3://bucket".
+  // Also refuses names of unfinished saves, which would be removed as leftovers; names that would make the parent look
+  // like a checkpoint; and "s3://bucket".
   const std::string name = target_.filename().string();
   const bool is_taken =
       name == kManifestName || name == kDraftName ||
@@ -78,11 +78,12 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
 
 ReadLock::ReadLock(const fs::path& checkpoint) {
   if (is_remote(checkpoint)) return;
-  // Whoever has it for himself has just completed it, or is about to remove it, and not for long.
+  // Another process holds the exclusive lock only briefly, when it has completed the checkpoint or is about to remove
+  // it.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   while (lock_.take_shared(checkpoint / kManifestName) == LockOutcome::kHeldByOther &&
          std::chrono::steady_clock::now() < end)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

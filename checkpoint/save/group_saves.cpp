@@ -9,14 +9,14 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// The one piece of global state of saves.
+// The only global state of saves.
 std::mutex saves_mutex;
 using SavesByGroup = std::map<std::weak_ptr<Communicator>, GroupSaves, std::owner_less<std::weak_ptr<Communicator>>>;
 SavesByGroup& saves_by_group() {
-  // Not destroyed, since pinned memory is not to be freed when the device's library has ended.
+  // Never destroyed: pinned memory must not be freed after the device's library has ended.
   static auto& map = *new SavesByGroup;
   std::erase_if(map, [](const auto& entry) { return entry.first.expired(); });
   return map;
@@ -51,7 +51,7 @@ void Removal::join() {
   if (::getpid() == process_)
     thread_.join();
   else
-    thread_.detach();  // of the process that this one was forked from: there is no such thread here
+    thread_.detach();  // after a fork the child process does not have this thread
 }
 
 void await_removals_at_exit(const std::string& scheme) {
@@ -68,4 +68,4 @@ void with_group_saves(const std::shared_ptr<Communicator>& comm, const std::func
   visit(saves_by_group()[comm]);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

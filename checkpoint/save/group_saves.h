@@ -10,17 +10,17 @@
 #include <string>
 #include <thread>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 class SaveJob;
 
-// Removes what a complete checkpoint makes needless, on a thread: nobody waits for it but the end of the program. A
-// failure is a warning: what was saved is there, and the next removal tries again.
+// Removes superseded files on a background thread; only the end of the program waits for it. A failure is a warning:
+// the new checkpoint is complete, and the next removal tries again.
 class Removal {
  public:
-  // Begins when the one before has ended.
+  // Starts when `before` has ended.
   Removal(std::function<void()> remove, std::shared_ptr<Removal> before);
   ~Removal() { join(); }
   void join();
@@ -29,24 +29,24 @@ class Removal {
  private:
   const pid_t process_ = ::getpid();
   std::atomic<bool> ended_ = false;
-  std::mutex mutex_;  // of join()
+  std::mutex mutex_;  // guards join()
   std::thread thread_;
 };
 
-// What one save of a group leaves to the next one. Kept by group, not in the model, because the two saves may be of
-// different models; gone with the group.
+// State that one save of a group leaves to the next. Stored by group and not in the model, because the two saves may be
+// of different models. Freed with the group.
 struct GroupSaves {
-  std::weak_ptr<SaveJob> job;        // the asynchronous save that is under way
-  std::string failure;               // the error of one that nobody waited for
-  std::shared_ptr<Removal> removal;  // the last one that was begun
-  at::Tensor host;                   // memory for the copies of the next asynchronous save
+  std::weak_ptr<SaveJob> job;        // the asynchronous save in flight
+  std::string failure;               // the error of a save that was never waited for
+  std::shared_ptr<Removal> removal;  // the last removal that was started
+  at::Tensor host;                   // staging buffer of the next asynchronous save
 };
 
-// The end of the program waits for removals. Called when a save has used the storage of that scheme, since what that
-// needs (the cryptography of its connections, say) is gone by then if it was made later.
+// Makes the end of the program wait for removals. Must be called after a save has used the storage of that scheme: exit
+// handlers run in reverse order, and those of the storage (its TLS library's) must run later.
 void await_removals_at_exit(const std::string& scheme);
 
-// Lets `visit` look at, and change, what there is of a group; one thread at a time, so it returns soon.
+// Calls `visit` with the state of a group under a lock; `visit` must return soon.
 void with_group_saves(const std::shared_ptr<Communicator>& comm, const std::function<void(GroupSaves&)>& visit);
 
-}  // namespace tessera
+}  // namespace tessera::internal

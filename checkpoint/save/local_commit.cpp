@@ -1,4 +1,4 @@
-// Checkpoints in local folders: written in a temporary one, which gets the checkpoint's name by a rename.
+// Checkpoints in local folders: written to a temporary folder, which a rename then gives the checkpoint's name.
 #include <c10/util/Exception.h>
 
 #include <chrono>
@@ -6,22 +6,22 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/save/commit.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
 constexpr auto kMakingTakes = std::chrono::minutes(5);
-// Where there are no locks, how long nobody must have written to a directory for it to be abandoned.
+// On a file system without locks, a directory without writes for this long is abandoned.
 constexpr auto kWithoutLocks = std::chrono::hours(24);
 
-// A target's temporary directory: hidden, beside it.
+// The start of a target's temporary directory names: hidden, beside the target.
 std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
 fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
@@ -32,7 +32,7 @@ bool is_gone(const fs::path& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::not_found;
 }
 
-// By the file system's time: this host's clock may have been set meanwhile, or be another than its server's.
+// Compares times of the file system, because this host's clock may have changed, or differ from the server's.
 bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   std::error_code error, ignored;
   const auto written = fs::last_write_time(directory, error);
@@ -44,17 +44,17 @@ bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   return !error && now - written > age;
 }
 
-// Whether it was left before it was locked, or is so old that it must have been.
+// Returns whether a save was killed before it locked the directory.
 bool is_left_in_the_making(const fs::path& directory) {
   FileLock lock;
   return lock.take_exclusive(directory / kDraftName) != LockOutcome::kHeldByOther &&
          is_older_than(directory, kMakingTakes);
 }
 
-// Whether nobody is at work on a hidden directory, nor reads what is in it. `lock` then keeps it so.
+// Returns whether no process writes or reads the hidden directory. `lock` then keeps others out.
 bool is_abandoned(const fs::path& directory, FileLock& lock) {
   std::error_code error;
-  // In this order: a draft becomes the manifest, never the other way.
+  // In this order: a draft becomes the manifest, but not the reverse.
   const bool is_draft = fs::exists(directory / kDraftName, error);
   const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
   if (!fs::exists(manifest, error)) return !is_draft;
@@ -63,7 +63,6 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
   return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
 }
 
-// What is in a checkpoint's directory: what saves have written, or what is the user's own.
 std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
   std::vector<fs::path> entries;
   std::error_code ignored;
@@ -75,9 +74,8 @@ std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
   return entries;
 }
 
-// From the hidden directory of a checkpoint that was replaced or is to be removed, the user's own goes back under its
-// name to where the checkpoint was. If the process is killed meanwhile, whoever clears the directory away does the
-// rest. What cannot be moved stays where it is, and is told of: what is saved is complete.
+// Moves the user's files from a hidden directory back to the checkpoint's path. If the process is killed here, the next
+// cleanup completes the move. Files that cannot be moved stay, with a warning.
 void bring_back_own(const fs::path& hidden) {
   const std::string name = hidden.filename().string();
   for (const fs::path& from : entries_in(hidden, /*of_saves=*/false)) {
@@ -98,9 +96,9 @@ void bring_back_own(const fs::path& hidden) {
   }
 }
 
-// Removes what saves have written to a hidden directory that nobody needs, and with it the directory; others may be
-// removing it, too. Returns what kept it, or nothing. The lock on its manifest is let go of before that goes: NFS gives
-// a file that is open another name instead, and the directory would stay.
+// Removes the files of saves from a superseded hidden directory, then the directory; other processes may do so too.
+// Returns the reason if a file remains. Releases the lock on the manifest first, because NFS renames an open file
+// instead of removing it.
 std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
@@ -117,8 +115,8 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
   return is_gone(directory) ? "" : (failure ? failure : error).message();
 }
 
-// Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
-// removed stays; it is never taken for a checkpoint.
+// Removes the superseded temporary directories of one target, or of all with an empty prefix. Leftovers are never taken
+// for a checkpoint.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
@@ -133,7 +131,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
   }
 }
 
-// Here rather than after everything is written.
+// Fails here rather than after all data is written.
 void require_exchange(const fs::path& directory) {
   const fs::path a = directory / ".part-a", b = directory / ".part-b";
   std::error_code error;
@@ -143,11 +141,10 @@ void require_exchange(const fs::path& directory) {
   for (const auto& each : {a, b}) fs::remove(each, error);
 }
 
-// The lock on the manifest in the directory, a draft until the end, says that somebody is at work on it.
+// The lock on the directory's manifest, a draft until commit, protects it from the cleanup of other saves.
 class LocalPartial : public PartialCheckpoint {
  public:
   LocalPartial(const fs::path& target, const std::function<void()>& progress);
-  // Removes what was not committed, or the checkpoint that was replaced, unless somebody reads it.
   ~LocalPartial() override;
   void commit(Manifest manifest) override;
 
@@ -167,12 +164,12 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
   clear_leftovers(folder, hidden_prefix(target_), progress);
-  // It gets the name that others clear away when it is locked.
+  // The directory gets its final hidden name, which others may clean up, once it is locked.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {
     write_text(path_ / kDraftName, process_name() + "\n");
-    // Another job may hold it for a moment, to see whether this has been left.
+    // Another job may hold the lock briefly to check whether this directory is abandoned.
     while (lock_.take_exclusive(path_ / kDraftName) == LockOutcome::kHeldByOther)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (fs::is_directory(status) && !fs::is_empty(target_, error)) require_exchange(path_);
@@ -188,7 +185,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
 LocalPartial::~LocalPartial() {
   FileLock replaced;
   if (is_committed_ && !is_abandoned(path_, replaced)) return;
-  remove_hidden(path_, is_committed_ ? replaced : lock_);  // else by the next save of this name
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // otherwise the next save of this name removes it
 }
 
 void LocalPartial::commit(Manifest manifest) {
@@ -204,13 +201,13 @@ void LocalPartial::commit(Manifest manifest) {
   sync_directory(path_);
   std::error_code error;
   if (fs::is_directory(target_, error) && !fs::is_empty(target_, error)) {
-    exchange_entries(path_, target_);  // the old one is removed by the destructor
+    exchange_entries(path_, target_);  // the destructor removes the old one
   } else {
     rename_entry(path_, target_, fs::is_directory(target_, error));
   }
   is_committed_ = true;
   sync_directory(target_.parent_path());
-  bring_back_own(path_);  // also where somebody still reads what was replaced
+  bring_back_own(path_);  // even if the replaced checkpoint is still being read
 }
 
 }  // namespace
@@ -223,12 +220,12 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target
 void remove_local_checkpoint(const fs::path& checkpoint) {
   FileLock lock;
   if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // it is being read
-  // Renamed to a hidden name first, so that one that is half removed is not taken for whole.
+  // Renames it to a hidden name first, so that a partly removed checkpoint does not look complete.
   const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
   try {
     rename_entry(checkpoint, hidden, false);
   } catch (const CheckpointError&) {
-    if (is_gone(checkpoint)) return;  // another job has removed it
+    if (is_gone(checkpoint)) return;  // removed by another job
     throw;
   }
   bring_back_own(hidden);
@@ -238,4 +235,4 @@ void remove_local_checkpoint(const fs::path& checkpoint) {
 
 void clear_local_leftovers(const fs::path& folder) { clear_leftovers(folder, ""); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,11 +13,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
+#include <tessera/host_results.h>
 #include "core/comm/agreement.h"
-#include "core/comm/host_results.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 int64_t least_over_ranks(Communicator& comm, int64_t own, const std::string& what) {
@@ -28,7 +28,7 @@ int64_t least_over_ranks(Communicator& comm, int64_t own, const std::string& wha
 
 }  // namespace
 
-// One letter, then the text: 'W' for well, or the kind of failure.
+// One letter ('W' for success, or the kind of failure), then the text.
 std::string Outcome::to_text() const { return error.empty() ? "W" + result : std::string(1, kind) + error; }
 
 Outcome Outcome::from_text(const std::string& text) {
@@ -104,7 +104,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
     Outcome outcome;
     try {
       outcome = attempt([&] { return part(), std::string(); });
-    } catch (const CommError& error) {  // not this thread's to throw
+    } catch (const CommError& error) {  // not thrown on this thread
       outcome.error = error.what();
     }
     const std::lock_guard lock(mutex);
@@ -114,7 +114,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
   };
   std::jthread thread;
   const Outcome begun =
-      attempt([&] { return thread = std::jthread(run), std::string(); });  // there may be none to have
+      attempt([&] { return thread = std::jthread(run), std::string(); });  // the thread may fail to start
   if (!begun.error.empty()) own = begun, ended = true;
   auto pause = std::chrono::milliseconds(1);
   for (bool all_ended = false; !all_ended;
@@ -135,4 +135,4 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
   require_success(comm, own, what);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,29 +1,29 @@
-// Checkpoints in object stores, which neither rename nor lock: each save has a folder of its own in the target,
-// "<target>/<id>/", and writing the manifest, which names it, is the commit.
+// Checkpoints in object stores, which have no renames or locks: each save writes to its own folder "<target>/<id>/",
+// and commits by writing the manifest, which names that folder.
 #include <chrono>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/save/commit.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
-// How long a save whose process cannot be seen from here is left alone.
+// Age at which the save of an unknown process counts as abandoned.
 constexpr int64_t kAbandonedSeconds = int64_t{24} * 3600;
 
 int64_t now_seconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Whether nobody writes there. The draft's two lines: whose it is, and since when.
+// Returns whether no process writes there. The draft has two lines: its process, and its start time.
 bool is_abandoned(const fs::path& save) {
   const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);
   if (draft.empty()) return true;
@@ -32,7 +32,7 @@ bool is_abandoned(const fs::path& save) {
          now_seconds() - std::atoll(draft.c_str() + std::min(end, draft.size() - 1)) > kAbandonedSeconds;
 }
 
-// What the manifest names; "" if there is none that can be read.
+// Returns the folder that the manifest names; "" if there is no readable manifest.
 std::string named_folder(const fs::path& target) {
   try {
     return is_checkpoint(target) ? read_manifest(target).folder : "";
@@ -41,7 +41,7 @@ std::string named_folder(const fs::path& target) {
   }
 }
 
-// Drafts are looked for before the manifest is read: a save writes its manifest, and then removes its draft.
+// Lists drafts before reading the manifest, because a save writes its manifest first and then removes its draft.
 void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;
@@ -51,7 +51,7 @@ void clear_target(const fs::path& target, const std::function<void()>& progress 
   if (abandoned.empty()) return;
   const bool was_complete = is_checkpoint(target);
   const std::string named = named_folder(target);
-  if (was_complete && named.empty()) return;  // a damaged one, or one that was copied here: nothing is taken from it
+  if (was_complete && named.empty()) return;  // damaged, or copied here: remove nothing
   for (const auto& name : abandoned)
     if (name != named) storage.remove_all(target / name), progress();
 }
@@ -76,7 +76,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_committed_)
         for (const auto& name : replaced_)
           name.ends_with('/') ? storage.remove_all(target_ / name) : storage.remove(target_ / name);
-    } catch (const std::exception&) {  // the next save of this name clears it away
+    } catch (const std::exception&) {  // the next save of this name removes it
     }
   }
 
@@ -89,7 +89,7 @@ class RemotePartial : public PartialCheckpoint {
     try {
       storage.put(target_ / kManifestName, format_manifest(manifest), /*durable=*/true);
     } catch (const CheckpointError&) {
-      // Whether it has been written may be unknown: nothing that it names is removed.
+      // The manifest may have been written even so; its files must not be removed.
       if (named_folder(target_) != manifest.folder) throw;
     }
     is_committed_ = true;
@@ -97,8 +97,8 @@ class RemotePartial : public PartialCheckpoint {
   }
 
  private:
-  // The folder of the checkpoint that is there, or its files, if it was copied from a local folder: never what is not a
-  // save's.
+  // Lists the files to delete when this checkpoint is replaced: its data folder, or its files if it was uploaded from a
+  // local folder. Never lists files that no save wrote.
   void find_replaced() {
     const std::string named = named_folder(target_);
     if (!named.empty()) return replaced_.push_back(named + "/");
@@ -106,7 +106,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_of_save(listed) && listed.ends_with(".safetensors")) replaced_.push_back(listed);
   }
 
-  bool has_asked_ = false;  // for the manifest to be written
+  bool has_asked_ = false;  // the manifest's write was requested
   std::vector<std::string> replaced_;
 };
 
@@ -118,7 +118,7 @@ std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const fs::path& targe
 }
 
 void remove_remote_checkpoint(const fs::path& checkpoint) {
-  // The manifest first, so that one that is half removed is not taken for whole.
+  // Removes the manifest first, so that a partly removed checkpoint does not look complete.
   const Storage& storage = storage_of(checkpoint);
   storage.remove(checkpoint / kManifestName);
   for (const auto& listed : storage.list(checkpoint))
@@ -131,4 +131,4 @@ void clear_remote_leftovers(const fs::path& folder) {
     if (listed.ends_with('/')) clear_target(folder / listed.substr(0, listed.size() - 1));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

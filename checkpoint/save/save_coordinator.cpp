@@ -9,15 +9,15 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSmallWorld = 4;  // up to here rank 0 reads what each rank wrote
-constexpr int kMostMissed = 5;  // beats: then nobody is at work
+constexpr int kSmallWorld = 4;  // up to this world size rank 0 reads every rank's description
+constexpr int kMostMissed = 5;  // beats; after that no rank is at work
 
 }  // namespace
 
@@ -31,7 +31,7 @@ int Subgroups::end() const { return std::min(leader() + ranks_, size_); }
 SaveCoordinator::SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what)
     : comm_(std::move(comm)), what_(std::move(what)), subgroups_(comm_->rank(), comm_->size()), notes_(*comm_, name) {}
 
-// All ranks ask one store: the more they are, the more seldom.
+// All ranks poll one store, so the interval grows with their number.
 std::chrono::milliseconds SaveCoordinator::longest_pause() const {
   return std::chrono::milliseconds(std::max(50, comm_->size() / 50));
 }
@@ -51,7 +51,7 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
       if (heartbeat.is_older_than(Heartbeat::kMostTimeouts * comm_->timeout())) continue;
       try {
         notes_.add("alive", 1);
-      } catch (const CommError&) {  // the store is gone, as this rank gets to know when it has done its part
+      } catch (const CommError&) {  // the store is lost; this rank finds out after its part
         return;
       }
     }
@@ -91,7 +91,6 @@ void SaveCoordinator::leave_outcome(const Outcome& outcome) {
   notes_.add("failed", 1);
 }
 
-// Waits until the subgroup's ranks have written, and merges what they wrote.
 void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge) {
   const std::string written = "written/" + std::to_string(subgroups_.leader());
   try {
@@ -108,11 +107,10 @@ void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<vo
   notes_.add("groups", 1);
 }
 
-// Waits for the leaders, and commits if all went well.
 Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<void()>& commit) {
   return attempt([&] {
     await([&] { return notes_.add("groups", 0) == subgroups_.count(); }, what_ + ": a group of ranks did not finish",
-          1.2);  // its leader says who, if it can
+          1.2);  // the subgroup's leader reports the lost rank, if it can
     std::vector<Outcome> outcomes(comm_->size());
     if (notes_.add("failed", 0) > 0)
       for (int rank = 0; rank < comm_->size(); ++rank)
@@ -124,7 +122,7 @@ Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<vo
   });
 }
 
-// Rank 0's process serves the store, mostly: it stays until all have read. One that is lost does not matter now.
+// The store usually lives in rank 0's process, so that rank waits until all have read. Lost ranks no longer matter.
 void SaveCoordinator::remove_notes() {
   notes_.remove("ended/" + std::to_string(comm_->rank()));
   notes_.remove("outcome/" + std::to_string(comm_->rank()));
@@ -148,7 +146,7 @@ Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const 
   Outcome result;
   if (comm_->rank() == 0) {
     result = commit_all(heartbeat, commit);
-    if (!result.error.empty()) hurry();  // whoever has failed may be gone and read nothing
+    if (!result.error.empty()) hurry();  // the failed rank may be dead and never read
     notes_.leave("result", result.to_text());
   } else {
     await([&] { return notes_.find("result").has_value(); }, what_ + ": rank 0 did not finish", 1.4);
@@ -158,4 +156,4 @@ Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const 
   return result;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,19 +7,19 @@
 #include <memory>
 #include <string>
 
+#include <tessera/communicator.h>
 #include "checkpoint/save/outcome.h"
-#include "core/comm/communicator.h"
 #include "core/comm/notes.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// The ranks by subgroups of about sqrt(size), so that nobody reads more than sqrt(size) small files of others.
+// Splits the ranks into subgroups of about sqrt(size), so that no rank reads more than sqrt(size) small files.
 class Subgroups {
  public:
   Subgroups(int rank, int size);
-  int ranks() const { return ranks_; }  // of a subgroup
+  int ranks() const { return ranks_; }  // in one subgroup
   int count() const { return (size_ + ranks_ - 1) / ranks_; }
-  // This rank's: from `leader` to before `end`.
+  // This rank's subgroup is [leader, end).
   int leader() const { return rank_ / ranks_ * ranks_; }
   int end() const;
 
@@ -27,24 +27,24 @@ class Subgroups {
   int rank_, size_, ranks_;
 };
 
-// How ranks that write in the background tell each other how far they are: by notes in the group's store, since the
-// communicator belongs to the loop's thread. On one thread, but for hurry().
+// Coordinates the ranks of a background save by messages in the group's store, because the communicator belongs to the
+// training loop's thread. Must be used by one thread, except for hurry().
 class SaveCoordinator {
  public:
-  // `what` begins messages.
+  // `what` starts error messages.
   SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
 
-  // Does this rank's part, which beats, while the others are told that it gets on: until it has not beaten for
+  // Runs this rank's part, which beats, and reports its progress to other ranks until it has not beaten for
   // Heartbeat::kMostTimeouts times the group's timeout.
   Outcome work(Heartbeat& heartbeat, const std::function<void()>& part);
 
-  // Ends the save: each rank tells how its part went, leaders then merge what their subgroups wrote, rank 0 commits,
-  // and each gets to know how all went. A rank of which nothing is heard for the group's timeout, in work() or here, is
-  // not waited for; merging and committing are work().
+  // Ends the save: each rank publishes its outcome, leaders merge the files of their subgroups, rank 0 commits, and all
+  // ranks receive the result. Does not wait for a rank that was silent for the group's timeout. Merging and committing
+  // run through work().
   Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
                  const std::function<void()>& commit);
 
-  // From now on it waits for others only as long as they are heard of, not for the group's timeout.
+  // From now on, waits for another rank only while it sends heartbeats, not for the group's timeout.
   void hurry() { hurries_ = true; }
 
  private:
@@ -52,11 +52,11 @@ class SaveCoordinator {
   void lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge);
   Outcome commit_all(Heartbeat& heartbeat, const std::function<void()>& commit);
   void remove_notes();
-  // How often a rank at work is heard of, and the others look whether it has ended.
+  // The intervals at which a working rank reports, and at which the others check for its end.
   std::chrono::milliseconds longest_pause() const;
   std::chrono::milliseconds beat_every() const;
-  // Waits until something holds; gives up when nothing was heard of any rank for `patience` times the group's timeout,
-  // or for some seconds while one is known to be no more.
+  // Blocks until ready() returns true. Gives up after no rank was heard for `patience` times the group's timeout, or a
+  // few seconds after a rank is known to be dead.
   void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
 
   const std::shared_ptr<Communicator> comm_;
@@ -66,4 +66,4 @@ class SaveCoordinator {
   std::atomic<bool> hurries_ = false;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

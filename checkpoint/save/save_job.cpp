@@ -7,15 +7,15 @@
 #include <stdexcept>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/saved_part.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -33,8 +33,8 @@ void check_options(const SaveOptions& options) {
                                 ", expected a multiple of 16 up to 1 GiB");
 }
 
-// What rank 0 tells of saves before this one: that one failed, or that what they made needless is still being removed
-// and may have this one's name.
+// Handles the previous save: throws its error, and waits for a removal in flight that may involve this save's name.
+// Rank 0 decides for all.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
                    const fs::path& dir, Heartbeat& heartbeat) {
   constexpr char kFailed = 'F', kRemoves = 'R';
@@ -106,7 +106,7 @@ void SaveJob::await_save_before(const std::shared_ptr<Communicator>& comm) {
 SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();
-  if (is_untold) {  // and there may be no next save
+  if (is_untold) {  // there may be no next save to throw it
     TORCH_WARN(what_, " failed, and nobody has waited for it: ", result_.error);
   }
   with_group_saves(comm_, [&](GroupSaves& saves) {
@@ -166,7 +166,7 @@ void SaveJob::clean_up() {
   auto remove = [partial = std::shared_ptr<PartialCheckpoint>(std::move(partial_)), keep = options_.keep_last,
                  dir = dir_]() mutable {
     const fs::path folder = partial->folder();
-    partial.reset();  // the checkpoint that was there before
+    partial.reset();  // removes the replaced checkpoint
     if (keep == 0) return;
     try {
       remove_old_checkpoints(folder, keep);
@@ -184,7 +184,7 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
     check_extra(plan_.extra);
-    // The thread that writes has streams of its own.
+    // The writing thread uses streams of its own.
     synchronize(comm_->device());
   });
   on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] { write_part(); });
@@ -206,7 +206,7 @@ void SaveJob::start(const std::function<SavePlan()>& plan) {
       check_extra(plan_.extra);
       copied_ = plan_.watched.empty();
       copies_.begin(plan_, comm_->device());
-      // There may be no thread to have, on one rank.
+      // One rank may fail to start its thread.
       thread_ = std::thread([this, agreed = agreement.get_future()]() mutable {
         if (agreed.get()) background();
       });
@@ -239,7 +239,7 @@ void SaveJob::background() {
     });
     result_ = coordinator_->finish(own, heartbeat_, [&] { merge_subgroup(); }, [&] { commit(); });
     if (partial_ && result_.error.empty()) clean_up();
-  } catch (const std::exception& error) {  // the store is gone, or a rank is
+  } catch (const std::exception& error) {  // the store or a rank is lost
     result_ = {.error = error.what()};
   }
   set_copied();
@@ -255,4 +255,4 @@ void SaveJob::wait() {
   throw CheckpointError(result_.error);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,28 +9,28 @@
 #include <string>
 #include <thread>
 
+#include <tessera/checkpoint_options.h>
+#include <tessera/communicator.h>
 #include "checkpoint/save/commit.h"
-#include "checkpoint/options.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/save/save_coordinator.h"
 #include "checkpoint/save/save_plan.h"
-#include "core/comm/communicator.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// One save, on one rank: begin() and then either run() or start() and wait(). begin(), run() and start() are
+// One save on one rank: call begin(), then either run(), or start() and wait(). begin(), run() and start() are
 // collective.
 //
-// Three stages: each rank writes its files, and beside them what it wrote; the first rank of each subgroup of about
-// sqrt(size) makes one of its subgroup's; rank 0 makes the manifest of those, and the checkpoint. So nobody reads more
-// than sqrt(size) small files. No stage ends by the group's timeout while a rank gets on with its own (Heartbeat).
+// Three stages: each rank writes its files and a list of their content; the first rank of each subgroup of about
+// sqrt(size) merges the lists of its subgroup; rank 0 merges those into the manifest and commits. So no rank reads more
+// than sqrt(size) small files. The group's timeout does not end a stage that makes progress (Heartbeat).
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
-  // Waits for the group's save before this one, if any, and throws its error; then makes the temporary directory.
+  // Waits for the group's previous save, if any, and throws its error; then creates the temporary directory.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options);
-  // Returns when the group's save that is under way, if any, has ended: not before, its checkpoint is not to be found.
-  // Not collective; throws nothing: whoever has the save, or the next one, gets its error.
+  // Blocks until the group's save in flight, if any, has ended and its checkpoint can be found. Not collective. Does
+  // not throw: its PendingSave, or the next save, gets the error.
   static void await_save_before(const std::shared_ptr<Communicator>& comm);
   ~SaveJob();
   SaveJob(const SaveJob&) = delete;
@@ -39,15 +39,15 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Writes and commits; returns when the checkpoint is complete.
   void run(const std::function<SavePlan()>& plan);
 
-  // Takes the plan and copies of its data to the host, then writes and commits on a thread. There, ranks tell each
-  // other by notes how far they are: the communicator belongs to the loop's thread.
+  // Copies the plan's data to the host, then writes and commits on a thread. There the ranks communicate through the
+  // store, because the communicator belongs to the training loop's thread.
   void start(const std::function<SavePlan()>& plan);
   bool done() const { return done_; }
   void await_copies() const { copied_.wait(false); }
-  // Returns when the checkpoint is complete. Not collective; throws alike on all ranks.
+  // Blocks until the checkpoint is complete. Not collective; throws the same error on all ranks.
   void wait();
 
-  // Ends the thread soon where it waits for ranks that are lost.
+  // Stops the thread from waiting for lost ranks for long.
   void hurry() {
     if (coordinator_) coordinator_->hurry();
   }
@@ -57,32 +57,32 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void join();
 
   void write_part();
-  void merge_subgroup();  // leaders
-  void commit();          // rank 0
-  void clean_up();        // rank 0; begins it
+  void merge_subgroup();  // leaders only
+  void commit();          // rank 0 only
+  void clean_up();        // Rank 0 only. Starts the removal.
 
   void background();
   void end_copies();
   void set_copied();
 
   const std::filesystem::path dir_;
-  const std::string what_;  // for messages
+  const std::string what_;  // starts error messages
   const std::shared_ptr<Communicator> comm_;
   const SaveOptions options_;
   const Subgroups subgroups_;
-  Heartbeat heartbeat_;  // this rank's
+  Heartbeat heartbeat_;  // of this rank
   std::filesystem::path partial_path_;
   uint64_t id_ = 0;
-  std::unique_ptr<PartialCheckpoint> partial_;  // rank 0's
+  std::unique_ptr<PartialCheckpoint> partial_;  // on rank 0
   SavePlan plan_;
-  HostCopies copies_;  // of an asynchronous save
+  HostCopies copies_;  // used by an asynchronous save
   std::atomic<bool> copied_ = true;
   std::optional<SaveCoordinator> coordinator_;
-  std::mutex joining_;  // of the next, by the loop's thread and by one that waits for this save
+  std::mutex joining_;  // Serializes join(), called by the training loop's thread and by one that waits for this save.
   std::thread thread_;
   std::atomic<bool> done_ = false;
-  Outcome result_;                       // of the background save, the same on all ranks
-  std::atomic<bool> delivered_ = false;  // somebody was told
+  Outcome result_;                       // the same on all ranks, after a background save
+  std::atomic<bool> delivered_ = false;  // the result was returned or thrown
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

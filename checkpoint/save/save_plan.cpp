@@ -9,16 +9,16 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/stream_uses.h"
 #include "checkpoint/format/checked_json.h"
-#include "core/runtime/quiet.h"
 #include "core/memory/page_locked.h"
 #include "core/paging/residency.h"
+#include "core/runtime/quiet.h"
+#include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// Where each piece is copied to: in `host`, or in new memory if that is too small.
+// Returns the destination of each piece: in `host`, or in new memory if that is too small.
 std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& host, bool pinned) {
   constexpr int64_t kAlignment = 64;
   auto padded = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
@@ -35,9 +35,9 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
   return room;
 }
 
-// The view's elements as they are now, whoever writes to them from here on: libtorch's copy on write gives whoever does
-// memory of its own while this one lives. Undefined where it cannot: on a device, or in memory that is not just an
-// allocator's. For tensors whose memory nobody knows by a pointer that outlives a step.
+// Returns the view's current elements, protected by libtorch's copy-on-write: a later writer gets new memory. Undefined
+// for device memory, and if no plain allocator owns the memory. The tensor's data pointers must not be kept beyond a
+// step.
 at::Tensor frozen(const at::Tensor& view) {
   if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
   auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
@@ -55,7 +55,7 @@ bool is_watched(const Piece& piece) { return piece.kind == TensorKind::kParamete
 void check_extra(const nlohmann::json& extra) {
   if (json_depth(extra, kMaxExtraDepth) > kMaxExtraDepth)
     throw std::invalid_argument("`extra` nests deeper than " + std::to_string(kMaxExtraDepth) + " levels");
-  const nlohmann::json values = extra.flatten();  // by their places: "/losses/1"
+  const nlohmann::json values = extra.flatten();  // keyed by their place: "/losses/1"
   for (const auto& [place, value] : values.items()) {
     if (value.is_number_float() && !std::isfinite(value.get<double>()))
       throw std::invalid_argument("`extra" + place + "` is " + std::to_string(value.get<double>()) +
@@ -78,7 +78,7 @@ int64_t writes_to(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor._version()) + (page != nullptr ? page->writes() : 0);
 }
 
-// Straight from where the piece lies. From a device the copy has only been started.
+// Copies from the live tensor. For a device, only starts the copy.
 void HostCopies::copy(Piece& piece, const at::Tensor& room) {
   at::Tensor from = piece.view ? piece.view() : piece.data();
   room.copy_(from, /*non_blocking=*/true);
@@ -88,7 +88,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
-  const Quiet quiet;  // the thread copies there too, and the next save
+  const Quiet quiet;  // the thread and the next save write there too
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];
@@ -117,7 +117,7 @@ void HostCopies::await_copies() {
 void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void()>& progress) {
   await_copies();
   if (later_.empty()) return;
-  std::optional<c10::StreamGuard> on_side;  // beside what the loop computes
+  std::optional<c10::StreamGuard> on_side;  // concurrent with the training loop's work
   if (!device.is_cpu())
     on_side.emplace(
         c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false));
@@ -137,4 +137,4 @@ at::Tensor HostCopies::take_memory() {
   return std::exchange(memory_, {});
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,16 +13,16 @@
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// What this rank has to write, taken from the model at one moment.
+// The data that this rank must write, captured from the model at one moment.
 struct SavePlan {
   std::vector<Piece> pieces;
   std::optional<SavedOptimizer> optimizer;
   GeneratorStates rng;
-  nlohmann::json extra;  // rank 0's, as is the next
+  nlohmann::json extra;  // this field and the next are set on rank 0
   std::map<std::string, StateValues> beside;
-  // Tensors that may be copied later, since it can be told whether they were written to meanwhile.
+  // Tensors that may be copied later, because their writes can be detected.
   struct Watched {
     std::string fqn;
     at::Tensor tensor;
@@ -31,27 +31,27 @@ struct SavePlan {
   std::vector<Watched> watched;
 };
 
-// Grows with each write that autograd counts; for a shard, also with those that it does not see, through data().
+// Returns a number that grows with each write that autograd counts; for a shard also with writes through data().
 int64_t writes_to(const at::Tensor& tensor);
 
-// Throws std::invalid_argument for an `extra` that the format cannot hold: too deep, not finite, not UTF-8.
+// Throws std::invalid_argument if `extra` cannot be stored: too deep, not finite, not UTF-8.
 void check_extra(const nlohmann::json& extra);
 
-// Copies of a plan's pieces in host memory, which one save leaves to the next. begin() and end() make each piece's
-// data() its copy. From a device they go straight to page-locked memory, and the host waits in end() alone.
+// Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
+// its copy. Device data is copied to pinned memory; only end() blocks.
 class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
 
-  // Copies what cannot wait for end(): all but what is watched, and state in host memory that is frozen instead, which
-  // may be written to. `device` is the model's, whose copies come after what the current stream was given so far and
-  // before what it is given from now on.
+  // Copies pieces that cannot wait for end(): all except watched tensors, and except optimizer state in host memory,
+  // which copy-on-write freezes. Copies from a device (the model's) are ordered between earlier and later work of the
+  // current stream.
   void begin(SavePlan& plan, at::Device device);
-  // Copies the rest and waits for all, on any thread. Throws std::invalid_argument if it was written to meanwhile.
-  // `progress` is told of each that is copied.
+  // Copies the rest and waits for all copies; may run on any thread. Throws std::invalid_argument if a watched tensor
+  // was modified since begin(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
-  // After end(), or in its place.
+  // Returns the memory for reuse. Call after end() or instead of it.
   at::Tensor take_memory();
 
  private:
@@ -59,10 +59,10 @@ class HostCopies {
   void await_copies();
 
   at::Tensor memory_;
-  std::vector<at::Tensor> room_;     // in it, of each piece
-  std::vector<size_t> later_;        // pieces left to end()
-  std::vector<at::Tensor> sources_;  // on a device, while they are copied
-  std::optional<c10::Event> begun_;  // of a device: what was started so far
+  std::vector<at::Tensor> room_;     // the part of memory_ for each piece
+  std::vector<size_t> later_;        // indices of pieces left to end()
+  std::vector<at::Tensor> sources_;  // device tensors that are being copied
+  std::optional<c10::Event> begun_;  // device work before begin()
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

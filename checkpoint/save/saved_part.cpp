@@ -2,16 +2,16 @@
 
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
 
-// So that ranks whose optimizers differ are told apart without sending the names of all parameters.
+// Detects ranks whose optimizers differ, without sending the names of all parameters.
 std::string fingerprint(const SavedOptimizer& optimizer) {
   return to_hex(checksum(optimizer_to_json({optimizer.kind, optimizer.groups}).dump()));
 }
@@ -68,4 +68,4 @@ Manifest SavedPart::manifest(const std::optional<SavedOptimizer>& optimizer) && 
   return manifest;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

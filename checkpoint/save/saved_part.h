@@ -7,23 +7,25 @@
 
 #include "checkpoint/format/manifest.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// What some ranks wrote, as one rank tells another: of one rank, of a subgroup, of all. Small: runs of ranks are
-// joined, so it grows with the tensors and hardly with the ranks. A value.
+// The description of files written by some ranks (one, a subgroup or all), in the form that ranks exchange. Runs of
+// ranks are merged, so its size grows with the tensors and hardly with the ranks. A value.
 class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);
 
-  // This rank's: what it wrote, and its optimizer (may be null), of which only the numbers are its own.
+  // Sets the files written by this rank and its optimizer (may be null), of which only the numbers are specific to this
+  // rank.
   void set(SavedTensors saved, const SavedOptimizer* optimizer);
-  // Adds what others wrote, from their text(). Throws CheckpointError if ranks differ where they must not; `who` is
-  // whose text it is.
+  // Adds the description `text` of other ranks. Throws CheckpointError, naming `who`, if the ranks differ where they
+  // must agree.
   void add(const std::string& text, const std::string& who);
 
   std::string text() const;
 
-  // The whole, once all are in it: checkpoint's id, sequence, rng and extra are the caller's. `optimizer` is rank 0's.
+  // Returns the manifest once all ranks were added; the caller sets id, sequence, rng and extra. `optimizer` is rank
+  // 0's.
   Manifest manifest(const std::optional<SavedOptimizer>& optimizer) &&;
 
  private:
@@ -33,8 +35,8 @@ class SavedPart {
 
   SavedTensors saved_;
   bool has_any_ = false;
-  std::optional<std::string> optimizer_;  // a fingerprint of its kind, groups and options
+  std::optional<std::string> optimizer_;  // fingerprint of its kind, groups and options
   Numbers numbers_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

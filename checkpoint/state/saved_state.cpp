@@ -11,25 +11,25 @@
 #include <set>
 #include <stdexcept>
 
+#include <tessera/detail/parameter_parts.h>
+#include <tessera/lamb.h>
 #include "checkpoint/format/safetensors_header.h"
-#include "core/runtime/lazy_values.h"
 #include "core/model/module_state.h"
-#include "optim/lamb.h"
-#include "optim/state/parameter_parts.h"
+#include "core/runtime/lazy_values.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// Tensors below this many bytes are written by one replica, not split.
+// Tensors smaller than this are written by one replica.
 constexpr int64_t kSplitBytes = int64_t{4} << 20;
 
-// A tensor that fills its memory as [numel], in the order of memory.
+// A tensor without holes, as [numel] in memory order.
 at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
 
-// The tensor, or where its memory has other values than operators see, which files would have, a copy of those.
+// The tensor, or a copy if its memory does not hold the values that operators see (lazy conjugation, negation, zeros).
 at::Tensor with_values_in_memory(const at::Tensor& tensor) {
   return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
 }
@@ -38,18 +38,16 @@ at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int
   return flat_view(in_strides(with_values_in_memory(tensor), strides));
 }
 
-// Whether a tensor of the shard's elements has the whole parameter's shape.
 bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
   return tensor.sizes() == at::IntArrayRef(shard.sizes) && shard.held.numel() == numel_of(shard.sizes);
 }
 
-// A shard's elements in the order of memory: [held.numel()], a view unless `tensor` has other strides than the shard
-// says. `tensor` has the shape of shard.tensor.
+// Returns a shard's elements in memory order, [held.numel()]: a view unless the strides differ from the shard's.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr)
-    return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
-  // A shard that holds everything may still be 1-D, as its tensor in a world of one.
+    return flat_elements(tensor.clone(), shard);  // on disk: its data pointers must not be kept
+  // In a world of one, a shard that holds all elements may still be 1-D.
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +
@@ -60,7 +58,7 @@ at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
   return local.tensor.narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
 }
 
-// Elements of a segment, in the shape of its box.
+// The elements of a segment, in the shape of its box.
 at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Segment& segment) {
   const auto order = memory_order(local.sizes, local.strides);
   std::vector<int64_t> strides(order.size());
@@ -84,8 +82,8 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           [local, segment] { return as_box(elements_of(local, segment), local, segment); }};
 }
 
-// The part of a tensor that replica `index` writes: whole slowest rows, as many for each but the last, so that what all
-// of them write is told in few words.
+// The part of a tensor that replica `index` writes: equal numbers of slowest rows, so that a few runs describe all
+// parts.
 Range part_of_replica(const LocalTensor& local, int index) {
   const auto order = memory_order(local.sizes, local.strides);
   const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];
@@ -95,7 +93,6 @@ Range part_of_replica(const LocalTensor& local, int index) {
           std::min(local.held.begin + (index + 1) * part, local.held.end)};
 }
 
-// The default generators of the devices in use.
 std::map<std::string, at::Generator> default_generators(at::Device device) {
   std::map<std::string, at::Generator> generators{{"cpu", at::globalContext().defaultGenerator(at::kCPU)}};
   if (device.is_cuda()) generators.emplace("cuda", at::globalContext().defaultGenerator(device));
@@ -121,7 +118,7 @@ NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::opt
         throw std::invalid_argument(
             "the optimizer's group " + std::to_string(groups_.size() - 1) + " has parameter number " +
             std::to_string(i) + ", which is not one of the model's: build the optimizer from the wrapper's parameters");
-      // A module lists a tied one under each of its names.
+      // A module lists a tied parameter under each of its names.
       if (listed.insert(found->second).second) names.push_back(found->second);
       names_.insert(found->second);
     }
@@ -199,7 +196,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
   for (const NamedShard& shard : shards) {
     LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kParameter});
     local.tensor = flat_elements(shard.tensor, shard);
-    // A sharded optimizer's owner has the exact values; what it sends the others may be rounded.
+    // The owner in a sharded optimizer has the exact values; those sent to other ranks may be rounded.
     if (optimizer != nullptr && optimizer->sharded() && optimizer->has(shard.fqn))
       local.replica = 0, local.replica_count = optimizer->keeps(shard) ? 1 : 0;
   }
@@ -248,7 +245,7 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
                                     " is not finite");
   }
   for (const NamedShard& shard : shards) {
-    // A rank that holds no element of it may not have counted its steps: its numbers are not taken.
+    // A rank without elements of the parameter may not have counted its steps, so its numbers are skipped.
     if (shard.held.numel() == 0 && numel_of(shard.sizes) > 0) continue;
     if (const auto* state = optimizer.state(shard))
       for (const auto& [key, number] : read_state(*state).numbers) saved.numbers[shard.fqn][key] = number;
@@ -261,12 +258,12 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
   std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes that each replica writes
   for (const LocalTensor& local : tensors) {
     const bool is_buffer = local.kind == TensorKind::kBuffer;
-    if (numel_of(local.sizes) == 0) {  // written by whoever is first to have it
+    if (numel_of(local.sizes) == 0) {  // written by the first rank that has it
       if (local.kind == TensorKind::kState ? local.replica == 0 : rank == 0)
         pieces.push_back(piece_of(local, {whole_box(local.sizes), {0, 0}}));
       continue;
     }
-    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // rank 0, or the owner, writes it
+    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // written by rank 0, or by the owner
     Range own = local.held;
     if (local.replica_count > 1 && !is_buffer) {
       const auto bytes = static_cast<int64_t>(local.tensor.nbytes());
@@ -306,11 +303,11 @@ void set_generator_states(const GeneratorStates& states, at::Device device) {
     const auto& bytes = found->second;
     const std::lock_guard lock(generator.mutex());
     const at::Tensor state = generator.get_state();
-    // A state of another length is another libtorch's; set_state() would stop the program.
+    // A state of another length is from another libtorch; set_state() would abort the program.
     if (state.nbytes() != bytes.size()) continue;
     std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
     generator.set_state(state);
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "checkpoint/state/training_state.h"
+#include <tessera/training_state.h>
 
 #include <limits>
 #include <set>
@@ -6,6 +6,7 @@
 #include <utility>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 class ScalerState : public Stateful {
@@ -46,7 +47,7 @@ class SchedulerState : public Stateful {
   }
 
  private:
-  // libtorch shows the count to classes derived from it alone.
+  // libtorch exposes the count to derived classes only.
   struct Steps : torch::optim::LRScheduler {
     static unsigned& of(torch::optim::LRScheduler& scheduler) { return scheduler.*(&Steps::step_count_); }
   };
@@ -63,7 +64,7 @@ class EmaState : public Stateful {
     return {{"updates", ema_.updates()}};
   }
   void check_state_values(const StateValues& values) const override {
-    // Whose own values come back when the scope ends.
+    // The swapped-out values return when the swap ends.
     if (ema_.is_swapped_in()) throw std::invalid_argument(kSwapped);
     require_same_form(values, {{"updates", int64_t{0}}}, "averages");
     if (std::get<int64_t>(values.at("updates")) < 0)

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string host_name() {
@@ -58,4 +58,4 @@ bool is_of_ended_process(const std::string& name) {
          errno == ESRCH;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "checkpoint/storage/folder_lock.h"
+#include <tessera/folder_lock.h>
 
 #include <fstream>
 #include <stdexcept>
@@ -6,18 +6,20 @@
 #include <utility>
 
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
+#include "checkpoint/storage/file_lock.h"
 
 namespace tessera {
+using namespace internal;
 
 namespace fs = std::filesystem;
 
-FolderLock::FolderLock(const fs::path& folder) : file_(fs::absolute(folder) / ".tessera.lock") {
+FolderLock::FolderLock(const fs::path& folder)
+    : file_(fs::absolute(folder) / ".tessera.lock"), lock_(std::make_unique<FileLock>()) {
   if (is_remote(folder))
     throw std::invalid_argument("'" + folder.string() + "' has no locks: FolderLock is for local folders");
   make_directories(file_.parent_path());
   std::ofstream(file_, std::ios::app).flush();  // makes it
-  const LockOutcome outcome = lock_.take_exclusive(file_);
+  const LockOutcome outcome = lock_->take_exclusive(file_);
   const std::string holder = first_line(file_);
   if (outcome == LockOutcome::kHeldByOther)
     throw CheckpointError(folder.string() + ": is in use by " + (holder.empty() ? "another process" : holder) +

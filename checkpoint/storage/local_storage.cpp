@@ -5,7 +5,7 @@
 
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -26,9 +26,9 @@ class LocalInput : public InputFile {
   const File file_;
 };
 
-// In few large writes, each handed to the disk at once: while it works on one, the next is copied and its checksum
-// taken. A large file has all its blocks before: found one write at a time, between those of other files, they take a
-// third longer, and a disk that is full is told of after everything that went before.
+// Writes large blocks and starts write-back of each at once, so that the disk works while the next is copied and
+// hashed. Allocates a large file's blocks first: allocating during the writes takes a third longer and reports a full
+// disk late.
 class LocalOutput : public OutputFile {
  public:
   LocalOutput(File file, int64_t start_bytes, int64_t bytes)
@@ -122,4 +122,4 @@ class LocalStorage : public Storage {
 
 std::unique_ptr<Storage> make_local_storage(ThrowFailure fail) { return std::make_unique<LocalStorage>(fail); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -15,7 +15,7 @@ struct Files {
   std::mutex mutex;
   std::map<std::string, Bytes> by_name;
 };
-// Never destroyed: what removes old checkpoints may still do so when the process ends.
+// Never destroyed: a background removal may run until the process ends.
 Files& files() {
   static auto* const all = new Files;
   return *all;
@@ -31,7 +31,7 @@ void set(const fs::path& path, std::string text) {
   files().by_name[path.native()] = std::make_shared<const std::string>(std::move(text));
 }
 
-// "memory://run/step-1/" of a folder, however it is written.
+// "memory://run/step-1/" for a folder, with or without trailing slashes.
 std::string prefix_of(const fs::path& folder) {
   std::string prefix = folder.native();
   while (prefix.ends_with('/') && !prefix.ends_with("://")) prefix.pop_back();
@@ -116,4 +116,4 @@ class MemoryStorage : public Storage {
 
 std::unique_ptr<Storage> make_memory_storage(ThrowFailure fail) { return std::make_unique<MemoryStorage>(fail); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include <random>
 #include <thread>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr size_t kKeptConnections = 32;
@@ -30,7 +30,7 @@ int number(const char* name, int otherwise) {
   return value;
 }
 
-// As signatures need it: all but letters, digits, "-_.~" and, in a key, '/'.
+// As signatures require: escapes all except letters, digits, "-_.~" and, in a key, '/'.
 std::string percent_encoded(const std::string& text, bool is_key) {
   if (text.empty()) return text;
   const std::unique_ptr<char, decltype(&curl_free)> escaped(
@@ -42,7 +42,7 @@ std::string percent_encoded(const std::string& text, bool is_key) {
   return encoded;
 }
 
-// What the answer is put into while it comes.
+// Receives an answer piece by piece.
 struct Answer {
   CURL* handle;
   const S3Request* request;
@@ -54,7 +54,7 @@ size_t take_body(char* data, size_t, size_t bytes, void* opaque) {
   long status = 0;
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &status);
   if (status == 206 && request->target != nullptr) {
-    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // more than was asked for
+    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // more than requested
     std::memcpy(request->target + response.body_bytes, data, bytes);
   } else {
     response.body.append(data, bytes);
@@ -75,7 +75,7 @@ size_t take_header(char* data, size_t, size_t bytes, void* opaque) {
   return bytes;
 }
 
-// Whether what curl could not do may be possible later.
+// Returns whether a curl error may be transient.
 bool may_pass(CURLcode code) {
   switch (code) {
     case CURLE_COULDNT_RESOLVE_HOST:
@@ -144,7 +144,7 @@ std::string percent_decoded(std::string text) {
   return {decoded.get(), static_cast<size_t>(bytes)};
 }
 
-// Handles that are not in use, each with the connections that it has made.
+// Idle handles with their open connections.
 struct S3Client::Connections {
   std::mutex mutex;
   std::vector<CURL*> idle;
@@ -196,7 +196,7 @@ S3Client::~S3Client() {
 
 std::string S3Client::url(const S3Request& request) const {
   const auto& [bucket, key] = request.location;
-  // A name with dots is not a part of a host's that certificates know.
+  // TLS certificates do not cover host names for buckets with dots.
   const bool by_path = !endpoint_.empty() || bucket.find('.') != std::string::npos;
   const std::string host = "s3." + region_ + ".amazonaws.com";
   std::string url = !endpoint_.empty() ? endpoint_ : "https://" + (by_path ? host : bucket + "." + host);
@@ -211,7 +211,7 @@ std::string S3Client::url(const S3Request& request) const {
   return url;
 }
 
-// One that an attempt uses.
+// The handle and headers of one attempt.
 struct S3Client::Connection {
   explicit Connection(Connections& connections) : all(connections), handle(connections.take()) {}
   ~Connection() {
@@ -227,7 +227,6 @@ struct S3Client::Connection {
   curl_slist* headers = nullptr;
 };
 
-// What is sent, to whom, how it is signed, and how long that may take.
 void S3Client::set_request(Connection& own, const S3Request& request) const {
   CURL* const handle = own.handle;
   const std::string where = url(request);
@@ -235,7 +234,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, 15L);
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
-  // Large files take the service a while to put together.
+  // The service needs time to assemble a large file.
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, request.method == "POST" ? 10 * stall_seconds_ : stall_seconds_);
   curl_easy_setopt(handle, CURLOPT_BUFFERSIZE, 512L << 10);
   curl_easy_setopt(handle, CURLOPT_AWS_SIGV4, ("aws:amz:" + region_ + ":s3").c_str());
@@ -251,13 +250,13 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   else
     curl_easy_setopt(handle, CURLOPT_CUSTOMREQUEST, request.method.c_str());
   if (!request.range.empty()) curl_easy_setopt(handle, CURLOPT_RANGE, request.range.c_str());
-  // The body is not hashed: under https:// the connection answers for it, and blocks have checksums of their own.
+  // The body is not hashed: https:// protects it, and blocks have their own checksums.
   own.add(std::string("x-amz-content-sha256: ") + (request.body.empty() ? kEmptySha256 : "UNSIGNED-PAYLOAD"));
   if (!token_.empty()) own.add("x-amz-security-token: " + token_);
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);
 }
 
-// One attempt. `fault`: what went wrong, where it may pass.
+// One attempt. Sets `fault` for a failure that may be transient.
 S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
   Connection own(*connections_);
   CURL* const handle = own.handle;
@@ -274,7 +273,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &answer.response.status);
   if (code != CURLE_OK) {
     const std::string reason = *detail != '\0' ? detail : curl_easy_strerror(code);
-    // On a connection that was kept an answer may begin with what was left of another ("HTTP/0.9").
+    // On a reused connection an answer may start with the rest of an earlier one ("HTTP/0.9").
     long connections_made = 0;
     curl_easy_getinfo(handle, CURLINFO_NUM_CONNECTS, &connections_made);
     const bool is_left_over = code == CURLE_UNSUPPORTED_PROTOCOL && connections_made == 0;
@@ -283,7 +282,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
     return {};
   }
   S3Response& response = answer.response;
-  // What is put together of parts may fail after the 200 was sent.
+  // Completing an upload may fail after the 200 was sent.
   if (response.status == 200 && request.method == "POST" && response.body.find("<Error>") != std::string::npos)
     response.status = 500;
   const long status = response.status;
@@ -310,4 +309,4 @@ S3Response S3Client::send(const S3Request& request) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,23 +9,23 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
-// "s3://bucket/some/key"; the key has no '/' at its ends and may be empty.
+// "s3://bucket/some/key"; the key has no '/' at either end and may be empty.
 struct S3Location {
   std::string bucket;
   std::string key;
 };
-// Throws std::invalid_argument for anything else.
+// Throws std::invalid_argument for any other text.
 S3Location s3_location(const std::string& uri);
 
 struct S3Request {
   std::string method;  // "GET", "HEAD", "PUT", "POST", "DELETE"
   S3Location location;
   std::vector<std::pair<std::string, std::string>> query;  // sorted by name
-  std::string range;                                       // "0-1023" of a GET; "": all
-  std::string_view body;                                   // of a PUT or POST
-  // Where the body of a 206 goes, as far as there is room; null: to S3Response::body.
+  std::string range;                                       // "0-1023" in a GET; "": all
+  std::string_view body;                                   // in a PUT or POST
+  // Receives the body of a 206, up to target_bytes; null: S3Response::body receives it.
   char* target = nullptr;
   int64_t target_bytes = 0;
 };
@@ -37,7 +37,7 @@ struct S3Response {
   std::map<std::string, std::string> headers;  // names in lower case
 };
 
-// What the service or the network said, once it has been asked often enough. status 0: no answer at all.
+// The final error of the service or the network, after all attempts. status 0: no answer.
 class S3Error : public std::runtime_error {
  public:
   S3Error(long status, const std::string& what) : std::runtime_error(what), status_(status) {}
@@ -47,24 +47,24 @@ class S3Error : public std::runtime_error {
   const long status_;
 };
 
-// What says nothing of the object: it was not to be had now, and may be sound.
+// The object could not be read now; it may be undamaged.
 class S3Unanswered : public S3Error {
  public:
   using S3Error::S3Error;
 };
 
-// Sends signed requests; keeps its connections. What may pass by itself (no connection, one that breaks or stalls, an
-// answer cut short, 408, 429, 5xx) is tried again, after a pause that doubles from 0.1 s to 20 s, less a random part;
-// AWS_MAX_ATTEMPTS times in all, or 10. Thread-safe.
+// Sends signed requests over persistent connections. Retries transient failures: no, broken or stalled connections,
+// truncated answers, 408, 429, 5xx. Pauses double from 0.1 s to 20 s, minus a random part; makes AWS_MAX_ATTEMPTS
+// attempts in all, 10 by default. Thread-safe.
 class S3Client {
  public:
-  // Reads the environment. Throws std::invalid_argument for a credential that is missing.
+  // Reads the environment. Throws std::invalid_argument for a missing credential.
   S3Client();
   ~S3Client();
   S3Client(const S3Client&) = delete;
   S3Client& operator=(const S3Client&) = delete;
 
-  // Answers of the 200s, and 404; S3Unanswered for others, S3Error for a range outside of the object (416).
+  // Returns answers 2xx and 404. Throws S3Error for a range outside the object (416), S3Unanswered for all others.
   S3Response send(const S3Request& request) const;
 
  private:
@@ -81,9 +81,9 @@ class S3Client {
   std::unique_ptr<Connections> connections_;
 };
 
-// What stands between <tag> and </tag>, for each; entities are resolved.
+// Returns the text of each <tag>...</tag>, with entities resolved.
 std::vector<std::string> xml_texts(const std::string& xml, const std::string& tag);
 // "%20" is ' '.
 std::string percent_decoded(std::string text);
 
-}  // namespace tessera
+}  // namespace tessera::internal

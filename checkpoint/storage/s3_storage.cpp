@@ -8,22 +8,22 @@
 #include "checkpoint/storage/s3_client.h"
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kPartBytes = 16 * kMiB;  // S3 takes parts of at least 5 MiB, but for the last
+constexpr int64_t kPartBytes = 16 * kMiB;  // S3's minimum is 5 MiB, except for the last part
 constexpr int64_t kMaxParts = 10000;
-constexpr size_t kUploads = 4;             // parts of a file under way
-constexpr int64_t kFirstBytes = 64 << 10;  // read when a file is opened: mostly all of its header
-constexpr int64_t kWindowBytes = kMiB;     // read where less is asked for
+constexpr size_t kUploads = 4;             // parts in flight for each file
+constexpr int64_t kFirstBytes = 64 << 10;  // first read of a file: usually its whole header
+constexpr int64_t kWindowBytes = kMiB;     // read for smaller requests
 constexpr size_t kWindows = 8;             // kept
 
 std::string range_text(int64_t begin, int64_t end) { return std::to_string(begin) + "-" + std::to_string(end - 1); }
 
-// Says what failed, for which file.
+// Adds the action and the file to errors.
 template <class Work>
 auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work work) {
   try {
@@ -33,7 +33,7 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
   }
 }
 
-// Small reads come from windows that are kept, so that a header, or one small tensor after the other, is one request.
+// Caches windows for small reads, so that a header, or several small tensors in sequence, is one request.
 class S3Input : public InputFile {
  public:
   S3Input(const fs::path& path, std::shared_ptr<S3Client> client, ThrowFailure fail)
@@ -70,7 +70,7 @@ class S3Input : public InputFile {
       std::memcpy(to, text.data(), static_cast<size_t>(bytes));
       const std::lock_guard lock(mutex_);
       windows_.push_back({position, std::make_shared<const std::string>(std::move(text))});
-      if (windows_.size() > kWindows) windows_.erase(windows_.begin() + 1);  // the first has the header
+      if (windows_.size() > kWindows) windows_.erase(windows_.begin() + 1);  // keeps the first, which has the header
     });
   }
 
@@ -118,8 +118,8 @@ class S3Input : public InputFile {
   mutable std::vector<Window> windows_;
 };
 
-// In parts, some under way while the next is filled. The first, which is known last, is sent last. A file of one part
-// is one request.
+// Uploads in parts, some in flight while the next is filled. Sends the first part last, because its content is known
+// last. A file of one part is one request.
 class S3Output : public OutputFile {
  public:
   S3Output(fs::path path, std::shared_ptr<S3Client> client, ThrowFailure fail, int64_t start_bytes, int64_t bytes)
@@ -135,7 +135,7 @@ class S3Output : public OutputFile {
     if (upload_id_.empty()) return;
     try {
       client_->send({.method = "DELETE", .location = location_, .query = {{"uploadId", upload_id_}}});
-    } catch (const std::exception&) {  // the bucket's rule for parts that were left clears it away
+    } catch (const std::exception&) {  // the bucket's lifecycle rule for unfinished uploads removes the parts
     }
   }
 
@@ -189,7 +189,7 @@ class S3Output : public OutputFile {
     });
   }
 
-  // Returns the tag of a part.
+  // Returns the part's tag.
   std::string upload(size_t number, const std::string& part) const {
     auto response = client_->send({.method = "PUT",
                                    .location = location_,
@@ -221,7 +221,7 @@ class S3Output : public OutputFile {
     list += "</CompleteMultipartUpload>";
     const auto response =
         client_->send({.method = "POST", .location = location_, .query = {{"uploadId", upload_id_}}, .body = list});
-    // An answer that was lost: asked again, the service knows the upload no more, and the file is there.
+    // If the first answer was lost, the retry gets 404 although the file exists.
     if (response.status == 404 && client_->send({.method = "HEAD", .location = location_}).status != 200)
       throw S3Error(404, "the upload was aborted by somebody else");
   }
@@ -231,8 +231,8 @@ class S3Output : public OutputFile {
   const S3Location location_;
   const ThrowFailure fail_;
   int64_t part_bytes_ = 0;
-  std::string part_;   // that is being filled
-  std::string first_;  // once there is a second
+  std::string part_;   // being filled
+  std::string first_;  // set once a second part exists
   std::string upload_id_;
   std::vector<std::string> tags_;
   std::deque<std::future<std::pair<size_t, std::string>>> uploads_;
@@ -258,7 +258,7 @@ class S3Storage : public Storage {
             client_->send({.method = "GET", .location = s3_location(path.native()), .range = range_text(0, max_bytes)});
         return response.status == 404 ? std::string() : response.body.substr(0, static_cast<size_t>(max_bytes));
       } catch (const S3Error& error) {
-        if (error.status() != 416) throw;  // it is empty
+        if (error.status() != 416) throw;  // the file is empty
         return std::string();
       }
     });
@@ -315,4 +315,4 @@ class S3Storage : public Storage {
 
 std::unique_ptr<Storage> make_s3_storage(ThrowFailure fail) { return std::make_unique<S3Storage>(fail); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 
 void Storage::refuse(const std::filesystem::path& path, FileAction action, std::string problem) const {
   throw_with(fail_, {path, action, 0, std::move(problem)});
@@ -29,4 +29,4 @@ std::unique_ptr<Storage> make_storage(const std::filesystem::path& path, ThrowFa
       "' is on a storage that is not known: expected a local path, s3:// or memory:// (in small letters)");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,11 +11,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include <tessera/host_results.h>
 #include "core/comm/fingerprint.h"
-#include "core/comm/host_results.h"
 #include "core/comm/reduced_report.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const std::string& what) {
@@ -66,4 +66,4 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
                                        "', rank ", rank, " has '", got_line, "'"));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

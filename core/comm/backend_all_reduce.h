@@ -2,13 +2,13 @@
 
 #include <string_view>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // tensor <- sum over ranks of tensor, by the backend's own algorithm, whatever order it adds in: ProcessGroupGloo's
 // ring, NCCL's. For comparison with Communicator::all_reduce(), whose contract is the same in all other respects.
 // Traffic counts what a ring would send.
 Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what = {});
 
-}  // namespace tessera
+}  // namespace tessera::internal

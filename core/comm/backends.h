@@ -7,9 +7,9 @@
 #include <memory>
 #include <string>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 struct GlooOptions {
   std::string address;  // or host name, of this rank's own network interface
@@ -41,4 +41,4 @@ struct NcclOptions {
 std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);
 
-}  // namespace tessera
+}  // namespace tessera::internal

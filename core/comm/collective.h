@@ -6,10 +6,9 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+#include <tessera/communicator.h>
 
-// What becomes of the ranks' numbers; an average is the sum divided by the number of ranks.
-enum class ReduceOp { kSum, kAverage, kMax, kMin };
+namespace tessera::internal {
 
 // One operation of a group, as a backend is given it: tensors flat, counts always one for each rank.
 struct Collective {
@@ -28,4 +27,4 @@ struct Collective {
   std::string description() const;  // "all-gather of unit 'blocks.3'"
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -12,14 +12,18 @@
 #include <stdexcept>
 #include <utility>
 
+#include <tessera/host_results.h>
 #include "core/comm/agreement.h"
 #include "core/comm/backend_all_reduce.h"
-#include "core/comm/host_results.h"
+#include "core/comm/collective.h"
+#include "core/comm/one_caller.h"
 #include "core/comm/reduce_scatter_pieces.h"
-#include "core/memory/memory_kind.h"
+#include "core/comm/traffic.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/trace/trace.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 struct KindTraits {
@@ -86,6 +90,18 @@ bool is_reducible(at::ScalarType dtype, ReduceOp op) {
 
 }  // namespace
 
+void Pending::wait() {
+  const MemoryKindScope kind(MemoryKind::kTransport);
+  finish();
+}
+
+Communicator::Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)
+    : rank_(rank),
+      size_(size),
+      device_(device),
+      timeout_(timeout),
+      one_caller_(std::make_unique<OneCaller>()),
+      counters_{std::make_shared<TrafficCounter>()} {}
 Communicator::~Communicator() = default;
 
 // Made for every operation: a stream would take longer than the rest of starting one.
@@ -224,21 +240,21 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
       {Collective::kReduceScatter, std::move(full), std::move(shard), std::string(what), std::move(counts), op});
 }
 
-Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces, ReduceOp op,
-                              std::string_view what) {
+Pending internal::reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
+                                        ReduceOp op, std::string_view what) {
   if (pieces.size() == 1) return comm.reduce_scatter(std::move(shard), std::move(pieces[0]), op, {}, what);
   Collective collective{Collective::kReduceScatter, {}, std::move(shard), std::string(what), {}, op};
   collective.pieces = std::move(pieces);
   return comm.begin(std::move(collective));
 }
 
-bool exchanges_pieces(const Communicator& comm) { return comm.size() > 1 && comm.takes_pieces(); }
+bool internal::exchanges_pieces(const Communicator& comm) { return comm.size() > 1 && comm.takes_pieces(); }
 
 Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
   return begin({Collective::kAllReduce, std::move(tensor), {}, std::string(what), {}, op});
 }
 
-Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
+Pending internal::backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
   return comm.begin({Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
 }
 

@@ -11,9 +11,9 @@
 #include <iterator>
 #include <system_error>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Of the program's own files, and what a library opens meanwhile.
@@ -48,4 +48,4 @@ void open_standard_descriptors() {
     if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF) ::open("/dev/null", O_RDWR);  // the lowest that is free
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

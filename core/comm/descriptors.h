@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Makes sure that this process may open so many descriptors (files, sockets) more, and raises its soft limit
 // (RLIMIT_NOFILE) as far as the hard one if it must. Throws CommError that says how many are needed and how many there
@@ -14,4 +14,4 @@ void require_descriptors(int64_t needed, const std::string& for_what);
 // what anybody prints.
 void open_standard_descriptors();
 
-}  // namespace tessera
+}  // namespace tessera::internal

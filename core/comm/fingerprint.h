@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A 64-bit hash that is the same on every rank, machine and run (FNV-1a), built up piece by piece.
 class Fingerprint {
@@ -25,4 +25,4 @@ class Fingerprint {
   uint64_t hash_ = 0xcbf29ce484222325ULL;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,9 @@
 #include <c10/util/StringUtil.h>
 #include <unistd.h>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 GroupProcess::GroupProcess() : pid_(::getpid()) {}
 
@@ -32,4 +32,4 @@ std::string text_of(const std::exception_ptr& exception) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The process that has made a group. A child of fork() has a copy of the group's memory and the same connections, but
 // none of its threads: what it sent would be its parent's, and its end would wait for ever. So there operations throw,
@@ -36,4 +36,4 @@ std::shared_ptr<Group> make_group(Args&&... args) {
   });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 
 #include <ATen/ops/empty.h>
 
@@ -6,6 +6,7 @@
 #include <vector>
 
 namespace tessera {
+using namespace internal;
 
 at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op, std::string_view what) {
   const at::Tensor travels = own.to(comm.device());

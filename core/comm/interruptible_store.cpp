@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace tessera {
+namespace tessera::internal {
 
 void InterruptibleStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   constexpr std::chrono::microseconds kLongestPause{50'000};
@@ -31,4 +31,4 @@ std::vector<std::vector<uint8_t>> InterruptibleStore::multiGet(const std::vector
   return PrefixStore::multiGet(keys);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

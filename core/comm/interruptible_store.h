@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Keys of a store that begin with a prefix, where another thread may end what waits for one. It asks for the key again
 // and again: c10d's own wait cannot be ended, and keeps all other calls of its process from the store, such as those of
@@ -31,4 +31,4 @@ class InterruptibleStore : public c10d::PrefixStore {
   std::atomic<bool> is_interrupted_ = false, has_timed_out_ = false;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 const HasStore& owner_of_store(const Communicator& comm) {
@@ -51,4 +51,4 @@ void Notes::remove(const std::string& name) const {
   reach(name, [&](const std::string& key) { store_->deleteKey(key); });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What backends are beside a Communicator: they keep the store where their ranks met.
 class HasStore {
@@ -45,4 +45,4 @@ class Notes {
   const std::string topic_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <thread>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Tells when a second thread comes while another one is in a call. Ranks number what they start, so two threads that
 // start at once do so in another order on each rank, and their operations, where they look alike, would mix their data.
@@ -37,4 +37,4 @@ class OneCaller {
   std::atomic<std::thread::id> inside_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

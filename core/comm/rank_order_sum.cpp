@@ -7,7 +7,7 @@
 
 #include "core/runtime/parallel_over.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int64_t kBlockNumel = 1024;     // of accumulators: stays in the first-level cache
@@ -104,4 +104,4 @@ void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tens
               [&](auto body) { body(0, out.numel()); });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,9 @@
 
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // out[i] <- op(parts[0][i], parts[1][i], ...), combined in this order, one pass over memory.
 //
@@ -20,4 +20,4 @@ void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int6
 // The same bits by the calling thread alone.
 void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,9 +3,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Communicator::reduce_scatter() of a full tensor that lies in several `pieces`, one after the other: as many, and of
 // the same numbers of elements, on all ranks; of one dtype. They may belong to somebody else: they are read until
@@ -17,4 +17,4 @@ Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<
 // one, where nothing is sent.
 bool exchanges_pieces(const Communicator& comm);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 
 #include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // More would mean that the device is many steps behind: the host then waits for the oldest.
@@ -115,4 +115,4 @@ void LateReports::look() {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

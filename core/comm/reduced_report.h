@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Whether all ranks have one fingerprint, and the largest of each of some numbers over ranks, in one all-reduce: what a
 // rank holds and exchanges for it does not grow with their number. It does not stop the host: on a device it travels
@@ -72,4 +72,4 @@ class LateReports {
   std::deque<std::pair<ReducedReport, Look>> waiting_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

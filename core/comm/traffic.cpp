@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 void TrafficCounter::add_wait(std::chrono::nanoseconds duration, const std::string& operation) {
   constexpr size_t kMaxOperations = 4096;  // of a program that numbers its operations
@@ -22,4 +22,4 @@ std::map<std::string, double> TrafficCounter::take_waits() {
   return std::exchange(waits_, std::map<std::string, double>()).value_or(std::map<std::string, double>());
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

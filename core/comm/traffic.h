@@ -8,14 +8,9 @@
 #include <optional>
 #include <string>
 
-namespace tessera {
+#include <tessera/communicator.h>
 
-// What one rank has moved since the group was made.
-struct Traffic {
-  int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
-  int64_t collectives = 0;  // operations started
-  double wait_s = 0;        // time this rank's thread spent in Pending::wait()
-};
+namespace tessera::internal {
 
 // Counts one group's traffic, and that of the groups split from it. Any thread.
 class TrafficCounter {
@@ -39,4 +34,4 @@ class TrafficCounter {
   std::optional<std::map<std::string, double>> waits_;  // by operation, once somebody has asked
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/errors.h"
-#include "core/runtime/quiet.h"
+#include <tessera/errors.h>
 #include "core/layout/shard_mark.h"
+#include "core/runtime/quiet.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -149,4 +149,4 @@ void BackwardPass::set_reduces(bool reduces) {
   reduces_ = reduces;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,9 @@
 #include <mutex>
 #include <utility>
 
-#include "core/runtime/scope.h"
+#include <tessera/scope.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Whether this thread runs a node of a backward pass.
 bool inside_backward();
@@ -76,4 +76,4 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   bool reduces_ = true;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

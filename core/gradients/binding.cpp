@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 class GradientHook : public torch::autograd::FunctionPreHook {
@@ -102,4 +102,4 @@ void Binding::require_same_versions(const char* during) const {
           "would drift apart, so change parameters between steps, alike on all ranks");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

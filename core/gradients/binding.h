@@ -12,7 +12,7 @@
 #include "core/layout/as_wrapped.h"
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a wrapper knows of its module's parameters: the tensors that were wrapped, and the autograd nodes that carry
 // its hooks. The one place that looks for what the user has done to them since. Used by one thread at a time.
@@ -70,4 +70,4 @@ class Binding {
   std::vector<int64_t> versions_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

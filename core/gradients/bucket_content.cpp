@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -120,4 +120,4 @@ bool BucketContent::forget(const GradientBucket& bucket, size_t member) {
   return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

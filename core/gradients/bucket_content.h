@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "core/runtime/stream_uses.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/layout/unit_plan.h"
+#include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The gradients that one bucket has got so far in a pass. Its owner, GradientReducer, gives it its memory.
 struct BucketContent {
@@ -65,4 +65,4 @@ struct BucketContent {
   at::Tensor place_of(const GradientBucket& bucket, size_t member) const;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,10 +12,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/gradients/gradient_part.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 void add_gradients(const GradientBucket& bucket, std::vector<at::Tensor>& gradients) {
@@ -73,4 +73,4 @@ void require_finite(const std::vector<GradientBucket>& buckets, const std::vecto
   throw std::runtime_error("reduced gradients are infinite or NaN (check_finite): " + found);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,12 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "core/gradients/gradient_buffer.h"
 #include "core/layout/bucket_pieces.h"
 #include "core/layout/flat_layout.h"
-#include "core/gradients/gradient_buffer.h"
 #include "core/layout/int8_blocks.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Gradients that are collected in one buffer, reduced by one collective and cut as the layout says: evenly (a
 // reduce-scatter: FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
@@ -34,4 +34,4 @@ struct GradientBucket {
   bool adopts = false;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

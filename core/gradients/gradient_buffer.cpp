@@ -6,7 +6,7 @@
 #include "core/gradients/gradient_part.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 GradientBuffer::GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory,
                                bool as_views)
@@ -115,4 +115,4 @@ void GradientBuffer::drop_if_unused() {
   grad_.reset();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 
 #include "core/layout/geometry.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Memory that the gradients of several leaf tensors are views of, and the rules of when a value becomes `.grad`:
 // set where there is none, added where there is one, never written where somebody outside still holds it.
@@ -79,4 +79,4 @@ class GradientBuffer {
   std::vector<at::Tensor> views_;  // of it, by member
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

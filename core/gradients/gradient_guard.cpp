@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // libtorch hangs it on the tensor, and on those that detach() makes of it.
 struct GradientGuard::Notice : c10::BackendMeta {
@@ -73,4 +73,4 @@ bool GradientGuard::refuse(const Page& page, const at::Tensor&, const std::strin
   return true;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,7 +12,7 @@
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Stands in a tensor's .grad where the gradient is elsewhere, or is not one that a step may take.
 //
@@ -59,4 +59,4 @@ class GradientGuard : public Pager, public std::enable_shared_from_this<Gradient
   std::vector<Slot> slots_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none. By it keep() sees at a glance
 // that nothing has changed.
@@ -60,4 +60,4 @@ void tell_gradient_keepers(const std::vector<at::Tensor>& parameters, StepEvent 
   for (const auto& mark : told) mark->hear(event);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

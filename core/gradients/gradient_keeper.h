@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What an optimizer tells those who keep its gradients.
 enum class StepEvent { kWantsNorm, kBegins, kEnds };
@@ -35,4 +35,4 @@ class GradientKeeper {
 // Tells those who keep the gradients of these parameters, each once. Throws what they throw.
 void tell_gradient_keepers(const std::vector<at::Tensor>& parameters, StepEvent event);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,11 +7,11 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/paging/boxed_tensors.h"
 #include "core/paging/keyed_view.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // A key that libtorch knows and does not use. Operators fall through it, which costs nothing, but for those below.
@@ -126,4 +126,4 @@ void forget_norm(const at::Tensor& gradient) {
   if (GradientPart* part = part_of(gradient)) part->collectives_at_norm.reset();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

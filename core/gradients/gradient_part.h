@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A view of the same memory for `.grad` of a leaf of which other ranks hold the rest (or for the gradient of a
 // parameter that only its owner has). It is an ordinary tensor, with one habit: a norm of it is this rank's alone, so
@@ -17,4 +17,4 @@ at::Tensor as_part_of_gradient(const at::Tensor& gradient, const std::string& la
 // New values are in it: norms of the old ones say nothing any more. Does nothing to other tensors.
 void forget_norm(const at::Tensor& gradient);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,7 +12,7 @@
 #include "core/gradients/finite_check.h"
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr const char* kOperations[] = {"reduce-scatter", "reduce", "all-reduce"};  // by FlatLayout::Cut
@@ -524,4 +524,4 @@ void GradientReducer::reset() {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,18 +10,18 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/memory_report.h>
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/gradient_bucket.h"
-#include "core/model/memory_report.h"
-#include "core/layout/mesh.h"
 #include "core/gradients/order_log.h"
 #include "core/gradients/pass_reports.h"
 #include "core/gradients/reducer_options.h"
+#include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
 #include "core/memory/counted_buffers.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The queue of gradients, the same under every wrapper: gradients arrive -> buckets -> one order on all ranks ->
 // stages (reduced; averaged with the other copies of the model; on the way to the host) -> marks of use -> accepted.
@@ -160,4 +160,4 @@ class GradientReducer {
   int64_t borrowed_bytes_ = 0, peak_bytes_ = 0;  // of gradients that travel without being copied; the most of all
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,7 +13,7 @@
 
 #include "core/comm/fingerprint.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a rank did since the last backward, to be compared with the others: each operation's
 // unit and number of elements, as a rolling fingerprint and, for the error, as text.
@@ -94,4 +94,4 @@ class OrderLog {
   at::Tensor alike_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 
 #include "core/comm/agreement.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr const char* kSubject = "what was gathered and reduced since the last backward";
@@ -128,4 +128,4 @@ void PassReports::require_first_use(const PassUse& own) const {
                              "promises that every iteration is the same");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

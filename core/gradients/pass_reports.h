@@ -7,11 +7,11 @@
 
 #include "core/comm/reduced_report.h"
 #include "core/gradients/gradient_bucket.h"
-#include "core/layout/mesh.h"
 #include "core/gradients/order_log.h"
+#include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What happened in a pass, on this rank or on any.
 struct PassUse {
@@ -61,4 +61,4 @@ class PassReports {
   PassUse first_;             // of the first pass, with a static graph
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include "core/memory/counted_buffers.h"
 #include "core/runtime/copy_engine.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a wrapper's policy asks of GradientReducer.
 struct ReducerOptions {
@@ -20,4 +20,4 @@ struct ReducerOptions {
   CountedBuffers* staging = nullptr;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -18,10 +18,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr double kNormMargin = 1e-6;  // torch's
@@ -132,4 +132,4 @@ std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Commu
   return {squares.const_data_ptr<double>(), squares.const_data_ptr<double>() + squares.numel()};
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "core/gradients/grad_norm.h"
+#include <tessera/communicator.h>
+#include <tessera/grad_norm.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Of a large shard on the host the norm is taken of so many elements at a time, on all threads (a test makes it small).
 inline int64_t norm_row_numel = 1 << 16;
@@ -34,4 +34,4 @@ bool clips_gradients(double norm, double max_norm);
 // summed in double. Collective, the same number of parts on all ranks; null for tensors that are whole.
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
 
-}  // namespace tessera
+}  // namespace tessera::internal

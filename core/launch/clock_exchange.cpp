@@ -6,7 +6,7 @@
 #include <limits>
 #include <sstream>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int kQuestions = 8;
@@ -79,4 +79,4 @@ Trace::Run agree_on_traced_run(c10d::Store& store, int rank, const std::vector<s
   return run;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

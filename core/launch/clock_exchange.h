@@ -9,7 +9,7 @@
 
 #include "core/trace/trace.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The steady clock of this host, in nanoseconds.
 int64_t steady_now_ns();
@@ -27,4 +27,4 @@ int64_t steady_now_ns();
 Trace::Run agree_on_traced_run(c10d::Store& store, int rank, const std::vector<std::string>& clocks,
                                const std::function<int64_t()>& now_ns = steady_now_ns);
 
-}  // namespace tessera
+}  // namespace tessera::internal

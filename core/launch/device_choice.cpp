@@ -6,7 +6,7 @@
 
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 
 c10::Device choose_cuda_device(c10::Device wanted, const LaunchEnvironment& environment, int visible_count) {
   const auto at = [](int index) { return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)); };
@@ -35,4 +35,4 @@ int visible_cuda_devices() {
 
 void use_cuda_device(c10::Device device) { c10::impl::VirtualGuardImpl(device.type()).setDevice(device); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include "core/launch/launch_environment.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The CUDA device of a rank, of the `visible_count` that its process sees: the one that it asks for by index, else the
 // only one (schedulers that give each process its own show it alone), else that of its local rank. Throws
@@ -17,4 +17,4 @@ int visible_cuda_devices();
 // The device is this thread's current one from now on: what asks for kCUDA without an index means it.
 void use_cuda_device(c10::Device device);
 
-}  // namespace tessera
+}  // namespace tessera::internal

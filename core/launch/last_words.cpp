@@ -5,11 +5,11 @@
 #include <exception>
 #include <mutex>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/stall_watch.h"
+#include "core/runtime/in_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Who takes longer waits for what the thread that terminates holds.
@@ -39,4 +39,4 @@ void tell_when_terminated() {
   if (handler_before == nullptr) handler_before = std::set_terminate(&tell_and_terminate);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

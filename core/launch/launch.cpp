@@ -1,4 +1,4 @@
-#include "core/launch/launch.h"
+#include <tessera/launch.h>
 
 #include <c10/util/StringUtil.h>
 #include <c10/util/env.h>
@@ -23,6 +23,7 @@
 #include "core/trace/trace.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 LaunchEnvironment read_launch_environment() {

@@ -11,7 +11,7 @@
 
 #include "core/comm/fingerprint.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr size_t kMaxHosts = 65536;
@@ -348,4 +348,4 @@ LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   return parse_none(variables);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

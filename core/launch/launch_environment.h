@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a launcher told this process about its group: a value, read once from the environment.
 struct LaunchEnvironment {
@@ -52,4 +52,4 @@ std::vector<int> expand_task_counts(std::string_view counts);
 // outgoing connections, above those of most services.
 int derived_port(std::string_view text) noexcept;
 
-}  // namespace tessera
+}  // namespace tessera::internal

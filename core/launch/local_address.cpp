@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct Socket {
@@ -113,4 +113,4 @@ std::string try_connect(const std::string& host, int port, int timeout_ms) {
   return reason;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

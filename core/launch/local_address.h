@@ -2,7 +2,7 @@
 
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The address of this host's network interface `name`, IPv4 if it has one. Throws
 // std::invalid_argument, which lists the interfaces there are, if it has no address.
@@ -20,4 +20,4 @@ bool is_loopback_address(const std::string& address);
 // empty text: somebody listens there.
 std::string try_connect(const std::string& host, int port, int timeout_ms);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,14 +11,14 @@
 #include <thread>
 #include <vector>
 
-#include "core/runtime/in_time.h"
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 #include "core/comm/fingerprint.h"
 #include "core/comm/group_process.h"
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
+#include "core/runtime/in_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::milliseconds;
@@ -306,4 +306,4 @@ void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string
   if (!own->check({kComplete})) own->set(kEnded, std::to_string(rank));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 #include "core/launch/launch_environment.h"
 #include "core/trace/trace.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Where the ranks of a launched group have found each other.
 struct Rendezvous {
@@ -33,4 +33,4 @@ Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& a
 // store. Throws what the store throws.
 void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank);
 
-}  // namespace tessera
+}  // namespace tessera::internal

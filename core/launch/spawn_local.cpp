@@ -30,14 +30,15 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/launch.h>
 #include "core/comm/descriptors.h"
-#include "core/launch/launch.h"
 #include "core/launch/rendezvous.h"
 #include "core/memory/container_limits.h"
 
 extern char** environ;
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using Clock = std::chrono::steady_clock;

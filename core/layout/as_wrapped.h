@@ -10,7 +10,7 @@
 #include "core/layout/geometry.h"
 
 // Whether a parameter is what it was when it was wrapped: asked by every wrapper, answered here alone.
-namespace tessera {
+namespace tessera::internal {
 
 // What kind of tensor it was. Its values, and where they lie, may be others since.
 struct WrappedKind {
@@ -41,4 +41,4 @@ inline bool is_view_at(const at::Tensor& parameter, const ParameterGeometry& geo
   return is_view_at(parameter, geometry.sizes, geometry.strides, offset);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,6 +1,6 @@
 #include "core/layout/bucket_pieces.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t element_bytes) {
   std::vector<BucketPiece> pieces;
@@ -19,4 +19,4 @@ std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t eleme
   return pieces;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

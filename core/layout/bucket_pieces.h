@@ -6,7 +6,7 @@
 
 #include "core/layout/flat_layout.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A part of a bucket's buffer that is a tensor of its own.
 struct BucketPiece {
@@ -22,4 +22,4 @@ inline int64_t least_piece_bytes = int64_t{256} << 10;
 // included, is one. In order, none of them empty; a function of the layout alone, and so the same on all ranks.
 std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t element_bytes);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 
 #include "core/layout/flat_layout.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct Filling {
@@ -51,4 +51,4 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& ite
   return buckets;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

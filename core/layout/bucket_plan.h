@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What the plan of buckets wants to know of a parameter.
 struct BucketItem {
@@ -33,4 +33,4 @@ struct BucketLimits {
 std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& items, const std::vector<size_t>& order,
                                               const BucketLimits& limits);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -17,7 +17,7 @@
 
 #include "core/paging/boxed_tensors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place where it is named.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
@@ -261,10 +261,6 @@ DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDe
 
 DeferredScope::~DeferredScope() { recording.reset(); }
 
-bool is_deferred(const at::Tensor& tensor) {
-  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
-}
-
 OrdinaryScope::OrdinaryScope() : ordinary_(kDeferredKey) {}
 
 bool is_deferring() { return recording != nullptr; }
@@ -343,6 +339,15 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
 // set_data() refuses to change the kind of device; the TensorImpl itself keeps its identity.
 void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+}
+
+}  // namespace tessera::internal
+
+namespace tessera {
+using namespace internal;
+
+bool is_deferred(const at::Tensor& tensor) {
+  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
 }
 
 void materialize(torch::nn::Module& module) {

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, Cut cut, int world_size, int64_t alignment_numel)
     : numels_(std::move(parameter_numels)), cut_(cut), world_size_(world_size) {
@@ -68,4 +68,4 @@ int64_t FlatLayout::offset_in_shard(int64_t parameter, int rank) const {
   return part.numel() == 0 ? 0 : offsets_[parameter] + part.begin - shard(rank).begin;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,17 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-namespace tessera {
+#include <tessera/range.h>
 
-// Elements from `begin` up to, and without, `end`.
-struct Range {
-  int64_t begin = 0;  // the first
-  int64_t end = 0;    // the one after the last
-  // How many.
-  int64_t numel() const { return end - begin; }
-};
+namespace tessera::internal {
 
 // Where each of the parameters that share a flat buffer lies in it, and which part of the buffer each rank gets.
 // Pure integers: planned and tested without tensors or ranks, the same arithmetic for 1 rank and for 65,536.
@@ -77,4 +72,4 @@ class FlatLayout {
   std::vector<int64_t> begins_;  // kByOwner: of each rank's part, and the end
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

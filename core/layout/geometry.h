@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A parameter's place in memory: its shape, and the order of its elements in a flat buffer.
 struct ParameterGeometry {
@@ -25,4 +25,4 @@ inline at::Tensor view_in(const at::Tensor& flat, const ParameterGeometry& geome
   return flat.as_strided(geometry.sizes, geometry.strides, flat.storage_offset() + offset);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,10 +8,10 @@
 #include <bit>
 #include <limits>
 
-#include "core/runtime/parallel_over.h"
 #include "core/memory/without_data.h"
+#include "core/runtime/parallel_over.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int64_t kLevels = 127;
@@ -116,4 +116,4 @@ void Int8Blocks::read(const at::Tensor& bytes, const at::Tensor& values, bool ad
   if (!is_float) values.copy_(floats);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

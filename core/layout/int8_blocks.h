@@ -4,13 +4,9 @@
 
 #include <cstdint>
 
-namespace tessera {
+#include <tessera/wire_format.h>
 
-// In what form parameters or gradients travel between ranks.
-enum class WireFormat : uint8_t {
-  kDtype,       // as numbers of their dtype: exact
-  kInt8Blocks,  // see below
-};
+namespace tessera::internal {
 
 // Floating-point numbers in 8 bit (ZeRO++, Wang et al., 2023): every block of consecutive elements has a scale in fp32,
 // its largest absolute value / 127, and an element is the nearest of -127, ..., 127 times that: off by at most half a
@@ -44,4 +40,4 @@ class Int8Blocks {
   int64_t block_numel_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 void require_divisor(const char* name, int value, const char* of, int whole) {
@@ -30,4 +30,4 @@ Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy, int rank
   return mesh;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,9 +2,9 @@
 
 #include <memory>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Who shards with whom, and who holds the same (a device mesh of two dimensions). World ranks, copies of 2 ranks each:
 //
@@ -29,4 +29,4 @@ struct Mesh {
 // divide the world's size, or ranks_per_secondary_copy that of a copy.
 Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy, int ranks_per_secondary_copy);
 
-}  // namespace tessera
+}  // namespace tessera::internal

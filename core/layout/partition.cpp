@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int world_size,
                              const std::vector<int64_t>& already_bytes) {
@@ -41,4 +41,4 @@ std::ostream& operator<<(std::ostream& stream, const Partition& partition) {
   return stream;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 #include <ostream>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Which rank owns which of the parameters: a value, the same on every rank.
 struct Partition {
@@ -25,4 +25,4 @@ Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int wo
 // "rank 0: 3 parameters, 1200 bytes; rank 1: ..."
 std::ostream& operator<<(std::ostream& stream, const Partition& partition);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,6 +1,6 @@
 #include "core/layout/shard_mark.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
@@ -29,4 +29,4 @@ const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor) {
   return mark != nullptr && mark->low_precision.values.defined() ? &mark->low_precision : nullptr;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

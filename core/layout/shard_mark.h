@@ -9,7 +9,7 @@
 
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A copy of a shard in 16 bit, which travels in its place. Right while the shard's page counts so many writes.
 struct LowPrecisionCopy {
@@ -39,4 +39,4 @@ const std::string& shard_label(const at::Tensor& tensor);
 // Null if there is none.
 const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/layout/shard_mark.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string problem_of(const at::Tensor& tensor, const Communicator& comm, bool may_be_deferred) {
@@ -96,4 +96,4 @@ void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, co
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What every wrapper asks of the parameters that it is given. `who` is its name, for errors.
 //
@@ -27,4 +27,4 @@ void require_shardable(const std::vector<PlannedParameter>& parameters, const Co
 void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, const std::string& kind,
                    const std::vector<PlannedParameter>& parameters, const std::string& who, int rank);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 std::string join_names(const std::string& module, const std::string& name) {
   return module.empty() ? name : module + "." + name;
@@ -84,21 +84,6 @@ class Planner {
 
 }  // namespace
 
-WrapPolicy wrap_by_size(int64_t min_numel) {
-  if (min_numel < 1)
-    throw std::invalid_argument("wrap_by_size: min_numel is " + std::to_string(min_numel) + ", expected at least 1");
-  return [min_numel](const std::string&, const torch::nn::Module&, int64_t unclaimed_numel) {
-    return unclaimed_numel >= min_numel;
-  };
-}
-
-WrapPolicy wrap_if(std::function<bool(const std::string&, const torch::nn::Module&)> predicate) {
-  if (!predicate) throw std::invalid_argument("wrap_if: the predicate is empty");
-  return [predicate = std::move(predicate)](const std::string& fqn, const torch::nn::Module& module, int64_t) {
-    return predicate(fqn, module);
-  };
-}
-
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters) {
   return Planner(policy).plan(root, parameters);
@@ -120,4 +105,4 @@ std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Modu
   return found;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <thread>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::filesystem::path;
@@ -98,4 +98,4 @@ int64_t MemoryLimit::needed_bytes() const {
   return used_bytes - named_value(stat, is_version_2 ? "inactive_file" : "total_inactive_file");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What Linux control groups (a container's, a Slurm job's, systemd's) let this process have. Both versions, 1 and 2; a
 // group's limit holds for all below it, so the smallest on the way up counts. Any thread.
@@ -35,4 +35,4 @@ struct MemoryLimit {
 };
 std::optional<MemoryLimit> memory_limit(const ControlGroups& groups);
 
-}  // namespace tessera
+}  // namespace tessera::internal

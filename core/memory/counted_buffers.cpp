@@ -1,4 +1,5 @@
 #include "core/memory/counted_buffers.h"
+#include "core/memory/memory_kind_scope.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -11,7 +12,7 @@
 #include <optional>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 struct CountedBuffers::Counts {
   std::mutex mutex;
@@ -72,4 +73,4 @@ void CountedBuffers::reset_peak() {
   counts_->peak_lent_bytes = counts_->lent_bytes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

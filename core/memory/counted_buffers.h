@@ -6,9 +6,9 @@
 #include <functional>
 #include <memory>
 
-#include "core/memory/memory_kind.h"
+#include "core/memory/memory_kind_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Lends uninitialised flat buffers and counts the bytes that are lent. It keeps none of them: on CPUs the
 // MemoryCache gives a buffer's memory to the next one of its size, on accelerators libtorch's allocator does.
@@ -36,4 +36,4 @@ class CountedBuffers {
   const std::shared_ptr<Counts> counts_;  // shared with the buffers
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 class CudaPageLocked final : public PageLockedAllocator {
@@ -33,4 +33,4 @@ PageLockedAllocator* cuda_page_locked_allocator() {
   return allocator;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

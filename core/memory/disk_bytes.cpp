@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-namespace tessera {
+namespace tessera::internal {
 
 static std::atomic<DiskBytesCounter> disk_bytes_counter = nullptr;
 
@@ -13,4 +13,4 @@ std::shared_ptr<void> count_disk_bytes(int64_t bytes) {
   return counter == nullptr ? nullptr : counter(bytes);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

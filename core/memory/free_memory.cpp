@@ -10,7 +10,7 @@
 
 #include "core/memory/container_limits.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::optional<int64_t> available_to_system() {
@@ -39,4 +39,4 @@ std::optional<int64_t> free_memory_bytes(c10::Device device) {
   return free_bytes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

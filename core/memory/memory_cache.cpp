@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
@@ -322,6 +322,13 @@ c10::Allocator* memory_cache_allocator() {
   return allocator;
 }
 
+void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
+
+}  // namespace tessera::internal
+
+namespace tessera {
+using namespace internal;
+
 void cache_memory() {
 #ifndef __SANITIZE_ADDRESS__
   if (c10::utils::check_env("TESSERA_MEMORY_CACHE") == false) return;
@@ -331,8 +338,6 @@ void cache_memory() {
 }
 
 MemoryCache::Stats memory_cache_stats() { return process_cache().stats(); }
-
-void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
 
 void release_freed_memory() {
   process_cache().release(rank_of_thread);

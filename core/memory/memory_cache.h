@@ -14,9 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/memory_cache.h>
+
 #include "core/memory/container_limits.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Keeps the memory of large CPU tensors for the next ones of their size, as libtorch does on devices
 // (CUDACachingAllocator). A training step asks for the same blocks each time, and glibc serves them badly: a hole that
@@ -37,15 +39,7 @@ class MemoryCache {
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // below, malloc does well
   static constexpr size_t kMostBlocks = size_t{1} << 14;       // a process may have 65,530 mappings
 
-  // Bytes and numbers of blocks.
-  struct Stats {
-    int64_t live_bytes = 0;       // in blocks, which are whole pages
-    int64_t idle_bytes = 0;       // kept for what comes
-    int64_t peak_live_bytes = 0;  // since the start or the last release()
-    int64_t mapped = 0;           // how many blocks, since the start
-    int64_t remade = 0;           // how often an idle one was cut or grown to become another, since the start
-    int64_t reused = 0;           // how often one was used again, since the start
-  };
+  using Stats = MemoryCacheStats;
 
   // `limit`: of the control group, whose share idle blocks yield; empty: none.
   explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : limit_(std::move(limit)) {}
@@ -115,20 +109,6 @@ class MemoryCache {
   Stats stats_;
 };
 
-// From now on CPU tensors of MemoryCache::kSmallestBytes or more, whatever makes them, have their memory from one
-// MemoryCache of the process; older ones keep theirs. What init() and run_ranks() do unless InitOptions::cache_memory
-// is false. Nothing happens if TESSERA_MEMORY_CACHE=0 is in the environment, if the program has set an allocator of
-// its own (c10::SetCPUAllocator), or in a build with AddressSanitizer, which has to see each tensor come and go.
-// To be called while no other thread makes tensors: so libtorch asks.
-void cache_memory();
-
-// Of the process's cache; zeros where there is none. Any thread.
-MemoryCache::Stats memory_cache_stats();
-
-// Gives back to the system what was freed: the cache's idle blocks and what malloc keeps. For when what
-// came before was not typical of what follows. (torch.cuda.empty_cache, for the CPU.) Any thread; one that is a rank
-// leaves the cache's blocks that other ranks' threads have freed, who are in the middle of a step, maybe.
-void release_freed_memory();
 // This thread is one of several ranks of the process.
 void set_memory_rank_of_thread(int rank);
 
@@ -136,4 +116,4 @@ void set_memory_rank_of_thread(int rank);
 // For allocators that stand before it, as PeakMemory's does.
 c10::Allocator* memory_cache_allocator();
 
-}  // namespace tessera
+}  // namespace tessera::internal

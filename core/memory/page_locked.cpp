@@ -10,7 +10,7 @@
 
 #include "core/memory/cuda_page_locked.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 static std::atomic<PageLockedAllocator*> chosen_page_locked_allocator = nullptr;
 
@@ -37,4 +37,4 @@ at::Tensor page_locked(int64_t bytes) {
   return at::from_blob(memory, {bytes}, [allocator](void* given) { allocator->free(given); }, options);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

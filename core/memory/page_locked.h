@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Page-locked host memory as a device's driver gives it out: whole pages, as many as are needed. (libtorch's own
 // allocator of such memory rounds up to a power of two, and keeps what was freed.)
@@ -30,4 +30,4 @@ int64_t bytes_when_page_locked(int64_t bytes);
 // there is none. They go with the last reference, when no device may be using them: see CopyEngine. Any thread.
 at::Tensor page_locked(int64_t bytes);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "core/memory/peak_memory.h"
+#include <tessera/peak_memory.h>
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -14,6 +14,7 @@
 #include "core/memory/memory_cache.h"
 
 namespace tessera {
+using namespace internal;
 
 namespace {
 

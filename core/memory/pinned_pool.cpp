@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/memory/memory_kind.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/memory/page_locked.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct PinnedPool::State {
   const PinnedPoolOptions options;
@@ -99,4 +99,4 @@ int64_t PinnedPool::owned_bytes() const {
   return state_->lent_bytes + state_->idle_bytes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 struct PinnedPoolOptions {
   // The device that copies from and to this memory.
@@ -44,4 +44,4 @@ class PinnedPool {
   std::shared_ptr<State> state_;  // shared with the tensors
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

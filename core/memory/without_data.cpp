@@ -1,6 +1,6 @@
 #include "core/memory/without_data.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 static thread_local bool without_data = false;
 static thread_local bool wait_for_transfers = false;
@@ -11,4 +11,4 @@ bool is_without_data() { return without_data; }
 WaitForTransfersScope::WaitForTransfersScope() : scope_(wait_for_transfers, true) {}
 bool waits_for_transfers() { return wait_for_transfers; }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include "core/runtime/thread_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // While it lives, this thread runs a training program on tensors without data (dry_run()). What moves or computes
 // numbers by pointer, where no operator sees it, is then left out.
@@ -26,4 +26,4 @@ class WaitForTransfersScope {
 };
 bool waits_for_transfers();  // of this thread
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,14 +1,15 @@
-#include "core/model/data_parallel.h"
+#include <tessera/data_parallel.h>
 
 #include <ATen/ops/empty.h>
 
 #include <stdexcept>
 #include <string>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/gradients/backward_pass.h"
 
 namespace tessera {
+using namespace internal;
 
 torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Module& module) {
   torch::OrderedDict<std::string, at::Tensor> buffers;

@@ -1,4 +1,4 @@
-#include "core/model/distributed_sampler.h"
+#include <tessera/distributed_sampler.h>
 
 #include <numeric>
 #include <random>
@@ -7,6 +7,7 @@
 #include <utility>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // A number in [0, bound). std::uniform_int_distribution differs between standard libraries; the bias of the remainder,

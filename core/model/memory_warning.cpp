@@ -7,12 +7,23 @@
 #include <iomanip>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "core/launch/launch_environment.h"
 #include "core/memory/free_memory.h"
 #include "core/memory/without_data.h"
 
 namespace tessera {
+
+static thread_local int64_t planned_bytes = 0;
+
+PlannedMemoryScope::PlannedMemoryScope(int64_t peak_bytes) : before_(std::exchange(planned_bytes, peak_bytes)) {}
+PlannedMemoryScope::~PlannedMemoryScope() { planned_bytes = before_; }
+int64_t PlannedMemoryScope::current() { return planned_bytes; }
+
+}  // namespace tessera
+
+namespace tessera::internal {
 namespace {
 
 std::string text_of(int64_t bytes) {
@@ -39,11 +50,6 @@ RanksOnHost ranks_on_host(const Communicator& comm) {
 }
 
 }  // namespace
-
-static thread_local int64_t planned_bytes = 0;
-
-PlannedMemoryScope::PlannedMemoryScope(int64_t peak_bytes) : scope_(planned_bytes, peak_bytes) {}
-int64_t PlannedMemoryScope::current() { return planned_bytes; }
 
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes) {
   const int64_t planned = PlannedMemoryScope::current();
@@ -81,4 +87,4 @@ void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, con
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <string>
 
-#include "core/comm/communicator.h"
-#include "core/runtime/thread_scope.h"
+#include <tessera/communicator.h>
+#include <tessera/planned_memory.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a wrapper will hold on this rank, whatever the optimizer and the activations come to.
 struct MemoryNeed {
@@ -15,21 +15,6 @@ struct MemoryNeed {
   int64_t in_use_bytes = 0;   // units that are gathered at a time
   int64_t freed_bytes = 0;    // of parameters that are there already, and go
   int64_t present_bytes = 0;  // of those that are there, and stay
-};
-
-// A program that has planned says what a rank takes at the peak of a step, with optimizer and activations: while this
-// lives, wrappers of this thread hold that against free memory, in place of what they can count themselves.
-//
-//   const PlannedMemoryScope planned(record.peak_bytes());  // of a dry_run()
-//   auto model = zero(Gpt(config), options, comm, {.stage = 3});
-class PlannedMemoryScope {
- public:
-  explicit PlannedMemoryScope(int64_t peak_bytes);  // on the device that the wrapper will be on
-
-  static int64_t current();  // of this thread; 0: nobody has planned
-
- private:
-  const ThreadScope<int64_t> scope_;
 };
 
 // What is to be said where `ranks` such ranks share `free_bytes` of memory, of which each takes what is planned or else
@@ -41,4 +26,4 @@ std::string memory_warning(const std::string& who, const MemoryNeed& need, int r
 // dry run, nor where free memory is not known. Not collective, does not throw.
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm);
 
-}  // namespace tessera
+}  // namespace tessera::internal

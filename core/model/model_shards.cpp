@@ -1,10 +1,11 @@
-#include "core/model/model_shards.h"
+#include <tessera/model_shards.h>
 
 #include <c10/core/GradMode.h>
 
 #include <stdexcept>
 
 namespace tessera {
+using namespace internal;
 
 std::vector<at::Tensor> ModelShards::parameters() const {
   std::vector<at::Tensor> leaves;

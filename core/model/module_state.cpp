@@ -9,7 +9,7 @@
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/quiet.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Below this, tensors are copied together: a message's cost hardly depends on its length.
@@ -25,6 +25,13 @@ at::Tensor distinct_elements(at::Tensor tensor) {
 }
 
 }  // namespace
+
+torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module) {
+  torch::OrderedDict<std::string, at::Tensor> parameters;
+  for (const PlannedParameter& parameter : registered_parameters(module))
+    parameters.insert(parameter.fqn, parameter.tensor);
+  return parameters;
+}
 
 void require_strided(const std::string& label, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided)
@@ -93,4 +100,4 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
   return lines;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

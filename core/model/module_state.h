@@ -1,15 +1,16 @@
 #pragma once
 
 #include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
 
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // tensors <- rank 0's. Small ones of one dtype travel together, large ones as they are; any dtype,
 // any strides, any device: what is not on the communicator's travels by way of it. Collective; the same list of shapes
@@ -18,6 +19,9 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
 
 // The module's parameters, each once, in order of registration.
 std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module);
+
+// The same by their first names.
+torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
 
 // Throws std::invalid_argument, naming it by `label`, for a tensor that has no strides (a sparse one).
 void require_strided(const std::string& label, const at::Tensor& tensor);
@@ -28,4 +32,4 @@ void require_strided(const std::string& label, const at::Tensor& tensor);
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
-}  // namespace tessera
+}  // namespace tessera::internal

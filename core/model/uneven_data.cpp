@@ -1,11 +1,12 @@
-#include "core/model/uneven_data.h"
+#include <tessera/uneven_data.h>
 
 #include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 
 namespace tessera {
+using namespace internal;
 
 int ranks_with_data(Communicator& comm, bool has_data) {
   c10::InferenceMode quiet;

@@ -9,7 +9,7 @@
 
 // The tensors in what an operator is given and returns, as the dispatcher boxes it: alone, in lists, and in lists of
 // optional ones, which indices are. Everything that sees operators finds them here.
-namespace tessera {
+namespace tessera::internal {
 
 // Whether the operator writes to the tensors of an argument.
 inline bool is_written_to(const c10::Argument& argument) {
@@ -49,4 +49,4 @@ void replace_boxed_tensors(c10::IValue& value, Of&& of) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A tensor on `storage` whose operators also go by `key`, beside those of an ordinary tensor like `like`, whose dtype
 // it has.
@@ -18,4 +18,4 @@ inline at::Tensor keyed_view(c10::Storage storage, c10::DispatchKey key, const a
   return view;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include "core/paging/page_views.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Marks a storage as a page's: the context behind this deleter is a std::shared_ptr<State>.
@@ -107,4 +107,4 @@ bool note_write_if_empty(const at::Tensor& parameter) {
   return true;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 class Pager;
 class StandIn;
@@ -113,4 +113,4 @@ class Page {
   at::Tensor buffer_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

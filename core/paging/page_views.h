@@ -11,7 +11,7 @@ class OperatorHandle;
 }
 
 // What the files of paging share about the views of pages.
-namespace tessera {
+namespace tessera::internal {
 
 // libtorch keeps this key for wrappers with a boxed fallback and does not use it itself. The one
 // place where it is named.
@@ -29,4 +29,4 @@ inline int64_t current_stream_on(at::Device device) {
 // Calls an operator with what stand-ins compute in the place of theirs.
 void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include "core/runtime/thread_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // While one lives, this thread is in the first forward of a checkpointed() call: autograd does not record it, but
 // backward will compute it again and then ask for its parameters' gradients.
@@ -15,4 +15,4 @@ class RecomputesLater {
   const ThreadScope<bool> scope_{in_effect_, true};
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

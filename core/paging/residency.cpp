@@ -19,7 +19,7 @@
 #include "core/paging/recomputes_later.h"
 #include "core/paging/stand_in.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -222,4 +222,4 @@ void require_residency() {
         "process uses the key, or this libtorch dropped it");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

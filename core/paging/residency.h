@@ -7,7 +7,7 @@
 
 #include "core/paging/page.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Who fills pages: called by the fallback, on the thread that runs the operator.
 class Pager {
@@ -49,4 +49,4 @@ bool has_lost_its_pager(const at::Tensor& tensor);
 // That page, or null; also while nobody keeps it filled any more.
 Page* page_of(const at::Tensor& tensor);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,7 +12,7 @@
 #include "core/paging/page_views.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor) {
   const Page::State* state = is_paged(tensor) ? page_state_of(tensor) : nullptr;
@@ -91,4 +91,4 @@ void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack
   op.callBoxed(stack);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What is computed anew for each operator that is given one of its tensors.
 class StandIn {
@@ -32,4 +32,4 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
 // Who stands for the tensor, or null.
 std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The integers of 1, 2, 4 or 8 bytes, as which values of any other dtype of that size are compared bit by bit.
 inline at::ScalarType bits_dtype(int64_t element_bytes) {
   return element_bytes == 1 ? at::kByte : element_bytes == 2 ? at::kShort : element_bytes == 4 ? at::kInt : at::kLong;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 Copy CopyEngine::checked_start(CopyDirection direction, const at::Tensor& to, const at::Tensor& from) {
   const at::Tensor& on_device = direction == CopyDirection::kToDevice ? to : from;
@@ -65,4 +65,4 @@ CopyTraffic CopyEngine::traffic() const {
   return {counters_->to_device_bytes, counters_->to_host_bytes, counters_->copies, counters_->late_copies};
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,9 +9,10 @@
 #include <mutex>
 #include <utility>
 
-#include "core/runtime/operation_handle.h"
+#include <tessera/copy_traffic.h>
+#include <tessera/detail/operation_handle.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 enum class CopyDirection : uint8_t { kToDevice, kToHost };
 struct SimulatedLink;  // offload/streams/simulated_link.h, for tests
@@ -81,14 +82,6 @@ class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
   void wait_on_host() { finish(); }
 };
 
-// What an engine has copied since it was made.
-struct CopyTraffic {
-  int64_t to_device_bytes = 0;
-  int64_t to_host_bytes = 0;
-  int64_t copies = 0;
-  int64_t late_copies = 0;  // of these, were not over when somebody first waited: not hidden entirely
-};
-
 // Copies between host and device beside the computation, both ways at once.
 //
 // An accelerator gets a stream for each direction: a copy begins after what the caller's current stream has been given
@@ -142,4 +135,4 @@ class CopyEngine {
 std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device);
 std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link);
 
-}  // namespace tessera
+}  // namespace tessera::internal

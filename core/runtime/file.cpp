@@ -13,7 +13,7 @@
 #include <system_error>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int kMode = 0666;
@@ -165,4 +165,4 @@ int64_t File::extend(int64_t bytes) {
   return begin;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 enum class FileAction : uint8_t { kCreate, kOpen, kLookAt, kRead, kWrite, kSync, kResize, kClaim };
 
@@ -76,4 +76,4 @@ class File {
   bool is_direct_ = false;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

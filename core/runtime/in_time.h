@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Beyond the timeout that a call has been given itself, and should keep.
 inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
@@ -23,4 +23,4 @@ auto in_time(std::chrono::milliseconds patience, Ask ask) -> std::optional<declt
   return is_answered ? std::optional(answer.get()) : std::nullopt;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <ATen/Parallel.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 void parallel_over(int64_t begin, int64_t end, int64_t grain_numel, c10::function_ref<void(int64_t, int64_t)> body) {
   if (begin >= end) return;
@@ -11,4 +11,4 @@ void parallel_over(int64_t begin, int64_t end, int64_t grain_numel, c10::functio
   at::parallel_for(begin, end, grain_numel, [body](int64_t from, int64_t to) { body(from, to); });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

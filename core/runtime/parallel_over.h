@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
 // at::parallel_for: calls body(from, to) for parts of [begin, end) that are all of it, at least grain_numel each where
 // they are several, on as many threads as at::get_num_threads() says, the caller's among them. Returns when all have;
@@ -14,4 +14,4 @@ namespace tessera {
 // the file of this one is compiled with it, and no other need be.
 void parallel_over(int64_t begin, int64_t end, int64_t grain_numel, c10::function_ref<void(int64_t, int64_t)> body);
 
-}  // namespace tessera
+}  // namespace tessera::internal

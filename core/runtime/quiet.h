@@ -6,7 +6,7 @@
 
 #include <optional>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Hooks and fallbacks may run under InferenceMode or in a recorded forward; while it lives, what the manager does to
 // its own tensors makes no inference tensors and is not recorded.
@@ -26,4 +26,4 @@ class WritesTo {
   std::optional<c10::InferenceMode> as_made_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace tessera {
+namespace tessera::internal {
 
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
@@ -39,4 +39,4 @@ void StreamUses::join() {
   if (std::ranges::find(users_, here) == users_.end()) users_.push_back(here);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The stream on which this thread's next operator on the device runs. Of a device that has streams: not a CPU.
 c10::Stream current_stream(c10::Device device);
@@ -30,4 +30,4 @@ class StreamUses {
   std::shared_ptr<c10::Event> ready_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 std::future<void> TaskQueue::add(std::function<void()> task) {
   const auto packaged = std::make_shared<std::packaged_task<void()>>(std::move(task));
@@ -11,4 +11,4 @@ std::future<void> TaskQueue::add(std::function<void()> task) {
   return packaged->get_future();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <functional>
 #include <future>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Threads that do, or wait for, something in the place of those who have other things to do. Tasks are begun in the
 // order of the calls; with one thread they also end in it. Thread-safe. Destruction waits for all of them.
@@ -23,4 +23,4 @@ class TaskQueue {
   c10::ThreadPool threads_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

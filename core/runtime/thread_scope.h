@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Gives something that each thread has for itself another value while it lives: inner scopes count, and at the end
 // there is what was before. A member of scopes that say what it means.
@@ -20,4 +20,4 @@ class ThreadScope {
   const Value before_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

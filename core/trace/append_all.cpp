@@ -4,7 +4,7 @@
 
 #include <cerrno>
 
-namespace tessera {
+namespace tessera::internal {
 
 Appended append_all(int descriptor, std::string_view bytes, int64_t before_bytes) noexcept {
   Appended appended;
@@ -22,4 +22,4 @@ Appended append_all(int descriptor, std::string_view bytes, int64_t before_bytes
   return appended;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

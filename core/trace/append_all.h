@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
 // How append_all() went.
 struct Appended {
@@ -15,4 +15,4 @@ struct Appended {
 // records find none that is cut: all of them, or none.
 Appended append_all(int descriptor, std::string_view bytes, int64_t before_bytes) noexcept;
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "core/trace/event_writer.h"
+#include <tessera/event_writer.h>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -16,6 +16,7 @@
 #include "core/trace/append_all.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // Protocol Buffers' wire format, of the two messages that a scalar takes (tensorflow/core/util/event.proto, and

@@ -19,7 +19,7 @@
 
 namespace fs = std::filesystem;
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::ordered_json;
@@ -229,4 +229,4 @@ MergedTrace merge_traces(const fs::path& out, const std::vector<fs::path>& in) {
   return std::move(merge.merged);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

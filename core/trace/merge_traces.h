@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // How the spans of some ranks came into a merged trace.
 struct MergedClock {
@@ -34,4 +34,4 @@ struct MergedTrace {
 // missing, or holds a rank that another has; or if out is something else or cannot be written.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -23,7 +23,7 @@
 
 #include "core/trace/trace_file.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::ordered_json;
@@ -258,4 +258,4 @@ void Trace::write() {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a rank does in a span of time; the category ("cat") in the file.
 enum class SpanKind {
@@ -127,4 +127,4 @@ class TraceSpan {
   Trace::Clock::time_point begin_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -16,7 +16,7 @@
 
 #include "core/trace/append_all.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string error_text(int error_number) { return std::generic_category().message(error_number); }
@@ -106,4 +106,4 @@ void TraceAppender::append(std::string lines) {
   bytes_ += std::ssize(lines);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, whose last bracket may be missing, one
 // event a line:
@@ -61,4 +61,4 @@ class TraceAppender {
   int64_t bytes_ = 0;  // whole lines
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Doxygen's input filter: a header of ours, with its comments as Doxygen wants them.
+"""Doxygen's input filter: converts the plain `//` comments of a Tessera header to Doxygen's form.
 
-Our comments are plain `//`, written to be read in the header. What one is about follows from where it stands:
+The position of a comment decides its subject:
 
-* right above a declaration: that declaration, and its overloads that follow without a blank line or a comment of their
-  own; above a variable: those that follow it likewise;
+* directly above a declaration: that declaration, and its overloads that follow without a blank line or a comment of
+  their own. Above a variable: also the variables that follow likewise;
 * after a declaration, on its line and the next ones: that declaration;
-* with a blank line after it: the class, or outside of one the file.
+* before a blank line: the enclosing class, or the file if there is none.
 
-A paragraph indented by three blanks is code. Bodies of functions are left alone. Only what is public is shown, without
-destructors, moves and what is deleted.
+A paragraph indented by three blanks is code. Bodies of functions are not changed. The output has public names only,
+without destructors, moves and deleted functions.
 """
 
 import re
@@ -19,7 +19,7 @@ CODE_INDENT = "  "  # after the blank that follows the slashes
 
 
 def escaped(line):
-    """The text of a comment, of which nothing but `code` is markup."""
+    """The text of a comment, in which only `code` is markup."""
     parts = line.split("`")
     parts[::2] = [re.sub(r"([\\@<>#%*|])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
@@ -43,7 +43,7 @@ def marked_up(lines):
 
 
 def without_templates(text):
-    """Text without `template <...>`, whose parameters may be classes."""
+    """The text without `template <...>`, whose parameters could be taken for classes."""
     while (found := re.search(r"\btemplate\s*<", text)) is not None:
         depth, end = 1, found.end()
         while end < len(text) and depth > 0:
@@ -54,7 +54,7 @@ def without_templates(text):
 
 
 def function_name(code):
-    """Of a declaration's first line: the function, or "" for what is none."""
+    """The function that a declaration's first line declares, or ""."""
     found = re.match(r"[^=({]*?([\w~]+)\(", code)
     return found[1] if found else ""
 
@@ -65,12 +65,12 @@ COMMENT = re.compile(r"^(\s*)// ?(.*)$")
 
 class Filter:
     def __init__(self):
-        self.scopes = []  # (kind, name) of what is open; kind "body" is a function or a value
-        self.statement = ""  # what has been read of a declaration
-        self.comment = []  # above the line that comes
+        self.scopes = []  # (kind, name) of open braces; kind "body" is a function or a value
+        self.statement = ""  # the text of the current declaration so far
+        self.comment = []  # the lines of the comment above the next line
         self.indent = ""
-        self.shared = []  # the comment that declarations of this paragraph share,
-        self.sharing = ""  # and the name of the function that they overload; "" for variables
+        self.shared = []  # the comment that declarations of this paragraph share
+        self.sharing = ""  # the name of the function that these overload; "" for variables
         self.out = []
 
     def declares(self):
@@ -92,7 +92,7 @@ class Filter:
         self.comment = []
 
     def read_code(self, line):
-        """Follows the braces of a line without its comment."""
+        """Tracks the braces of a line without its comment."""
         for part in re.findall(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|[{};]|[^{};"\']+', line):
             if part == "{":
                 found = SCOPE.match(without_templates(self.statement)) if "(" not in self.statement else None
@@ -128,7 +128,7 @@ class Filter:
         access = re.fullmatch(r"\s*(public|protected|private)\s*:\s*", code)
         if access:
             self.shared = []
-            line = line.replace("protected", "private")  # for backends and wrappers, not for programs
+            line = line.replace("protected", "private")  # protected members are for backends and wrappers, not for programs
         elif starts and code.lstrip().startswith(("namespace", "#")):
             self.flush_detached()
         elif starts:

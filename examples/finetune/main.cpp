@@ -18,9 +18,11 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/format/slice_reader.h"
+#include <tessera/exported.h>
+#include <tessera/full_file.h>
 #include <tessera/tessera.h>
+#include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 
 namespace {
 
@@ -38,10 +40,10 @@ struct Options {
 };
 
 at::Tensor read_tensor(const std::string& file, const std::string& name) {
-  const tessera::SavedTensors saved = tessera::find_full_tensors(file);
+  const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(file);
   const auto found = saved.tensors.find(name);
   if (found == saved.tensors.end()) throw std::invalid_argument(file + " has no tensor '" + name + "'");
-  return tessera::SliceReader(saved).read(name, tessera::whole_box(found->second.shape));
+  return tessera::internal::SliceReader(saved).read(name, tessera::internal::whole_box(found->second.shape));
 }
 
 tessera::NamedInputs as_inputs(const at::Tensor& ids, at::Device device) {
@@ -145,7 +147,7 @@ std::string name_in_base(std::string name) {
 tessera::ExportedOptions load_options(const Options& options, const Comm& comm) {
   tessera::ExportedOptions load{.device = comm->device(), .weights = options.weights};
   if (options.weights.empty()) return load;
-  const auto saved = tessera::find_full_tensors(options.weights).tensors;
+  const auto saved = tessera::internal::find_full_tensors(options.weights).tensors;
   const bool are_of_base =
       std::none_of(saved.begin(), saved.end(), [](const auto& tensor) { return tensor.first.starts_with(kPeft); });
   if (are_of_base) load.weight_name = name_in_base;
@@ -154,7 +156,7 @@ tessera::ExportedOptions load_options(const Options& options, const Comm& comm) 
 
 // Of the whole model in `folder`: adapters alone under the names that PeftModel.from_pretrained() reads.
 void write_adapters(const fs::path& folder, const fs::path& archive) {
-  const tessera::SavedTensors saved = tessera::find_full_tensors(folder / "model.safetensors");
+  const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(folder / "model.safetensors");
   std::vector<tessera::FullTensor> adapters;
   std::map<std::string, std::string> own_names;
   for (const auto& [own, tensor] : saved.tensors) {
@@ -165,9 +167,9 @@ void write_adapters(const fs::path& folder, const fs::path& archive) {
     own_names[name] = own;
   }
   if (adapters.empty()) return;
-  tessera::SliceReader reader(saved);
+  tessera::internal::SliceReader reader(saved);
   tessera::write_full(folder / "adapter_model.safetensors", adapters, [&](const tessera::FullTensor& tensor) {
-    return reader.read(own_names.at(tensor.name), tessera::whole_box(tensor.shape));
+    return reader.read(own_names.at(tensor.name), tessera::internal::whole_box(tensor.shape));
   });
   const fs::path config = archive.parent_path() / "adapter_config.json";  // by tools/export_model.py
   if (fs::exists(config)) fs::copy_file(config, folder / config.filename(), fs::copy_options::overwrite_existing);

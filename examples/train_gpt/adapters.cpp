@@ -2,9 +2,9 @@
 
 #include <string>
 
+#include <tessera/quantize_linears.h>
 #include "gpt2_files.h"
 #include "local.h"
-#include "optim/quantized/quantize_linears.h"
 
 namespace train_gpt {
 namespace {

@@ -4,15 +4,15 @@
 #include <filesystem>
 #include <memory>
 
+#include <tessera/communicator.h>
 #include "gpt.h"
 #include "options.h"
-#include "core/comm/communicator.h"
 #include "trainable.h"
 
 namespace train_gpt {
 
 // Finetuning with --lora: adapters are trained beside the linear layers of a model whose own weights stay, in 4 or 8
-// bit with --quantize (optim/quantized/quantize_linears.h).
+// bit with --quantize (include/tessera/quantize_linears.h).
 
 // Brings the weights of --import-gpt2 into a model that is not wrapped, since it is whole weights that are quantized:
 // each rank has them for that time. Collective. Throws tessera::CheckpointError for files that do not fit.

@@ -2,8 +2,8 @@
 
 #include <cstdio>
 
-#include "optimizer.h"
 #include "checkpoint/format/checksum.h"
+#include "optimizer.h"
 
 namespace train_gpt {
 namespace {
@@ -22,8 +22,8 @@ Checkpoints::Checkpoints(const TrainOptions& options, const Corpus& corpus, int6
                          tessera::Communicator& comm, Trainable& model)
     : options_(options),
       windows_(windows),
-      data_(tessera::to_hex(
-          tessera::checksum(corpus.tokens.data(), static_cast<int64_t>(corpus.tokens.size() * sizeof(uint16_t))))),
+      data_(tessera::internal::to_hex(tessera::internal::checksum(
+          corpus.tokens.data(), static_cast<int64_t>(corpus.tokens.size() * sizeof(uint16_t))))),
       warmup_(options.warmup_steps()),
       comm_(comm),
       model_(model) {}

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
+#include <tessera/tessera.h>
 #include "corpus.h"
 #include "options.h"
-#include <tessera/tessera.h>
 #include "trainable.h"
 
 namespace train_gpt {

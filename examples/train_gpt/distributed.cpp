@@ -1,4 +1,5 @@
 #include "distributed.h"
+#include "core/layout/unit_plan.h"
 
 #include <optional>
 #include <utility>
@@ -23,7 +24,7 @@ template <class Optimizer, class Options>
 DistributedModel<Optimizer, Options>::DistributedModel(Gpt model, const Options& options,
                                                        std::shared_ptr<tessera::Communicator> comm,
                                                        tessera::ZeroOptions zero)
-    : units_(tessera::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
+    : units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
       zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
 
 template <class Optimizer, class Options>

@@ -2,8 +2,8 @@
 
 #include <memory>
 
-#include "gpt.h"
 #include <tessera/tessera.h>
+#include "gpt.h"
 #include "trainable.h"
 
 namespace train_gpt {

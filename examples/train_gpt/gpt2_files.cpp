@@ -8,10 +8,11 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "checkpoint/format/errors.h"
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/save/outcome.h"
+#include <tessera/errors.h>
+#include <tessera/full_file.h>
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
+#include "checkpoint/save/outcome.h"
 
 namespace train_gpt {
 namespace {
@@ -51,9 +52,9 @@ std::map<std::string, Translation> gpt2_names(const GptOptions& options) {
 }
 
 // Writes `to` with every tensor of `from` under another name, or left out where that is empty.
-void translate(const tessera::SavedTensors& from, const fs::path& to,
+void translate(const tessera::internal::SavedTensors& from, const fs::path& to,
                const std::function<Translation(const std::string&)>& rename) {
-  tessera::SliceReader reader(from);
+  tessera::internal::SliceReader reader(from);
   std::vector<tessera::FullTensor> tensors;
   std::map<std::string, std::pair<std::string, bool>> sources;
   for (const auto& [name, tensor] : from.tensors) {
@@ -70,7 +71,7 @@ void translate(const tessera::SavedTensors& from, const fs::path& to,
   }
   tessera::write_full(to, tensors, [&](const tessera::FullTensor& tensor) {
     const auto& [name, transposed] = sources.at(tensor.name);
-    const at::Tensor values = reader.read(name, tessera::whole_box(from.tensors.at(name).shape));
+    const at::Tensor values = reader.read(name, tessera::internal::whole_box(from.tensors.at(name).shape));
     return transposed ? values.t().contiguous() : values;
   });
 }
@@ -98,11 +99,11 @@ nlohmann::json gpt2_config(const GptOptions& options) {
 }
 
 void on_rank_0(tessera::Communicator& comm, const std::string& what, const std::function<void()>& act) {
-  tessera::gather_results(comm, tessera::attempt([&] {
-                            if (comm.rank() == 0) act();
-                            return std::string();
-                          }),
-                          what);
+  tessera::internal::gather_results(comm, tessera::internal::attempt([&] {
+                                      if (comm.rank() == 0) act();
+                                      return std::string();
+                                    }),
+                                    what);
 }
 
 // A translated copy beside the directory, gone afterwards.
@@ -130,7 +131,7 @@ void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
   tessera::save_full(draft.path(), model);
   on_rank_0(comm, "exporting to " + directory.string(), [&] {
     const auto names = gpt2_names(options);
-    translate(tessera::find_full_tensors(draft.path()), directory / kWeights,
+    translate(tessera::internal::find_full_tensors(draft.path()), directory / kWeights,
               [&](const std::string& name) { return names.at(name); });
     std::ofstream config(directory / "config.json");
     config << gpt2_config(options).dump(2) << std::endl;

@@ -2,8 +2,8 @@
 
 #include <filesystem>
 
+#include <tessera/model_shards.h>
 #include "gpt.h"
-#include "core/model/model_shards.h"
 
 namespace train_gpt {
 

@@ -2,9 +2,9 @@
 
 #include <memory>
 
+#include <tessera/communicator.h>
 #include "gpt.h"
 #include "options.h"
-#include "core/comm/communicator.h"
 #include "trainable.h"
 
 namespace train_gpt {

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/model/model_shards.h"
+#include <tessera/model_shards.h>
 #include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
@@ -77,14 +77,14 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
 std::vector<double> weight_decays(torch::optim::Optimizer& optimizer) {
   std::vector<double> decays;
   for (const auto& group : optimizer.param_groups())
-    for (const auto& [name, value] : tessera::read_options(group.options()))
+    for (const auto& [name, value] : tessera::internal::read_options(group.options()))
       if (name == "weight_decay") decays.push_back(std::get<double>(value));
   return decays;
 }
 
 void set_weight_decays(torch::optim::Optimizer& optimizer, const std::vector<double>& decays) {
   for (size_t i = 0; i < decays.size(); ++i)
-    tessera::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
+    tessera::internal::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
 }
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
@@ -94,7 +94,7 @@ void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
 int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
-    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
+    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }

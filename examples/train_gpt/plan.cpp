@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/plan/dry_run.h>
 #include "format.h"
 #include "model.h"
-#include "plan/record/dry_run.h"
 #include "with_ema.h"
 
 namespace train_gpt {

@@ -4,9 +4,9 @@
 #include <iosfwd>
 #include <memory>
 
+#include <tessera/communicator.h>
+#include <tessera/plan/run_record.h>
 #include "run_rank.h"
-#include "core/comm/communicator.h"
-#include "plan/record/run_record.h"
 #include "trainer.h"
 
 namespace train_gpt {

@@ -2,9 +2,9 @@
 
 #include <iostream>
 
+#include <tessera/launch.h>
 #include "plan.h"
 #include "program.h"
-#include "core/launch/launch.h"
 
 namespace train_gpt {
 namespace {

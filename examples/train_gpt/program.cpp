@@ -9,10 +9,10 @@
 #include <iostream>
 #include <string>
 
+#include <tessera/tessera.h>
+#include "core/comm/notes.h"
 #include "options.h"
 #include "run_rank.h"
-#include "core/comm/notes.h"
-#include <tessera/tessera.h>
 
 namespace train_gpt {
 namespace {
@@ -26,7 +26,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
 // An error that all ranks have is told by one of them.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
-    return tessera::Notes(comm, "train_gpt").add("failed", 1) == 1;
+    return tessera::internal::Notes(comm, "train_gpt").add("failed", 1) == 1;
   } catch (const tessera::CommError&) {
     return true;
   }

@@ -9,8 +9,10 @@
 #include <optional>
 #include <system_error>
 
+#include <tessera/peak_memory.h>
 #include "adapters.h"
 #include "checkpoints.h"
+#include "core/memory/container_limits.h"
 #include "gpt2_files.h"
 #include "loss_plot.h"
 #include "metrics_log.h"
@@ -19,8 +21,6 @@
 #include "report.h"
 #include "sample.h"
 #include "tensorboard_log.h"
-#include "core/memory/container_limits.h"
-#include "core/memory/peak_memory.h"
 #include "trainer.h"
 #include "with_ema.h"
 
@@ -43,7 +43,7 @@ int ranks_of_this_machine(int world) {
 
 int threads_per_rank(const TrainOptions& options, int world) {
   if (options.threads > 0) return options.threads;
-  return std::max(1, tessera::available_cores() / ranks_of_this_machine(world));
+  return std::max(1, tessera::internal::available_cores() / ranks_of_this_machine(world));
 }
 
 void check_world(const TrainOptions& options, int world) {

@@ -3,10 +3,10 @@
 #include <memory>
 #include <vector>
 
+#include <tessera/communicator.h>
+#include <tessera/folder_lock.h>
 #include "corpus.h"
 #include "options.h"
-#include "checkpoint/storage/folder_lock.h"
-#include "core/comm/communicator.h"
 
 namespace train_gpt {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/model/distributed_sampler.h"
+#include <tessera/distributed_sampler.h>
 
 namespace train_gpt {
 

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/comm/watchdog/wait_report.h"
+#include <tessera/wait_report.h>
 #include "trainable.h"
 
 namespace train_gpt {

@@ -2,8 +2,8 @@
 
 #include <filesystem>
 
+#include <tessera/event_writer.h>
 #include "step_report.h"
-#include "core/trace/event_writer.h"
 
 namespace train_gpt {
 

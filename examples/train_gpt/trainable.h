@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
+#include <tessera/model_shards.h>
+#include <tessera/scope.h>
 #include "batch.h"
-#include "core/model/model_shards.h"
-#include "core/runtime/scope.h"
 
 namespace train_gpt {
 

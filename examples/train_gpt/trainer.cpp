@@ -9,7 +9,7 @@
 #include "batch.h"
 #include "optimizer.h"
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 
 namespace train_gpt {
 namespace {

@@ -5,14 +5,14 @@
 #include <optional>
 #include <vector>
 
+#include <tessera/communicator.h>
+#include <tessera/peak_memory.h>
+#include <tessera/wait_report.h>
 #include "corpus.h"
 #include "options.h"
 #include "sampler.h"
 #include "schedule.h"
 #include "step_report.h"
-#include "core/comm/communicator.h"
-#include "core/comm/watchdog/wait_report.h"
-#include "core/memory/peak_memory.h"
 #include "trainable.h"
 
 namespace train_gpt {

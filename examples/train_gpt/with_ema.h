@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "optim/ema.h"
+#include <tessera/ema.h>
 #include "trainable.h"
 
 namespace train_gpt {

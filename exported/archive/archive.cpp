@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- mapping ------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ std::shared_ptr<MappedFile> MappedFile::open(const std::filesystem::path& path) 
   auto fail = [&](const std::string& what) -> void {
     throw ExportedError(path.string() + ": " + what + ": " + std::generic_category().message(errno));
   };
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // not to hang on a pipe
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // must not block on a pipe
   if (descriptor < 0) fail("cannot be opened");
   struct Close {
     int descriptor;
@@ -50,7 +50,7 @@ constexpr size_t kLocalHeaderBytes = 30, kCentralHeaderBytes = 46, kEndBytes = 2
                  kLocator64Bytes = 20, kMaxCommentBytes = 65535;
 constexpr uint64_t kMaxMembers = 1'000'000;
 
-// Numbers at positions of a text that may be too short.
+// Reads numbers at offsets of a text that may be too short.
 class ZipReader {
  public:
   ZipReader(std::string_view bytes, const std::string& where) : bytes_(bytes), where_(where) {}
@@ -107,7 +107,7 @@ struct CentralEntry {
   uint64_t bytes = 0, compressed_bytes = 0, header = 0;
 };
 
-// Numbers that do not fit into 32 bit are in the extra field, in this order.
+// The extra field has the numbers that exceed 32 bits, in this order.
 void read_zip64(const ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);
@@ -125,7 +125,6 @@ void read_zip64(const ZipReader& zip, std::string_view extra, CentralEntry& entr
   }
 }
 
-// Reads the entry at `at`, and moves that to the next.
 CentralEntry read_entry(const ZipReader& zip, uint64_t& at) {
   if (zip.part(at, kCentralHeaderBytes).empty() || zip.number<uint32_t>(at) != kCentralHeader)
     zip.refuse("its directory is damaged");
@@ -175,7 +174,7 @@ std::map<std::string, ArchiveMember> read_zip(std::string_view archive, const st
 
 Archive::Archive(const std::filesystem::path& path) : where_(path.string()), file_(MappedFile::open(path)) {
   const auto members = read_zip({file_->data(), static_cast<size_t>(file_->bytes())}, where_);
-  // Everything lies in one folder, which has the name that the file had when it was written.
+  // All members are in one folder, named like the file at the time of the export.
   const std::string_view first = members.empty() ? std::string_view() : std::string_view(members.begin()->first);
   const std::string folder(first.substr(0, first.find('/') + 1));
   for (const auto& [name, member] : members)
@@ -197,4 +196,4 @@ std::vector<std::string> Archive::names(const std::string& prefix, const std::st
   return names;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,13 +8,13 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
-// A file's bytes in memory as the kernel pages them in. Writing to them changes this process's copy of the page, never
-// the file. Keeps nothing open.
+// A file's bytes in memory, paged in by the kernel. A write changes this process's copy of the page, never the file.
+// Keeps no file descriptor open.
 class MappedFile {
  public:
-  // Maps a regular file, following symbolic links (the caches of model hubs are made of them). Throws ExportedError.
+  // Maps a regular file; follows symbolic links, of which the caches of model hubs consist. Throws ExportedError.
   static std::shared_ptr<MappedFile> open(const std::filesystem::path& path);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
@@ -29,29 +29,29 @@ class MappedFile {
   const int64_t bytes_;
 };
 
-// Where a member of a zip archive lies in it.
+// The position of a member in a zip archive.
 struct ArchiveMember {
   int64_t begin = 0;
   int64_t bytes = 0;
 };
 
-// The members of a zip archive whose bytes are stored as they are, neither compressed nor encrypted, as torch.save and
-// torch.export write them; zip64 too. Throws ExportedError, beginning with `where`, for anything else, for two members
-// of one name and for members that reach beyond the archive or share bytes.
+// Returns the members of a zip archive, zip64 included, that are stored uncompressed and unencrypted, as torch.save and
+// torch.export write them. Otherwise throws ExportedError that starts with `where`; so too for duplicate names and for
+// members that exceed the archive or overlap.
 std::map<std::string, ArchiveMember> read_zip(std::string_view archive, const std::string& where);
 
-// An archive of torch.export (.pt2): a zip of JSON and raw tensors. What it says about itself is not believed: every
-// member lies inside the file.
+// An archive of torch.export (.pt2): a zip of JSON and raw tensors. Untrusted: verifies that every member is inside the
+// file.
 class Archive {
  public:
-  // Throws ExportedError if it is not such an archive.
+  // Throws ExportedError if the file is not such an archive.
   explicit Archive(const std::filesystem::path& path);
 
   const std::string& where() const { return where_; }  // the file's name, for messages
   bool has(const std::string& name) const { return members_.contains(name); }
-  // A member's bytes, by its name below the archive's top folder. Throws ExportedError if there is none.
+  // Returns a member's bytes by its name below the archive's top folder. Throws ExportedError if it does not exist.
   std::string_view member(const std::string& name) const;
-  // Names of members that begin and end so.
+  // Names of members with this prefix and suffix.
   std::vector<std::string> names(const std::string& prefix, const std::string& suffix) const;
   const std::shared_ptr<MappedFile>& file() const { return file_; }
 
@@ -61,4 +61,4 @@ class Archive {
   std::map<std::string, ArchiveMember> members_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,17 +5,16 @@
 
 #include <limits>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
-#include "checkpoint/format/errors.h"
-#include "exported/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
 namespace {
 
-// Graphs inside graphs nest deeper than a checkpoint's manifest.
+// Nested graphs are deeper than a checkpoint's manifest.
 constexpr int kMaxArchiveDepth = 400;
 
 [[noreturn]] void refuse_field(const char* name, const std::string& reason) {
@@ -150,4 +149,4 @@ int64_t memory_format_of_export(const json& value) {
   return static_cast<int64_t>(kFormats[number - 1]);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -35,4 +35,4 @@ ExportRecord ExportRecord::read(const Archive& archive) {
   return record;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,24 +8,24 @@
 
 #include "exported/archive/archive.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// A model was exported in train() or eval(), and the other mode was compared with Python's.
+// The mode in which a model was exported; its other mode was compared with Python's.
 struct ExportedModes {
   bool training = true;
-  std::set<std::string> always;              // modules whose dropout is the same in both modes
-  std::map<std::string, bool> pinned;        // modules that Python's train() leaves in one mode: is it train()?
-  std::map<std::string, std::string> fixed;  // modules ("": all of it) that cannot be switched, and why
+  std::set<std::string> always;              // modules whose dropout is equal in both modes
+  std::map<std::string, bool> pinned;        // modules that Python's train() leaves in one mode; true: in train()
+  std::map<std::string, std::string> fixed;  // modules ("": the root) that cannot be switched, with the reason
 };
 
-// What tools/export_model.py has found out about a model and torch.export does not write down (extra/tessera.json).
-// Archives of others, and of earlier versions of the tool, have nothing of it, or less.
+// Facts about a model that tools/export_model.py stores (extra/tessera.json) and torch.export does not. Other tools'
+// archives have none, older ones have some.
 struct ExportRecord {
-  // Names of one tensor; nothing if nobody has looked.
+  // Groups of names of one tensor; nullopt if unknown.
   std::optional<std::vector<std::vector<std::string>>> ties;
-  // Inputs that Python's forward() takes by position, in its order.
+  // Inputs that Python's forward() takes by position, in order.
   std::vector<std::string> positional;
-  // Gradients of the decomposed program were compared with the model's.
+  // The gradients of the decomposed program were compared with the model's.
   bool has_checked_gradients = false;
 
   std::optional<ExportedModes> modes;
@@ -34,4 +34,4 @@ struct ExportRecord {
   static ExportRecord read(const Archive& archive);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

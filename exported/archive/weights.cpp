@@ -8,14 +8,14 @@
 #include <set>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/box.h"
-#include "checkpoint/full_file/full_file.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/slice_reader.h"
-#include "exported/errors.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -32,7 +32,7 @@ std::vector<int64_t> fixed_numbers(const json& list) {
   return numbers;
 }
 
-// Elements from the first to the last, both included, in the storage; nothing if that is 2^62 or more.
+// The number of elements from the first to the last in the storage, or nullopt if it reaches 2^62.
 std::optional<int64_t> extent_of(const ExportedTensor& tensor) {
   constexpr int64_t kLimit = int64_t{1} << 62;
   int64_t extent = 1;
@@ -87,7 +87,7 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
   std::map<std::string, ExportedTensor> tensors;
   for (const auto& [name, entry] : object_field(parsed, "config").items())
     tensors.emplace(name, read_tensor(archive, name, entry, folder));
-  // Without values there is no memory to be shared.
+  // Tensors without values share no memory, so only the record shows ties.
   std::map<std::string, std::string> tied;
   if (record.ties)
     for (const auto& names : *record.ties)
@@ -130,7 +130,7 @@ at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const ExportedTen
 
 struct WeightFiles::Files {
   SavedTensors saved;
-  std::map<std::string, std::string> canonical;  // of aliases
+  std::map<std::string, std::string> canonical;  // by alias
   SliceReader reader;
   std::shared_ptr<std::atomic<int64_t>> bytes_read;
   std::set<std::string> used;
@@ -190,4 +190,4 @@ ReadElements converted(WeightSource source, at::ScalarType dtype) {
   };
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using c10::TypeKind;
@@ -27,7 +27,7 @@ c10::TypePtr element_type(const c10::TypePtr& list) {
 }
 
 bool is_kind(const c10::TypePtr& type, TypeKind kind) { return type && kind_of(type) == kind; }
-// In schemas a SymInt is an int of another name.
+// In schemas a SymInt is another name for int.
 bool is_int(const c10::TypePtr& type) {
   return is_kind(type, TypeKind::IntType) || is_kind(type, TypeKind::SymIntType);
 }
@@ -39,7 +39,7 @@ bool is_float(const c10::TypePtr& type) {
   throw ExportedError("an argument is " + what + (type ? ", expected " + type->str() : ""));
 }
 
-// A name, or a constant beside it: {"as_name": "s0"}, {"as_int": 3}.
+// A name or a constant: {"as_name": "s0"}, {"as_int": 3}.
 struct Symbolic {
   int slot = kNoSlot;
   c10::IValue constant;
@@ -55,7 +55,7 @@ Symbolic read_symbolic(const json& value, const FindSlot& find_slot) {
 
 Operand number_operand(const Symbolic& number, const c10::TypePtr& type, int length);
 
-// One number where a list is taken.
+// Repeats a single number for a list parameter.
 Operand repeated(const Symbolic& number, const c10::TypePtr& type, int length) {
   const auto kind = is_int(element_type(type))     ? Operand::Kind::kInts
                     : is_float(element_type(type)) ? Operand::Kind::kFloats
@@ -255,4 +255,4 @@ std::string name_of_value(const json& argument) {
   return "";
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

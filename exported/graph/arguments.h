@@ -9,24 +9,23 @@
 
 #include "exported/graph/graph.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Which slot has a value of this name; throws ExportedError if there is none.
+// Returns the slot of the value with this name; throws ExportedError if none exists.
 using FindSlot = std::function<int(const std::string& name)>;
 
-// An argument of a node, for an operator that takes it as `type`: numbers become floats or tensors, single numbers
-// lists, as Python's binding of libtorch makes them. length: of a list that a single number is repeated for ("int[2]").
-// Throws ExportedError for kinds that the schema of torch.export has and operators do not take, and for what is of
-// another type.
+// Reads an argument of a node for an operator parameter of `type`. Converts as Python's binding of libtorch does:
+// numbers to floats or tensors, a single number to a list of `length` ("int[2]"). Throws ExportedError for kinds that
+// operators do not take, and for a wrong type.
 Operand read_argument(const nlohmann::json& argument, const c10::TypePtr& type, int length, const FindSlot& find_slot);
 
-// An argument of no declared type: of a higher-order operator, an arithmetic one, or an output.
+// Reads an argument without a declared type: of a higher-order operator, of arithmetic, or an output.
 Operand read_argument(const nlohmann::json& argument, const FindSlot& find_slot);
 
-// The same where several may come as one list: (x, y) among a higher-order operator's arguments.
+// As above, but splits a list, such as (x, y) among a higher-order operator's arguments.
 std::vector<Operand> read_arguments(const nlohmann::json& argument, const FindSlot& find_slot);
 
-// The name of a tensor or number that a node or an input makes; "" for a constant.
+// The name of the tensor or number that a node or input produces; "" for a constant.
 std::string name_of_value(const nlohmann::json& argument);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,15 +6,15 @@
 #include <string_view>
 #include <utility>
 
-#include "exported/graph/arguments.h"
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
+#include "exported/graph/arguments.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
-// ---- what a node says about itself --------------------------------------------------------------
+// ---- node metadata -------------------------------------------------------------------------------
 
 namespace {
 
@@ -27,7 +27,7 @@ std::string metadata_of(const json& node, const char* name) {
   return found != metadata->end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-// The last of a stack of:   File "/a/model.py", line 12, in forward\n    return self.fc(x)
+// The last frame of a stack of:   File "/a/model.py", line 12, in forward\n    return self.fc(x)
 std::string line_of(const std::string& stack) {
   const size_t file = stack.rfind("File \"");
   if (file == std::string::npos) return "";
@@ -41,7 +41,6 @@ std::string line_of(const std::string& stack) {
   return text;
 }
 
-// Graphs among a node's arguments.
 template <class Visit>
 void for_each_inner_graph(const json& node, Visit visit) {
   for (const json& input : list_field(node, "inputs")) {
@@ -52,7 +51,7 @@ void for_each_inner_graph(const json& node, Visit visit) {
 
 }  // namespace
 
-// "key,path,class;key,path,class": the key of a call after the first ends with its number, "@1".
+// "key,path,class;key,path,class": the key of a second or later call ends with its number, "@1".
 std::vector<ModuleCall> module_calls(const json& node) {
   const std::string stack = metadata_of(node, "nn_module_stack");
   std::vector<ModuleCall> calls;
@@ -83,10 +82,9 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 
 // ---- graphs -------------------------------------------------------------------------------------
 
-// The names of one graph.
 struct Compiler::Scope {
   std::map<std::string, int> slots;
-  std::map<int, size_t> state;  // slots of it, of the caller's graphs too
+  std::map<int, size_t> state;  // slots of state, of the callers' graphs too
   Graph& graph;
 
   int add(const std::string& name) {
@@ -101,7 +99,6 @@ struct Compiler::Scope {
       return found->second;
     };
   }
-  // The state that a slot has, if it has one.
   std::optional<size_t> state_of(int slot) const {
     const auto found = state.find(slot);
     return found == state.end() ? std::nullopt : std::optional(found->second);
@@ -148,8 +145,8 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
   Description description{
       "node " + (own.empty() ? "" : "'" + own + "' ") + "(" + target + ")" + line_of(metadata_of(node, "stack_trace")),
       calls.empty() ? "" : calls.back().fqn};
-  // They hold dtypes and devices to what they were in Python, where mixed precision and other devices are meant to
-  // change them; operators look at their arguments themselves.
+  // Skipped: it asserts Python's dtypes and devices, which mixed precision and other devices change. Operators check
+  // their arguments.
   if (target == "torch.ops.aten._assert_tensor_metadata.default") return nullptr;
   const std::string where = description.text;
   try {
@@ -174,7 +171,7 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
 
 namespace {
 
-// Arguments by position in the schema; defaults for those that are not given.
+// Returns the arguments by position in the schema, with defaults for missing ones.
 std::vector<Operand> read_operands(const json& node, const c10::FunctionSchema& schema, const FindSlot& find_slot) {
   std::vector<const json*> given(schema.arguments().size());
   for (const json& input : list_field(node, "inputs")) {
@@ -244,7 +241,7 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   if (!argument) return note_mode(step);
   if (operands[argument->index].kind() != Operand::Kind::kConstant) return;
   const c10::IValue& value = operands[argument->index].constant();
-  // Statistics of the batch in both modes, where there are no running ones.
+  // Without running statistics, both modes use those of the batch.
   if (const auto mean = running_mean_argument(schema);
       mean && operands[*mean].kind() == Operand::Kind::kConstant && operands[*mean].constant().isNone())
     return;
@@ -267,7 +264,7 @@ size_t Compiler::trained_module(const std::string& fqn) {
   return trained_.size() - 1;
 }
 
-// Operators without an argument for it.
+// Handles operators that have no argument for the mode.
 void Compiler::note_mode(const OperatorStep& step) {
   const std::string& name = step.op().schema().name();
   if (evaluates_for_good(step.op().schema()))
@@ -289,14 +286,13 @@ void Compiler::bind_training_arguments() {
 
 // ---- higher-order operators ---------------------------------------------------------------------
 
-// The arguments of a higher-order operator, one after the other.
 class Compiler::HigherOrderArguments {
  public:
   explicit HigherOrderArguments(const json& node) {
     for (const json& input : list_field(node, "inputs")) {
       const auto kind = input.find("kind");
       if (kind == input.end() || kind->is_null() || *kind != 2)
-        arguments_.push_back(&field(input, "arg"));  // not by name
+        arguments_.push_back(&field(input, "arg"));  // positional
     }
   }
   const json& next(const char* expected) {
@@ -348,7 +344,7 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
   return step;
 }
 
-// What a step with graphs in it is made of.
+// Collects the parts of a step that runs graphs.
 struct Compiler::CallReader {
   Compiler& compiler;
   HigherOrderArguments& arguments;
@@ -356,14 +352,14 @@ struct Compiler::CallReader {
   GraphStep::Call call;
   std::shared_ptr<Graph> last_graph;
 
-  // Each returns how many there are: results of the graph, operands so far.
+  // Each returns a count: results of the graph, or operands so far.
   size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
   size_t take_graph(const json& graph, const StateNames& state) {
     last_graph = compiler.compile_graph(graph, state, false);
     call.graphs.push_back(last_graph);
     return last_graph->outputs.size();
   }
-  // A graph that is given all that is left; it may change state.
+  // Takes a graph and all remaining operands; the graph may change state.
   void take_graph_and_rest(const Scope& scope) {
     const json& graph = arguments.next_graph();
     add(arguments.rest(find_slot));
@@ -381,7 +377,7 @@ struct Compiler::CallReader {
     add(read_arguments(arguments.next_any(), find_slot));
     return call.operands.size();
   }
-  // What is left. Graphs are given the operands, but for the first few.
+  // Takes the remaining operands, which the graphs receive, except for the first few.
   void take_rest(size_t first = 0) {
     add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)
@@ -424,7 +420,7 @@ std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, Highe
   throw ExportedError("this higher-order operator is not supported");
 }
 
-// Null if it is none.
+// Returns null for other operators.
 std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallReader& reader) {
   if (name == "while_loop") {
     reader.take_graph();
@@ -451,12 +447,12 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   if (const json* dtype = arguments.next_if("as_scalar_type")) mode.dtype = dtype_of_export(*dtype);
   mode.enabled = bool_of(arguments.next("as_bool"));
   if (const json* cache = arguments.next_if("as_bool")) mode.cache_enabled = bool_of(*cache);
-  // The archive's device becomes the execution's; autocast of another has nothing to do.
+  // The archive's device is replaced by the execution's; autocast for another device is a no-op.
   if (device != options_.device_type) mode.enabled = false;
   return mode;
 }
 
-// Parameters are the graph's own state, as they are of a module that is checkpointed: to be looked up, not saved.
+// Makes parameters the nested graph's own state, which it looks up: recomputation must not save them.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;
@@ -472,14 +468,14 @@ void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, con
   graph.inputs = std::move(inputs);
 }
 
-// ---- modules that are computed again ------------------------------------------------------------
+// ---- recomputed modules -------------------------------------------------------------------------
 
 struct Compiler::Segment {
   std::string instance;
-  size_t first, last;  // steps, both included
+  size_t first, last;  // steps, inclusive
 };
 
-// A call of a module is a run of steps: those between its first and its last, as Python has called it.
+// A module call is a run of steps: those between its first and its last.
 void Compiler::fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls) {
   std::vector<Segment> segments;
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -526,7 +522,7 @@ std::unique_ptr<Step> Compiler::fold(Graph& graph, const Segment& segment) {
     for (Operand& operand : step.operands()) {
       for (const int slot : operand.slots()) {
         if (slot == kNoSlot) continue;
-        if (!renamed.contains(slot)) {  // from outside
+        if (!renamed.contains(slot)) {  // defined outside the segment
           const auto own = std::find_if(graph.state.begin(), graph.state.end(),
                                         [&](const Graph::State& state) { return state.slot == slot; });
           if (own != graph.state.end()) {
@@ -556,4 +552,4 @@ std::unique_ptr<Step> Compiler::fold(Graph& graph, const Segment& segment) {
   return folded;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

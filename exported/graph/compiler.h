@@ -11,50 +11,51 @@
 #include <tuple>
 #include <vector>
 
+#include "exported/archive/record.h"
 #include "exported/graph/graph.h"
 #include "exported/graph/higher_order_steps.h"
-#include "exported/archive/record.h"
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// A call of a module, as a node's metadata has it.
+// A call of a module, from a node's metadata.
 struct ModuleCall {
   std::string fqn;         // "layers.0"
-  std::string instance;    // the same, or "layers.0@1" for the second call
+  std::string instance;    // equal to fqn, or "layers.0@1" for the second call
   std::string class_name;  // "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 };
 
-// The calls that a node is part of, outermost first. Empty for nodes that torch.export itself has added.
+// Returns the calls that contain a node, outermost first; none for nodes that torch.export added.
 std::vector<ModuleCall> module_calls(const nlohmann::json& node);
 
-// Class names by FQN, of all modules that call an operator, in graphs inside graphs too.
+// Adds the class names, by FQN, of all modules that call an operator, nested graphs included.
 void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
 
-// Turns the JSON of graphs into Graphs. Throws ExportedError with node, operator and line for what is not supported.
+// Compiles the JSON of graphs into Graphs. For unsupported features, throws ExportedError with node, operator and line.
 class Compiler {
  public:
   struct Options {
-    std::vector<std::string> namespaces;           // of operators, beside ATen's
-    std::map<std::string, size_t> state;           // index in Execution::state by name of the graph's input
-    std::map<size_t, std::string> batch_counters;  // by state: the module whose num_batches_tracked it is
-    std::string device_type = "cpu";               // for which the archive was made
-    std::optional<ExportedModes> modes;            // what is known of train() and eval()
-    std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are computed again
+    std::vector<std::string> namespaces;  // allowed operator namespaces besides ATen
+    std::map<std::string, size_t> state;  // index in Execution::state, by name of the graph's input
+    // by index in Execution::state: the module that owns this num_batches_tracked
+    std::map<size_t, std::string> batch_counters;
+    std::string device_type = "cpu";                              // of the archive
+    std::optional<ExportedModes> modes;                           // known facts about train() and eval()
+    std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are recomputed
   };
   explicit Compiler(Options options) : options_(std::move(options)) {}
 
   std::shared_ptr<Graph> compile(const nlohmann::json& graph);
 
-  // After compile(): modules with something that train() and eval() switch, in the order of Execution::training, and
-  // whether each was training when it was exported.
+  // After compile(): the modules that train() and eval() switch, in the order of Execution::training, and the mode of
+  // each in the export.
   struct TrainedModule {
     std::string fqn;
     bool was_training;
-    std::string why_fixed;  // it cannot be switched; empty if it can
+    std::string why_fixed;  // reason if it cannot be switched, otherwise empty
   };
   const std::vector<TrainedModule>& trained_modules() const { return trained_; }
-  // Modules with operators that draw random numbers in both modes, and one of their operators.
+  // Modules with operators that draw random numbers in both modes, each with one such operator.
   const std::map<std::string, std::string>& random_modules() const { return random_; }
 
  private:
@@ -66,7 +67,7 @@ class Compiler {
   };
   struct Segment;
 
-  // `state`: which of the graph's inputs are state, by name. A graph within another is given them by its caller.
+  // Names of those inputs of a graph that are state. The caller passes them to a nested graph.
   using StateNames = std::map<std::string, size_t>;
   std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, const StateNames& state, bool is_top);
   std::unique_ptr<Step> compile_node(const nlohmann::json& node, Scope& scope);
@@ -101,4 +102,4 @@ class Compiler {
   std::map<std::string, std::string> random_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,9 @@
 #include <charconv>
 #include <utility>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 std::optional<int64_t> floor_division(int64_t a, int64_t b) {
   if (b == 0 || (a == INT64_MIN && b == -1)) return std::nullopt;
@@ -207,4 +207,4 @@ std::string Expression::to_string(const Node& node) {
   return text + ")";
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,26 +8,25 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
-// An integer that depends on the shapes of inputs, as torch.export writes it down (sympy's srepr):
+// An integer that depends on the shapes of inputs, in the notation of torch.export (sympy's srepr):
 //
 //   Add(Mul(Integer(2), Symbol('s0', positive=True, integer=True)), Integer(1))
 class Expression {
  public:
   using Symbols = std::map<std::string, int64_t>;
 
-  // Throws ExportedError for what it cannot read, and for functions other than Add, Mul, Pow, FloorDiv, CleanDiv, Mod,
+  // Throws ExportedError for a syntax error, and for functions other than Add, Mul, Pow, FloorDiv, CleanDiv, Mod,
   // PythonMod, Max and Min.
   static Expression parse(std::string_view text);
   static Expression constant(int64_t value);
 
-  // Nothing if a symbol has no value, at a division by zero, and if it does not fit into 64 bit.
+  // Returns nullopt for a symbol without a value, division by zero and 64-bit overflow.
   std::optional<int64_t> evaluate(const Symbols& symbols) const;
 
-  // The symbol that the whole expression is, if it is one.
+  // Returns the symbol if the expression is a single symbol.
   std::optional<std::string> symbol() const;
-  // All symbols in it.
   std::vector<std::string> symbols() const;
   // "2*s0 + 1", for messages.
   std::string to_string() const;
@@ -49,9 +48,9 @@ class Expression {
   Node node_;
 };
 
-// Python's // and %: rounded towards minus infinity. Nothing at a division by zero or overflow.
+// Python's // and %, rounded down; nullopt for division by zero and overflow.
 std::optional<int64_t> floor_division(int64_t a, int64_t b);
 std::optional<int64_t> floor_modulo(int64_t a, int64_t b);
 std::optional<int64_t> integer_power(int64_t base, int64_t exponent);
 
-}  // namespace tessera
+}  // namespace tessera::internal

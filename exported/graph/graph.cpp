@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 at::Tensor wrapped_number(const c10::IValue& number) {
@@ -127,7 +127,7 @@ void Graph::plan_lifetimes() {
 
 std::vector<c10::IValue> Graph::run(std::vector<c10::IValue> given,
                                     const std::shared_ptr<const Execution>& execution) const {
-  // Those of a graph within this one are as many as its caller's archive says.
+  // The caller's archive sets the number of inputs of a nested graph.
   TORCH_CHECK(given.size() == inputs.size(), "a graph was given ", given.size(), " values, expected ", inputs.size());
   Frame frame{std::vector<c10::IValue>(static_cast<size_t>(slot_count)), execution};
   for (const State& own : state) frame.values[static_cast<size_t>(own.slot)] = execution->state[own.index];
@@ -151,4 +151,4 @@ std::vector<c10::IValue> Graph::run(std::vector<c10::IValue> given,
   return results;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

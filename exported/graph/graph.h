@@ -9,35 +9,35 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
-// A graph of operators, ready to run: names have become slots, operators handles of the dispatcher, constants values.
+// An executable graph of operators: names are resolved to slots, operators to dispatcher handles, constants to values.
 
 constexpr int kNoSlot = -1;
 
-// What a forward has beside its inputs. Kept by what is computed again in backward.
+// The inputs of a forward besides the caller's. Recomputation in backward keeps it alive.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
-  std::vector<uint8_t> training;  // by module with something that train() and eval() switch: is it training?
-  at::Device device = at::kCPU;   // in the place of every device in the archive
+  std::vector<uint8_t> training;  // by module that train() and eval() switch: whether it is training
+  at::Device device = at::kCPU;   // replaces every device in the archive
 };
 
-// The values of a graph while it runs.
+// The values of a graph that runs.
 struct Frame {
   std::vector<c10::IValue> values;  // by slot
   const std::shared_ptr<const Execution>& execution;
 };
 
-// Where an argument comes from.
+// The source of an argument.
 class Operand {
  public:
   enum class Kind : uint8_t {
     kConstant,
-    kDevice,         // of the execution
-    kSlot,           // as it is
-    kWrappedNumber,  // a number, where the operator takes a tensor: one that does not take part in promoting dtypes
+    kDevice,         // the execution's device
+    kSlot,           // unchanged
+    kWrappedNumber,  // a number for a tensor parameter; does not take part in dtype promotion
     kFloat,          // a number as a float
-    kTensors,        // lists whose elements come from slots or, where those are kNoSlot, constants
+    kTensors,        // lists with elements from slots, or from constants where the slot is kNoSlot
     kOptionalTensors,
     kInts,
     kFloats,
@@ -58,7 +58,7 @@ class Operand {
   void rename_slots(Rename rename) {
     for (int& slot : slots_) slot = rename(slot);
   }
-  // The slot's last use is this: its value is handed over.
+  // Marks the slot's last use, which moves its value.
   void set_last_use() { is_last_use_ = true; }
 
  private:
@@ -72,7 +72,7 @@ class Operand {
   std::vector<c10::IValue> constants_;  // of a list, by element
 };
 
-// One node. Steps are immutable when the graph is complete, and may run in several threads at a time.
+// One node. Immutable once the graph is complete; thread-safe.
 class Step {
  public:
   Step(std::string description, std::string module, std::vector<Operand> operands)
@@ -85,14 +85,14 @@ class Step {
 
   // "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)"
   const std::string& description() const { return description_; }
-  // The call of a module that it is part of, the innermost: "layers.0.attention", "head@1" for a second call.
+  // The innermost module call that contains it: "layers.0.attention", "head@1" for a second call.
   const std::string& module() const { return module_; }
   std::vector<Operand>& operands() { return operands_; }
   const std::vector<Operand>& operands() const { return operands_; }
-  // Slots that the step fills, by result; kNoSlot for those that nobody uses.
+  // The slot of each result; kNoSlot if unused.
   std::vector<int>& results() { return results_; }
   const std::vector<int>& results() const { return results_; }
-  // Slots that are used for the last time here, more than once or in lists.
+  // Slots last used here, more than once or in lists.
   std::vector<int>& frees() { return frees_; }
   const std::vector<int>& frees() const { return frees_; }
 
@@ -116,17 +116,17 @@ class Graph {
     size_t index;  // of Execution::state
   };
   int slot_count = 0;
-  std::vector<int> inputs;  // slots; kNoSlot for one that nobody uses
+  std::vector<int> inputs;  // slots; kNoSlot if unused
   std::vector<State> state;
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<Operand> outputs;
 
-  // After all steps are there: which values are nobody's, and when each is used for the last time.
+  // Finds unused values and the last use of each other. Call after the last step was added.
   void plan_lifetimes();
 
-  // Values are freed after their last use. An error of an operator is thrown on with the node's description.
+  // Frees values after their last use. An operator's error gets the node's description.
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs,
                                const std::shared_ptr<const Execution>& execution) const;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,14 +7,14 @@
 #include <string_view>
 #include <utility>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- reading ------------------------------------------------------------------------------------
 
-// Python's grammar of expressions, as far as shapes need it: each function reads one level of precedence.
+// The subset of Python's expression grammar that guards on shapes use; each function reads one level of precedence.
 class Guard::Parser {
  public:
   Parser(const std::string& text, const FindInput& find_input) : whole_(text), text_(text), find_input_(find_input) {}
@@ -97,7 +97,7 @@ class Guard::Parser {
     return node;
   }
 
-  // a < b < c is a < b and b < c.
+  // a < b < c means a < b and b < c.
   Node comparison() {
     static constexpr Operator kComparisons[] = {{"==", "eq"}, {"!=", "ne"}, {"<=", "le"},
                                                 {">=", "ge"}, {"<", "lt"},  {">", "gt"}};
@@ -122,7 +122,7 @@ class Guard::Parser {
   const Operator* next_of(const Operator (&operators)[count]) {
     for (const Operator& each : operators) {
       skip();
-      // "<" is not the first half of "<<", nor "*" of "**".
+      // "<" must not match half of "<<", nor "*" half of "**".
       const bool is_doubled = each.sign.size() == 1 && text_.size() > 1 && text_[0] == text_[1];
       if (!is_doubled && take(each.sign)) return &each;
     }
@@ -225,7 +225,7 @@ class Guard::Parser {
     return node;
   }
 
-  // L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n']: after L.
+  // The text after L: L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n'].
   Node input() {
     expect("['");
     std::string label = until("'");
@@ -327,4 +327,4 @@ c10::IValue Guard::evaluate(const Node& node, const std::vector<c10::IValue>& in
 
 bool Guard::holds(const std::vector<c10::IValue>& inputs) const { return is_true(evaluate(node_, inputs)); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

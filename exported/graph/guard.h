@@ -7,23 +7,23 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
-// What was true of the inputs when Python's code chose one way, of which the graph has no trace: an expression of
-// Python over sizes, strides and numbers of inputs.
+// A condition on the inputs that Python's control flow depended on during export, and that the graph lacks: a Python
+// expression over sizes, strides and numbers of inputs.
 //
 //   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
 class Guard {
  public:
-  // An input that a guard names ("x", "d['ids']", "xs[0]"), as the number of its value among those of a call.
+  // An input that a guard names ("x", "d['ids']", "xs[0]"), as an index into a call's values.
   struct Input {
     size_t index = 0;
     std::optional<int64_t> dimensions;    // of a tensor
-    std::optional<c10::IValue> constant;  // of a number that has become part of the graph
+    std::optional<c10::IValue> constant;  // of a number that became a constant of the graph
   };
   using FindInput = std::function<std::optional<Input>(const std::string& label)>;
 
-  // Throws ExportedError for what it cannot read, and for an input that there is not.
+  // Throws ExportedError for a syntax error or an unknown input.
   static Guard parse(const std::string& text, const FindInput& find_input);
 
   bool holds(const std::vector<c10::IValue>& inputs) const;
@@ -47,4 +47,4 @@ class Guard {
   Node node_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,9 +8,9 @@
 
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// The higher-order operators of torch.export: what each does with the graphs that it is given.
+// The higher-order operators of torch.export, which run other graphs.
 
 // with torch.set_grad_enabled(mode): ...
 class GradModeStep : public GraphStep {
@@ -37,24 +37,23 @@ class AutocastStep : public GraphStep {
   const Mode mode_;
 };
 
-// torch.cond: operand 0 chooses the graph, the others are its inputs.
+// torch.cond: operand 0 selects the graph, the others are its inputs.
 class ConditionStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-// torch.while_loop: while graph 0 says so, graph 1 makes new values of as many operands, the first ones; both are
-// given the others too.
+// torch.while_loop: while graph 0 returns true, graph 1 replaces the first operands; both graphs receive all operands.
 class LoopStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-// torch map and scan: the graph is run for each element of the first dimension of some operands, and is given the last
-// ones whole. Its first results are carried on to the next element, and begin with the first operands; others are
-// stacked. Operands: `carried`, then `scanned`, then the rest.
+// torch map and scan: runs the graph for each element of the first dimension of the scanned operands. Operands:
+// `carried`, then `scanned`, then those passed whole. The first results are carried to the next element, starting with
+// the first operands; the other results are stacked.
 class ScanStep : public GraphStep {
  public:
   ScanStep(Call call, size_t carried, size_t scanned)
@@ -65,11 +64,11 @@ class ScanStep : public GraphStep {
   const size_t carried_, scanned_;
 };
 
-// A graph that backward computes again (offload/activations/checkpointed.h).
+// A graph whose activations are recomputed in backward (include/tessera/checkpointed.h).
 class CheckpointStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct Uses {
@@ -40,4 +40,4 @@ std::vector<bool> used_by_linear_alone(const Graph& graph, size_t state_count) {
   return alone;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

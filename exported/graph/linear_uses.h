@@ -4,10 +4,10 @@
 
 #include "exported/graph/graph.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// For each tensor of Execution::state: whether the graph, with the graphs inside it, has it as the weight of
-// aten.linear and uses it for nothing else.
+// Returns, for each tensor of Execution::state, whether the graph and its nested graphs use it only as the weight of
+// aten.linear.
 std::vector<bool> used_by_linear_alone(const Graph& graph, size_t state_count);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 #include "exported/graph/expression.h"
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Numbers = std::vector<c10::IValue>;
@@ -163,4 +163,4 @@ void NumberStep::run(Frame& frame) const {
   set_result(frame, 0, function_(numbers));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <string_view>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr std::string_view kPrefix = "torch.ops.";
 
-// from_file maps any file. The others make tensors of sizes, strides or indices that they do not check.
+// from_file maps any file. The others do not check sizes, strides or indices.
 bool is_refused(std::string_view name) {
   static constexpr std::string_view kNames[] = {"from_file", "_print",      "_reshape_alias", "_dimI",
                                                 "_dimV",     "_coalesced_", "record_stream",  "_dim_arange"};
@@ -88,4 +88,4 @@ std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema) {
   return index ? std::optional(static_cast<size_t>(*index)) : std::nullopt;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <utility>
 
+#include <tessera/checkpointed.h>
 #include "exported/graph/higher_order_steps.h"
-#include "offload/activations/checkpointed.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- operators ----------------------------------------------------------------------------------
 
@@ -45,8 +45,8 @@ void OperatorStep::call(torch::jit::Stack& stack) const {
   stack = {output, saved_mean, saved_scale, mean, variance};
 }
 
-// A module that is in the mode in which it was exported does what was exported, a dropout that Python has always on,
-// say; in the other mode it does what that mode says.
+// In the mode of the export a module repeats the export, such as a dropout that Python always applies; in the other
+// mode it follows that mode.
 void OperatorStep::apply_switch(torch::jit::Stack& stack, const Execution& execution) const {
   const bool is_training = execution.training[switch_->module] != 0;
   if (is_training == switch_->module_was_training) return;
@@ -58,7 +58,7 @@ void OperatorStep::apply_switch(torch::jit::Stack& stack, const Execution& execu
   }
 }
 
-// ---- other graphs -------------------------------------------------------------------------------
+// ---- nested graphs -------------------------------------------------------------------------------
 
 std::vector<c10::IValue> GraphStep::take_operands(Frame& frame, size_t first) const {
   std::vector<c10::IValue> values;
@@ -161,7 +161,7 @@ void CheckpointStep::run(Frame& frame) const {
     tensors.push_back(std::exchange(inputs[i], c10::IValue()).toTensor());
     places.push_back(i);
   }
-  // Of the first time; what is no tensor stays so.
+  // Keeps the outputs of the first run; values that are not tensors stay unchanged.
   auto outputs = std::make_shared<std::vector<c10::IValue>>();
   auto compute = [graph = graph(), execution = frame.execution, others = std::move(inputs), places,
                   weak = std::weak_ptr(outputs)](const std::vector<at::Tensor>& given) {
@@ -181,4 +181,4 @@ void CheckpointStep::run(Frame& frame) const {
   set_results(frame, std::move(*outputs));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,19 +10,19 @@
 #include "exported/graph/graph.h"
 #include "exported/graph/operators.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// What a node's operator returns, and into how many results a list of it is taken apart: -1 for a value that is one.
+// For each return of a node's operator, the number of results that its list is split into; -1 for a single value.
 using ReturnLengths = std::vector<int>;
 
 // A node that calls an operator through the dispatcher.
 class OperatorStep : public Step {
  public:
-  // What train() and eval() switch.
+  // The argument that train() and eval() change.
   struct Switch {
     TrainingArgument argument;
-    size_t module = 0;         // of Execution::training
-    bool module_was_training;  // when it was exported
+    size_t module = 0;         // index in Execution::training
+    bool module_was_training;  // in the export
   };
 
   OperatorStep(std::string description, std::string module, c10::OperatorHandle op, std::vector<Operand> operands,
@@ -35,7 +35,7 @@ class OperatorStep : public Step {
 
   const c10::OperatorHandle& op() const { return op_; }
   void switch_with(Switch training) { switch_ = training; }
-  // The node counts batches, and does nothing while the module evaluates.
+  // Makes the step a no-op while the module is in eval(); for nodes that count batches.
   void run_only_in_training(size_t module) { only_in_training_ = module; }
 
  private:
@@ -43,20 +43,19 @@ class OperatorStep : public Step {
   void call(torch::jit::Stack& stack) const;
 
   const c10::OperatorHandle op_;
-  // Decomposed programs have batch norm in a form that libtorch cannot differentiate: it returns the running statistics
-  // instead of changing them.
+  // Decomposed programs use a batch norm that libtorch cannot differentiate; it returns new running statistics instead
+  // of changing them.
   const bool is_functional_batch_norm_ = op_.schema().name() == "aten::_native_batch_norm_legit_functional";
   const ReturnLengths returns_;
   std::optional<Switch> switch_;
   std::optional<size_t> only_in_training_;
 };
 
-// Arithmetic of Python on numbers that come from shapes.
+// Python arithmetic on numbers derived from shapes.
 class NumberStep : public Step {
  public:
   using Function = c10::IValue (*)(const std::vector<c10::IValue>& arguments);
-  // The function for a target ("_operator.mul", "torch.sym_max"), if it is one: what may be called with so many
-  // numbers.
+  // Returns the function for a target ("_operator.mul", "torch.sym_max") with this number of arguments, or null.
   static Function find(const std::string& target, size_t arguments);
 
   NumberStep(std::string description, std::string module, Function function, std::vector<Operand> operands)
@@ -67,7 +66,7 @@ class NumberStep : public Step {
   const Function function_;
 };
 
-// A node that runs other graphs, which are given its operands.
+// A node that runs other graphs on its operands.
 class GraphStep : public Step {
  public:
   struct Call {
@@ -79,7 +78,6 @@ class GraphStep : public Step {
       : Step(std::move(call.description), std::move(call.module), std::move(call.operands)),
         graphs_(std::move(call.graphs)) {}
 
-  // How many results it has: those of its last graph.
   size_t result_count() const { return graphs_.back()->outputs.size(); }
   const std::vector<std::shared_ptr<const Graph>>& graphs() const { return graphs_; }
 
@@ -92,4 +90,4 @@ class GraphStep : public Step {
   const std::vector<std::shared_ptr<const Graph>> graphs_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

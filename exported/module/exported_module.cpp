@@ -1,4 +1,4 @@
-#include "exported/module/exported_module.h"
+#include <tessera/exported.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -12,22 +12,23 @@
 
 #include "checkpoint/format/box.h"
 #include "exported/archive/archive.h"
-#include "exported/graph/arguments.h"
-#include "exported/graph/compiler.h"
 #include "exported/archive/fields.h"
-#include "exported/graph/linear_uses.h"
 #include "exported/archive/record.h"
 #include "exported/archive/weights.h"
+#include "exported/graph/arguments.h"
+#include "exported/graph/compiler.h"
+#include "exported/graph/linear_uses.h"
+#include "exported/module/signature.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
 namespace {
 
-constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // of torch 2.x
+constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // torch 2.x
 
-// A module of the model, with the name of its class.
+// A module with the name of its Python class.
 class NamedModule : public torch::nn::Module {
  public:
   explicit NamedModule(const std::string& class_name) : torch::nn::Module(class_name) {}
@@ -63,7 +64,7 @@ std::pair<std::string, std::string> split_name(const std::string& fqn) {
 
 // ---- state --------------------------------------------------------------------------------------
 
-// Everything of a model but its modules: which the builder below makes from an archive.
+// The state and graph of a model, built from an archive by the builder below.
 class ExportedProgram {
  public:
   enum class Kind : uint8_t { kParameter, kBuffer, kHidden };  // hidden: not persistent, or a constant
@@ -73,7 +74,7 @@ class ExportedProgram {
     at::Tensor tensor;
     bool is_constant = false;
   };
-  // A module that is right in the mode in which it was exported, and in no other.
+  // A module that is correct only in the mode of the export.
   struct FixedModule {
     torch::nn::Module* module;
     std::string fqn;
@@ -83,8 +84,8 @@ class ExportedProgram {
   enum class OutputKind : uint8_t { kResult, kState, kInput };
   struct Output {
     OutputKind kind = OutputKind::kResult;
-    size_t index = 0;                               // what is written to: of `state`, or of the graph's inputs
-    torch::nn::Module* only_in_training = nullptr;  // whose count of batches it is
+    size_t index = 0;                               // the written tensor: index in `state`, or among the graph's inputs
+    torch::nn::Module* only_in_training = nullptr;  // the module whose batch counter this is
   };
 
   std::vector<StateTensor> state;
@@ -96,7 +97,7 @@ class ExportedProgram {
   std::vector<FixedModule> fixed_modules;
   at::Device device = at::kCPU;
   std::shared_ptr<std::atomic<int64_t>> bytes_read = std::make_shared<std::atomic<int64_t>>(0);
-  std::map<std::string, int> classes;  // number of modules by class
+  std::map<std::string, int> classes;
 
   ExportedValue run(const ExportedInputs& given) const;
   void move_hidden(at::Device to);
@@ -143,7 +144,7 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   execution->state.reserve(state.size());
   for (const StateTensor& own : state) execution->state.push_back(own.tensor);
   for (const torch::nn::Module* module : trained_modules) execution->training.push_back(module->is_training() ? 1 : 0);
-  // The graph's inputs are the state, which it looks up itself, and then the caller's.
+  // The graph looks up the state itself; the caller's inputs follow.
   std::vector<c10::IValue> graph_inputs(state.size());
   for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
   std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);
@@ -171,7 +172,7 @@ void ExportedProgram::move_hidden(at::Device to) {
     if (own.kind == Kind::kHidden) own.tensor = own.tensor.to(device);
 }
 
-// Buffers that are not persistent, as Python's Module.to() does; constants are in the code.
+// Converts buffers that are not persistent, as Python's Module.to() does, but not the constants of the code.
 void ExportedProgram::convert_hidden(at::ScalarType to) {
   for (StateTensor& own : state)
     if (own.kind == Kind::kHidden && !own.is_constant && own.tensor.is_floating_point()) own.tensor = own.tensor.to(to);
@@ -194,7 +195,7 @@ class ProgramBuilder {
     program_->device = options.device;
   }
 
-  // `set_root_class` is told the class of the whole model before its modules are made.
+  // Calls `set_root_class` with the root's class before its modules are created.
   std::unique_ptr<ExportedProgram> build() {
     const json program = read_program();
     const json& graph_module = object_field(program, "graph_module");
@@ -222,8 +223,7 @@ class ProgramBuilder {
     return program;
   }
 
-  // What is decomposed has lost Python's stop-gradients: no_grad() is gone without a trace, detach() has become
-  // alias().
+  // Decomposition loses Python's stop-gradients: no_grad() disappears, detach() becomes alias().
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
@@ -240,7 +240,6 @@ class ProgramBuilder {
     TORCH_WARN(archive_.where(), ": ", what);
   }
 
-  // The archive's tensors, in the order of the graph's inputs.
   void read_state(const json& signature) {
     auto tensors = read_tensors(archive_, record_, "data/weights/" + model_ + "_weights_config.json", "data/weights/");
     tensors.merge(
@@ -270,7 +269,7 @@ class ProgramBuilder {
 
   // ---- modules
 
-  // libtorch refuses names that are there already, empty, or have dots.
+  // libtorch refuses names that are duplicate, empty or contain dots.
   template <class Register>
   static void registering(const std::string& fqn, Register act) {
     try {
@@ -303,7 +302,7 @@ class ProgramBuilder {
 
   // ---- values
 
-  // Names of one tensor, by the index of the first.
+  // Returns the names of tied tensors, by the index of the first.
   std::map<size_t, std::vector<size_t>> find_ties() const {
     std::map<std::string, std::vector<size_t>> by_storage;
     std::map<size_t, std::vector<size_t>> ties;
@@ -340,7 +339,7 @@ class ProgramBuilder {
     for (auto& own : program_->state) register_tensor(own);
   }
 
-  // Tensors without values do not show it by memory that they share.
+  // Tensors without values share no memory that would show ties.
   void warn_of_unknown_ties() const {
     for (size_t i = 0; i < tensors_.size(); ++i)
       for (size_t other = 0; other < i; ++other)
@@ -386,14 +385,14 @@ class ProgramBuilder {
       for (const size_t i : names) absent_.push_back(program_->state[i].fqn);
       return {};
     }
-    // Inside deferred() both are written down.
+    // deferred() records both operations.
     values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(dtype).device(options_.device));
     const at::NoGradGuard no_grad;
     options_.init(program_->state[index].fqn, values);
     return values;
   }
 
-  // Undefined if there are no values. What has holes gets the order of rows.
+  // Returns an undefined tensor if there are no values. A tensor with holes becomes row-major.
   at::Tensor tensor_with_values(ExportedTensor& tensor, const std::vector<size_t>& names, at::ScalarType dtype,
                                 Kind kind) {
     const OrdinaryScope ordinary;
@@ -479,7 +478,7 @@ class ProgramBuilder {
     return chosen;
   }
 
-  // For which the model was exported: a device that any of its tensors is on, beside a few on the CPU.
+  // The device type of the export: any that is not the CPU, which may hold a few tensors.
   static std::string device_type(const json& graph) {
     std::string found = "cpu";
     for (const auto& [name, meta] : object_field(graph, "tensor_values").items()) {
@@ -540,7 +539,7 @@ class ProgramBuilder {
     throw ExportedError("it changes the input '" + name + "', which it does not have");
   }
 
-  // As Python's were: outer modules first, since train() goes down.
+  // Sets outer modules first, because train() recurses.
   void set_modes() {
     const auto trains = [](const auto& m) { return m.was_training; };
     modules_.at("")->train(record_.modes ? record_.modes->training
@@ -580,10 +579,10 @@ class ProgramBuilder {
   std::unique_ptr<ExportedProgram> program_;
   std::string model_;
   bool is_user_input_ = false;
-  std::map<std::string, std::string> classes_;         // by FQN
-  std::map<std::string, torch::nn::Module*> modules_;  // by FQN
-  std::map<std::string, size_t> graph_names_;          // of the state, in the graph
-  std::vector<ExportedTensor> tensors_;                // of the state
+  std::map<std::string, std::string> classes_;
+  std::map<std::string, torch::nn::Module*> modules_;
+  std::map<std::string, size_t> graph_names_;  // name of the state in the graph
+  std::vector<ExportedTensor> tensors_;        // of the state
   std::optional<WeightFiles> files_;
   std::vector<std::string> absent_;
   std::vector<Compiler::TrainedModule> trained_;
@@ -591,6 +590,10 @@ class ProgramBuilder {
 };
 
 }  // namespace
+}  // namespace tessera::internal
+
+namespace tessera {
+using namespace internal;
 
 // ---- the module ---------------------------------------------------------------------------------
 
@@ -623,7 +626,7 @@ std::string ExportedModule::describe() const {
 
 int64_t ExportedModule::weight_bytes_read() const { return *program_->bytes_read; }
 
-// A tensor under several names is tied, which its other uses need not show.
+// Excludes tensors with several names: they are tied, and not all uses are in the graph.
 std::vector<LinearWeight> ExportedModule::linear_weights() {
   const std::vector<bool> is_weight = used_by_linear_alone(*program_->graph, program_->state.size());
   std::map<std::string, torch::nn::Module*> modules{{"", this}};

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "exported/graph/arguments.h"
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
+#include "exported/graph/arguments.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -43,8 +43,8 @@ std::string constant_text(const ExportedValue& value) {
   return value.is_double() ? c10::str(value.to_double()) : value.kind();
 }
 
-// Of floating-point and complex numbers widths may differ, as mixed precision has it. Integers are what they are:
-// bytes are masks where longs are indices, and sums of ints overflow.
+// The width of floating-point and complex numbers may differ, because of mixed precision. Integer types must match:
+// bytes are masks but longs are indices, and sums of ints overflow.
 bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
   return given == exported || (at::isFloatingType(given) && at::isFloatingType(exported)) ||
          (at::isComplexType(given) && at::isComplexType(exported));
@@ -119,7 +119,7 @@ void InputSignature::read_ranges(const json& range_constraints) {
     ranges_[symbol] = {bound(range, "min_val"), bound(range, "max_val")};
 }
 
-// How many of them were exported by position.
+// Returns the number of parameters that were exported by position.
 size_t InputSignature::read_parameters(const json& signature, const Structure::FieldNames& named_tuples) {
   const Structure whole = Structure::parse(text_field(signature, "in_spec"), named_tuples);
   if (whole.children().size() != 2 || whole.children()[0].is_leaf() || whole.children()[0].is_dict() ||
@@ -174,8 +174,8 @@ void InputSignature::read_guards(const json& program, bool may_leave_guards) {
   }
 }
 
-// Elements of *args and **kwargs are inputs of their own: "xs[0]" is "xs_0", and "kwargs['mask']" is "mask". A strict
-// export counts the leaves: "flat_args[2]".
+// Elements of *args and **kwargs are separate inputs: "xs[0]" is "xs_0", "kwargs['mask']" is "mask". A strict export
+// numbers the leaves: "flat_args[2]".
 std::optional<size_t> InputSignature::leaf_labelled(const std::string& label) const {
   const size_t open = label.find('['), close = label.find(']');
   std::vector<std::string> names{label};
@@ -235,7 +235,7 @@ std::string InputSignature::describe() const {
 
 // ---- shapes -------------------------------------------------------------------------------------
 
-// Finds what each symbol is in one call, and checks that all sizes agree with it.
+// Finds the value of each symbol in one call, and checks all sizes against them.
 class ShapeCheck {
  public:
   explicit ShapeCheck(const InputSignature& signature) : signature_(signature) {}
@@ -248,7 +248,7 @@ class ShapeCheck {
     }
   }
 
-  // After all sizes: those that are more than a symbol.
+  // Checks the sizes that are more than a symbol; call after all sizes were added.
   void finish() {
     for (const Derived& size : derived_) solve(size);
     for (const Derived& size : derived_) {
@@ -289,7 +289,7 @@ class ShapeCheck {
                                   (most ? std::to_string(*most) : "any"));
   }
 
-  // A size that is linear in the only symbol that is not known says what the symbol is.
+  // A size that is linear in its only unknown symbol determines that symbol.
   void solve(const Derived& size) {
     std::optional<std::string> unknown;
     for (const std::string& symbol : size.expected->symbols()) {
@@ -460,4 +460,4 @@ NamedInputs InputSignature::zeros(int64_t batch, int64_t sequence) const {
   return inputs;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,49 +9,38 @@
 #include <string>
 #include <vector>
 
+#include <tessera/exported_value.h>
 #include "exported/graph/expression.h"
 #include "exported/graph/guard.h"
 #include "exported/module/structure.h"
-#include "exported/module/value.h"
 
-namespace tessera {
-
-// Inputs of one call, by position and by name.
-struct ExportedInputs {
-  std::vector<ExportedValue> positional;
-  ExportedValue::Named named;
-
-  // One more by position.
-  void add(ExportedValue value) { positional.push_back(std::move(value)); }
-  // More by name.
-  void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
-};
+namespace tessera::internal {
 
 // The shapes for which a model was exported: integers, and symbols with ranges.
 class ShapeCheck;
 
-// What a model is given: Python's forward(*args, **kwargs), and what was true of each value when it was exported.
+// The parameters of Python's forward(*args, **kwargs), and the constraints on each value from the export.
 class InputSignature {
  public:
-  // Reads an archive's program. Of inputs that were exported by name, `positional` says which Python takes by position,
-  // in which order; of nothing else this is known. `may_leave_guards`: those that cannot be read are left out. Throws
+  // Reads an archive's program. `positional` lists the inputs that Python takes by position, in order; the archive does
+  // not store this for inputs exported by name. `may_leave_guards`: ignores guards that cannot be read. Throws
   // ExportedError.
   InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
                  const std::vector<std::string>& positional, bool may_leave_guards);
 
-  // The values of the graph's user inputs, in order. Throws std::invalid_argument that names the input: missing, given
-  // twice, unknown, of another structure, kind, number of dimensions or size, outside of a range, or another number
-  // than the one that has become part of the graph; or the guard that does not hold, for inputs with which Python's
-  // code would have gone another way than the graph.
+  // Returns the values of the graph's user inputs, in order. Throws std::invalid_argument that names the input:
+  // missing, duplicate, unknown, of another structure, kind, rank or size, out of range, or different from a number
+  // that is a constant of the graph. Also throws if a guard does not hold, because Python would then have run other
+  // code.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
   // Names of forward's parameters, in order.
   std::vector<std::string> names() const;
-  // Inputs by name, tensors of zeros and integers, of the sizes that they had when the model was exported. `batch` and
-  // `sequence`, where they are not 0, are the first dimension of the first tensor and the second of the first tensor of
-  // integers, and whatever else depends on these. Throws std::invalid_argument for sizes that it was not exported for.
+  // Returns named inputs: tensors of zeros, and integers, of the sizes in the export. `batch` and `sequence`, if not 0,
+  // replace the first dimension of the first tensor and the second of the first integer tensor; dependent sizes follow.
+  // Throws std::invalid_argument for unsupported sizes.
   NamedInputs zeros(int64_t batch, int64_t sequence) const;
-  // "input_ids: Long [s0, s1]", one a line, the ranges of symbols, and guards.
+  // One line for each input ("input_ids: Long [s0, s1]"), then the ranges of symbols, and guards.
   std::string describe() const;
 
  private:
@@ -66,7 +55,7 @@ class InputSignature {
     bool is_tensor = false;
     at::ScalarType dtype = at::kFloat;
     std::vector<Expression> sizes;
-    std::optional<Expression> number;  // of an integer that is an input of the graph
+    std::optional<Expression> number;  // of an integer input of the graph
     std::optional<ExportedValue> constant;
   };
   struct Range {
@@ -90,10 +79,10 @@ class InputSignature {
 
   std::vector<Parameter> parameters_;
   std::vector<Leaf> leaves_;
-  std::vector<size_t> positions_;  // of parameters that may be given by position
+  std::vector<size_t> positions_;  // of parameters that may be passed by position
   std::map<std::string, Range> ranges_;
   std::vector<Guard> guards_;
-  Expression::Symbols exported_with_;  // where the archive tells
+  Expression::Symbols exported_with_;  // if the archive stores them
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,10 +2,10 @@
 
 #include <stdexcept>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -33,9 +33,8 @@ class StructureReader {
   }
 
  private:
-  // Of a dictionary or class of results the names are in the context, as a list; of a default dictionary they are a
-  // field of it; of a dataclass they are the first of two lists, before the names of fields that are None. The contexts
-  // of other types say nothing that is needed.
+  // The context has the names: a list for dictionaries and result classes, a field for a default dictionary. For a
+  // dataclass it has two lists: names, and the fields that are None. Other types' contexts are not needed.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
     const json parsed =
         context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;
@@ -113,4 +112,4 @@ ExportedValue Structure::unflatten(const std::vector<ExportedValue>& leaves, siz
   return elements;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

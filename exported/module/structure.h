@@ -4,18 +4,17 @@
 #include <string>
 #include <vector>
 
-#include "exported/module/value.h"
+#include <tessera/exported_value.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-// How Python's inputs or outputs are made of leaves (a torch.utils._pytree.TreeSpec): nested sequences and
-// dictionaries.
+// The nesting of Python's inputs or outputs (a torch.utils._pytree.TreeSpec): sequences and dictionaries of leaves.
 class Structure {
  public:
-  // Named tuples have the names of their elements elsewhere: by the type's serialized name.
+  // Element names of named tuples, which are stored apart, by the type's serialized name.
   using FieldNames = std::map<std::string, std::vector<std::string>>;
 
-  // Reads what treespec_dumps() wrote, version 1. Throws ExportedError.
+  // Parses the output of treespec_dumps(), version 1. Throws ExportedError.
   static Structure parse(const std::string& treespec, const FieldNames& named_tuples = {});
 
   bool is_leaf() const { return kind_ == Kind::kLeaf; }
@@ -24,12 +23,12 @@ class Structure {
   const std::vector<std::string>& names() const { return names_; }  // of a dict's children
   size_t leaf_count() const;
 
-  // The leaves of a value of this structure, in order; a dict's elements may be in another order. Throws
-  // std::invalid_argument, beginning with `where`, for a value of another structure.
+  // Appends the leaves of a value of this structure, in order; a dict's elements may be in any order. If the structure
+  // differs, throws std::invalid_argument that starts with `where`.
   void flatten(const ExportedValue& value, const std::string& where, std::vector<ExportedValue>& leaves) const;
-  // What flatten() would call the leaves.
+  // Appends the names that flatten() uses for the leaves.
   void name_leaves(const std::string& where, std::vector<std::string>& names) const;
-  // The value of leaves.
+  // Builds the value from its leaves.
   ExportedValue unflatten(const std::vector<ExportedValue>& leaves) const;
 
  private:
@@ -42,4 +41,4 @@ class Structure {
   std::vector<Structure> children_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

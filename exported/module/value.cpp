@@ -1,9 +1,10 @@
-#include "exported/module/value.h"
+#include <tessera/exported_value.h>
 
 #include <algorithm>
 #include <stdexcept>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 [[noreturn]] void refuse_value(const ExportedValue& value, const std::string& expected) {

@@ -1,16 +1,128 @@
 #pragma once
 
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+#include <torch/ordered_dict.h>
+
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
-#include <tessera/stage_wrapper.h>
-#include <tessera/zero_options.h>
+#include <tessera/adafactor.h>
+#include <tessera/adamw_8bit.h>
+#include <tessera/ddp.h>
+#include <tessera/fsdp.h>
+#include <tessera/fsdp_options.h>
+#include <tessera/lbfgs.h>
+#include <tessera/lion.h>
+#include <tessera/muon.h>
+#include <tessera/oss.h>
+#include <tessera/schedule_free.h>
+#include <tessera/sdp.h>
 
 namespace tessera {
+
+namespace internal {
+// A module's own parameters, each once, by the first name.
+torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
+}  // namespace internal
+
+// The stage, and the options of each wrapper. The same on all ranks.
+struct ZeroOptions {
+  // By name, as the module registers them.
+  using Parameters = torch::OrderedDict<std::string, at::Tensor>;
+  // Parameters with options of their own, as torch's optimizers take them.
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  // What is split over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+  int stage = 2;
+  // Makes the optimizer's groups out of the parameters by name (whole ones, or shards in stage 3).
+  // Empty: one group of all.
+  std::function<Groups(const Parameters&)> groups;
+  // Of what the stage uses: stages 0 and 1; 1 and 2; 2; 3.
+  DdpOptions ddp;
+  OssOptions oss;
+  SdpOptions sdp;
+  FsdpOptions fsdp;
+
+  // What `groups` makes of them.
+  Groups groups_of(const Parameters& parameters) const {
+    return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
+  }
+  // A module's own, each once.
+  static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
+};
+
+// The optimizer that torch's options belong to: as a type, in decltype().
+torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
+torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
+torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
+torch::optim::RMSprop optimizer_of(const torch::optim::RMSpropOptions&);
+torch::optim::Adagrad optimizer_of(const torch::optim::AdagradOptions&);
+Muon optimizer_of(const MuonOptions&);
+AdamW8bit optimizer_of(const AdamW8bitOptions&);
+Lion optimizer_of(const LionOptions&);
+Adafactor optimizer_of(const AdafactorOptions&);
+ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
+Lbfgs optimizer_of(const LbfgsOptions&);
+
+// Throws std::invalid_argument for torch's own L-BFGS.
+template <class Optimizer>
+void refuse_line_searches_of_one_rank() {
+  if constexpr (std::is_base_of_v<torch::optim::LBFGS, Optimizer>)
+    throw std::invalid_argument(
+        "zero<torch::optim::LBFGS>: its line searches follow this rank's loss, and its inner products this rank's "
+        "part, so ranks go different ways; use tessera::LbfgsOptions");
+}
+
+namespace internal {
+
+// The wrapper of one of the stages, which is known when the program runs. Empty until it is made.
+template <class Holder>
+class StageWrapper {
+ public:
+  // The one that these options are of.
+  void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
+    wrapper_.template emplace<Ddp>(module, std::move(comm), options);
+  }
+  void make(const Holder& module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
+            const SdpOptions& options) {
+    wrapper_.template emplace<Sdp>(module, optimizer, std::move(comm), options);
+  }
+  void make(const Holder& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
+    wrapper_.template emplace<Fsdp>(module, std::move(comm), options);
+  }
+
+  // What act(wrapper) returns, the same type for each.
+  template <class Act>
+  auto with(Act act) {
+    if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
+    if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
+    return act(std::get<Fsdp>(wrapper_));
+  }
+  // What all of them have.
+  DataParallel& any() {
+    return *with([](auto& wrapper) -> DataParallel* { return &wrapper; });
+  }
+  const DataParallel& any() const { return const_cast<StageWrapper*>(this)->any(); }
+
+ private:
+  using Ddp = DistributedDataParallel<Holder>;
+  using Sdp = ShardedDataParallel<Holder>;
+  using Fsdp = FullyShardedDataParallel<Holder>;
+  std::variant<std::monostate, Ddp, Sdp, Fsdp> wrapper_;
+};
+
+}  // namespace internal
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
 // Each call does what the wrapper of the stage does; see there for what is collective and throws. parameters() are what
@@ -109,7 +221,7 @@ class Zero : public ModelShards {
 
   const int stage_;
   Holder module_;
-  StageWrapper<Holder> wrapper_;
+  internal::StageWrapper<Holder> wrapper_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 

@@ -1,27 +1,22 @@
-#include "offload/activations/activation_offload.h"
+#include <tessera/activation_offload.h>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
+#include <cstdint>
+#include <deque>
+#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "core/memory/pinned_pool.h"
+#include "core/runtime/copy_engine.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera {
+using namespace internal;
 
 static constexpr size_t kMaxLeaving = 2;
-
-// A list in the order of forward, which backward walks from its end.
-struct ActivationOffload::Kept {
-  std::vector<int64_t> sizes, strides;
-  at::Tensor host;    // flat
-  at::Tensor device;  // flat: before it has left, and from when it is fetched
-  at::Device home = at::kCPU;
-  Copy copy;
-  bool is_leaving = true;
-  std::weak_ptr<Kept> before;
-};
 
 // After the copy's end, behind which the current stream is; the memory need not be that stream's.
 static void let_go(at::Tensor& device, at::Device home) {
@@ -29,25 +24,66 @@ static void let_go(at::Tensor& device, at::Device home) {
   device.reset();
 }
 
-class ActivationOffload::OffloadedInput : public SavedInput {
+// The kept tensors, and the copies that move them. Shared by the offload and the graph's inputs. Thread-safe.
+class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
-  OffloadedInput(ActivationOffload& owner, std::shared_ptr<Kept> kept) : owner_(owner), kept_(std::move(kept)) {}
-  ~OffloadedInput() override { owner_.forget(*kept_); }
-  at::Tensor fetch() override { return owner_.fetch(*kept_); }
+  Pipeline(at::Device device, ActivationOffloadOptions options)
+      : options_(options),
+        pool_({device, options_.pin_memory, options_.host_limit_bytes}),
+        copies_(CopyEngine::make(device)) {}
+
+  std::unique_ptr<SavedInput> keep(const at::Tensor& tensor);
+  int64_t host_bytes() const { return pool_.lent_bytes(); }
+  CopyTraffic traffic() const { return copies_->traffic(); }
 
  private:
-  ActivationOffload& owner_;
+  struct Kept;
+  class OffloadedInput;
+  at::Tensor fetch(Kept& kept);
+  void start_fetch(Kept& kept);
+  void forget(Kept& kept);
+
+  const ActivationOffloadOptions options_;
+  std::mutex mutex_;
+  PinnedPool pool_;
+  const std::unique_ptr<CopyEngine> copies_;
+  std::deque<std::shared_ptr<Kept>> leaving_;  // the oldest first
+  std::shared_ptr<Kept> latest_;               // of those alive
+};
+
+// A list in the order of forward, which backward walks from its end.
+struct ActivationOffload::Pipeline::Kept {
+  std::vector<int64_t> sizes, strides;
+  at::Tensor host;    // flat
+  at::Tensor device;  // flat: until copied to the host, and again once fetched
+  at::Device home = at::kCPU;
+  Copy copy;
+  bool is_leaving = true;
+  std::weak_ptr<Kept> before;
+};
+
+class ActivationOffload::Pipeline::OffloadedInput : public SavedInput {
+ public:
+  OffloadedInput(std::shared_ptr<Pipeline> owner, std::shared_ptr<Kept> kept)
+      : owner_(std::move(owner)), kept_(std::move(kept)) {}
+  ~OffloadedInput() override { owner_->forget(*kept_); }
+  at::Tensor fetch() override { return owner_->fetch(*kept_); }
+
+ private:
+  const std::shared_ptr<Pipeline> owner_;
   const std::shared_ptr<Kept> kept_;
 };
 
 ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions options)
-    : options_(options),
-      pool_({device, options_.pin_memory, options_.host_limit_bytes}),
-      copies_(CopyEngine::make(device)) {}
+    : pipeline_(std::make_shared<Pipeline>(device, options)) {}
 
 ActivationOffload::~ActivationOffload() = default;
 
-std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
+std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) { return pipeline_->keep(tensor); }
+int64_t ActivationOffload::host_bytes() const { return pipeline_->host_bytes(); }
+CopyTraffic ActivationOffload::traffic() const { return pipeline_->traffic(); }
+
+std::unique_ptr<SavedInput> ActivationOffload::Pipeline::keep(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
       tensor.numel() == 0)
     return nullptr;
@@ -68,33 +104,33 @@ std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
     Kept& oldest = *leaving_.front();
     if (!std::exchange(oldest.is_leaving, false)) continue;
     oldest.copy.wait_on_device();
-    oldest.copy = Copy();  // which holds the device's memory
+    oldest.copy = Copy();  // the handle holds device memory
     let_go(oldest.device, oldest.home);
   }
-  return std::make_unique<OffloadedInput>(*this, std::move(kept));
+  return std::make_unique<OffloadedInput>(shared_from_this(), std::move(kept));
 }
 
-void ActivationOffload::start_fetch(Kept& kept) {
+void ActivationOffload::Pipeline::start_fetch(Kept& kept) {
   if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // it has not gone yet, and is here
   if (kept.device.defined() || !kept.host.defined()) return;
   kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
   kept.copy = copies_->to_device(kept.device, kept.host);
 }
 
-at::Tensor ActivationOffload::fetch(Kept& kept) {
+at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   start_fetch(kept);
   kept.copy.wait_on_device();
-  kept.copy = Copy();  // the handle would keep the device's memory
-  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // it was made on another, perhaps
+  kept.copy = Copy();                                                             // the handle would hold device memory
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // maybe allocated on another stream
   const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
   if (auto next = kept.before.lock()) start_fetch(*next);
   return values;
 }
 
-// Its graph is gone, or backward has been through it. Those after it went before, in the order of backward.
-void ActivationOffload::forget(Kept& kept) {
+// The graph is freed, or backward has passed this tensor. Backward has freed the later ones before.
+void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();
   let_go(kept.device, kept.home);

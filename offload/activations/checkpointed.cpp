@@ -1,4 +1,4 @@
-#include "offload/activations/checkpointed.h"
+#include <tessera/checkpointed.h>
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -19,16 +19,17 @@
 #include <sstream>
 #include <tuple>
 
+#include <tessera/detail/saved_inputs.h>
 #include "core/paging/recomputes_later.h"
-#include "offload/activations/saved_inputs.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using torch::autograd::AutogradContext;
 using Tensors = torch::autograd::variable_list;
 
-// The CPU, this thread's own accelerator if it has used one, and the devices of the tensors.
+// Returns the CPU, this thread's current accelerator if used, and the devices of the tensors.
 std::vector<at::Device> devices_of(const Tensors& tensors) {
   std::vector<at::Device> devices{at::kCPU};
   if (at::globalContext().hasCUDA()) {
@@ -41,7 +42,7 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
   return devices;
 }
 
-// Also all accelerators that this process has used: a function may draw on one that only its outputs tell.
+// Adds all accelerators that this process has used: only the outputs may tell which one a function draws on.
 std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   std::vector<at::Device> devices = devices_of(tensors);
   if (!at::globalContext().hasCUDA()) return devices;
@@ -52,7 +53,7 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   return devices;
 }
 
-// What a computation depends on beside its inputs: where the default generators are, and autocast.
+// The state that a computation depends on besides its inputs: default generators and autocast.
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
@@ -65,8 +66,8 @@ class ExecutionState {
     }
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
-  // What drew no numbers the first time leaves the generators alone the second time; so do those of other devices,
-  // which may be other ranks'.
+  // Keeps only generators that the first call advanced. The recomputation must not touch others, e.g. of other ranks'
+  // devices.
   void keep_used_generators(const std::vector<at::Device>& devices) {
     std::erase_if(generators_, [&](State& entry) {
       if (std::ranges::find(devices, entry.device) == devices.end()) return true;
@@ -99,10 +100,10 @@ class ExecutionState {
   bool cast_cache_ = true;
 };
 
-// A tensor's version when the function was called. Holds the counter, not the tensor.
+// A tensor's version at the call. Holds the counter, not the tensor.
 struct Version {
   explicit Version(const at::Tensor& tensor) : counter(torch::autograd::impl::version_counter(tensor)), then(now()) {}
-  // Tensors that were made under InferenceMode count nothing.
+  // Tensors made under InferenceMode have no version counter.
   int64_t now() const { return counter.enabled() ? counter.current_version() : 0; }
 
   c10::VariableVersion counter;
@@ -112,13 +113,13 @@ struct Version {
 struct Part : torch::CustomClassHolder {
   std::function<Tensors(const Tensors&)> compute;
   std::vector<at::Device> devices;
-  std::optional<ExecutionState> first_state;  // as it was the first time
+  std::optional<ExecutionState> first_state;  // at the first call
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
-  std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: autograd has it
+  std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: kept by autograd
   std::vector<bool> requires_grad;                // by input
-  std::vector<Version> versions;                  // by tensor of the caller's: the anchor is none
+  std::vector<Version> versions;                  // by tensor of the caller, without the anchor
 
-  // The same once more, recorded by autograd.
+  // Recomputes with autograd recording.
   Tensors compute_again(const Tensors& inputs) {
     ExecutionState present(devices);
     if (!first_state->draws()) present.forget_generators();
@@ -130,8 +131,8 @@ struct Part : torch::CustomClassHolder {
     return again;
   }
 
-  // Autograd would notice for those that it has, without saying which; a copy elsewhere may have begun before the
-  // change and ended after it.
+  // Autograd detects changes only of tensors that it keeps, without naming the input. A copy elsewhere may have raced
+  // with the change.
   void check_versions() const {
     for (size_t i = 0; i < versions.size(); ++i)
       if (versions[i].now() != versions[i].then)
@@ -155,8 +156,8 @@ struct Part : torch::CustomClassHolder {
 };
 
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
-  // inputs[0] is an anchor that requires a gradient: autograd then calls backward even if of the
-  // others none does, since parameters that the function uses may.
+  // inputs[0] is an anchor that requires a gradient, so that autograd calls backward even if no other input does: the
+  // function's parameters may.
   static Tensors forward(AutogradContext* context, const c10::intrusive_ptr<Part>& part, at::TensorList inputs) {
     context->saved_data["part"] = c10::IValue::make_capsule(part);
     save(context, *part, inputs);
@@ -176,7 +177,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     return outputs;
   }
 
-  // Leaves are there anyway, parameters among them.
+  // Leaves stay alive anyway, parameters among them.
   static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
     Tensors saved = inputs.vec();
     part.kept.resize(inputs.size());
@@ -221,7 +222,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 
 }  // namespace
 
-void checkpointed_detail::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+void internal::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
   for (size_t i = 0; i < std::max(before.size(), after.size()); ++i)
     if (i >= before.size() || i >= after.size() || !before[i].is_same(after[i]))
       throw std::invalid_argument("a checkpointed function put another tensor in the place of tensor " +
@@ -236,7 +237,7 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   part->compute = std::move(compute);
   part->first_state.emplace(devices_in_use(inputs));
   inputs.insert(inputs.begin(), at::empty({0}, at::kCPU).set_requires_grad(true));
-  return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
+  return Checkpoint::apply(part, at::TensorList(inputs));  // autograd does not look into vectors
 }
 
 CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential,

@@ -1,8 +1,9 @@
-#include "offload/activations/saved_inputs.h"
+#include <tessera/detail/saved_inputs.h>
 
 namespace tessera {
+using namespace internal;
 
-// Not inline: of one in a std::optional GCC 12 would warn that before_ may be uninitialized.
+// Not inline: inside a std::optional, GCC 12 would warn that before_ may be uninitialized.
 SavedInputs::Scope::~Scope() { current_ = before_; }
 
 }  // namespace tessera

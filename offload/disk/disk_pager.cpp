@@ -14,7 +14,7 @@
 
 #include "core/memory/without_data.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 const DiskPagerOptions& checked(const DiskPagerOptions& options) {
@@ -29,7 +29,7 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   return options;
 }
 
-// Direct access wants memory aligned to blocks, which a buffer's is not.
+// Direct access needs block-aligned memory, which a buffer is not.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
@@ -81,7 +81,7 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   return tensor;
 }
 
-// Forgets tensors that nobody has any more.
+// Vacates entries whose tensors have been released.
 void DiskPager::reclaim() {
   const auto is_gone = [](const Entry* entry) {
     return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
@@ -132,7 +132,7 @@ void DiskPager::touch(Entry& entry) {
   recent_.push_back(&entry);
 }
 
-// The first in the list that nobody holds or uses, taken out of it; null if there is none.
+// Removes and returns the first entry that is neither held nor used; null if there is none.
 DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
   const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
     return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
@@ -145,7 +145,7 @@ DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
   return entry;
 }
 
-// Sends the least recently used one that may go on its way; false if there is none.
+// Evicts the least recently used idle entry; returns false if there is none.
 bool DiskPager::evict_one() {
   Entry* entry = take_idle(recent_);
   if (entry == nullptr) return false;
@@ -166,7 +166,7 @@ bool DiskPager::evict_one() {
   return true;
 }
 
-// Reads or writes beside the caller; nothing without data.
+// Runs a read or write asynchronously; a no-op without data.
 std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
   if (space_.file() == nullptr) {
     std::promise<void> nothing;
@@ -178,7 +178,7 @@ std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
   return end;
 }
 
-// What was read for nothing, it seems.
+// Drops data that were read ahead and not used.
 bool DiskPager::forget_one_read_ahead() {
   Entry* entry = take_idle(reading_);
   if (entry == nullptr) return false;
@@ -187,7 +187,7 @@ bool DiskPager::forget_one_read_ahead() {
   return true;
 }
 
-// The data stay in memory if they are wanted, and if the write fails, which is thrown: then as changed ones.
+// Keeps the data in memory if they are wanted. If the write fails, keeps them as dirty and throws.
 void DiskPager::finish_write(Entry& entry, bool is_wanted) {
   writing_.remove(&entry);
   std::exception_ptr failure;
@@ -206,7 +206,7 @@ bool DiskPager::has_room(int64_t bytes) const {
   return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
-// False if there is no room without waiting, or none at all.
+// Returns false if there is no room, or none without waiting.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   while (!has_room(bytes)) {
     if (!writing_.empty() &&
@@ -258,7 +258,7 @@ void DiskPager::require_resident(Entry& entry) {
   last_loaded_ = &entry;
 }
 
-// Takes room from what was not used for long, but never waits for a disk. False if there is none.
+// Evicts if necessary, but never waits for the disk. Returns false if there is no room.
 bool DiskPager::start_read_if_room(Entry& entry) {
   if (entry.state != State::kOnDisk) return true;
   if (!has_room(entry.bytes)) evict_one();
@@ -273,7 +273,7 @@ void DiskPager::foretell(const Entry& entry) {
     next = next->next;
 }
 
-// ---- what callers see ----------------------------------------------------------------------------
+// ---- public interface --------------------------------------------------------------------------
 
 void DiskPager::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
@@ -292,11 +292,11 @@ bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
-  Hold hold;  // before the lock, which it takes to let go if reading ahead fails
+  Hold hold;  // before the lock, which its release takes if reading ahead fails
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;
-  in_use_.erase(std::this_thread::get_id());  // this thread's last operator is over
+  in_use_.erase(std::this_thread::get_id());  // this thread's last operator has completed
   Entry& entry = entry_of(tensor);
   require_resident(entry);
   entry.is_changed = entry.is_changed || writes;
@@ -329,4 +329,4 @@ int64_t DiskPager::disk_bytes() const {
 int64_t DiskPager::buffer_bytes() const { return buffers_.lent_bytes(); }
 int64_t DiskPager::peak_buffer_bytes() const { return buffers_.peak_lent_bytes(); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

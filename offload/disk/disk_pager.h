@@ -16,51 +16,51 @@
 #include <thread>
 #include <vector>
 
-#include "core/runtime/task_queue.h"
 #include "core/memory/counted_buffers.h"
-#include "offload/disk/disk_space.h"
 #include "core/paging/residency.h"
+#include "core/runtime/task_queue.h"
+#include "offload/disk/disk_space.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct DiskPagerOptions {
   std::string directory;                      // an existing folder, on a local SSD
-  int64_t buffer_bytes = int64_t{256} << 20;  // the most host memory for what is not on the disk alone
-  int read_ahead = 3;                         // how many tensors are read before they are asked for
-  int threads = 4;                            // reads and writes under way at a time
+  int64_t buffer_bytes = int64_t{256} << 20;  // upper limit of host memory for tensors in memory or in flight
+  int read_ahead = 3;                         // number of tensors to read in advance
+  int threads = 4;                            // concurrent reads and writes
 };
 
-// Tensors whose data lie on a disk and come into memory when an operator uses them (ZeRO-Infinity's
-// NVMe tier, Rajbhandari et al., 2021, with Tessera's paging in place of module hooks).
+// Tensors on disk that are read into memory when an operator uses them (ZeRO-Infinity's NVMe tier, Rajbhandari et al.,
+// 2021, with Tessera's paging instead of module hooks).
 //
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
-// The tensors that were not used for longest go when room is needed, those that changed by a write that nobody waits
-// for. What is used next is foretold from what followed last time, and read ahead. Operators may use and change the
-// tensors as any others; code that takes pointers holds them first. Data exist in one file without a name (DiskSpace),
-// where a tensor has its space from when it is made until it is gone. In a dry run there is no file, and nothing moves.
+// The least recently used tensors are evicted when room is needed; dirty ones are written back asynchronously. The next
+// tensors are predicted from the previous order of use, and read ahead. Operators may read and write the tensors like
+// any others; code that takes pointers must hold() them first. Data are in one unnamed file (DiskSpace), which has
+// space for a tensor from creation until its release. A dry run has no file and moves no data.
 //
-// Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
+// Is thread-safe. Tensors that outlive the pager throw std::logic_error on use.
 class DiskPager : public Pager {
   struct Entry;
 
  public:
-  // Throws std::invalid_argument for options out of range, std::runtime_error for a directory where
-  // no file can be made.
+  // Throws std::invalid_argument for options out of range, std::runtime_error if no file can be created in the
+  // directory.
   explicit DiskPager(DiskPagerOptions options);
   ~DiskPager() override;
 
-  // A tensor of zeros on the disk. `name` is for errors. Throws std::runtime_error if the disk is full,
-  // or the tensor larger than all buffers.
+  // Creates a tensor of zeros on disk. `name` is used in errors. Throws std::runtime_error if the disk is full, or if
+  // the tensor exceeds all buffers.
   at::Tensor make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, const std::string& name);
 
-  // The pager of a tensor, if it lies on a disk, else null.
+  // Returns the tensor's pager; null if the tensor is not on disk.
   static DiskPager* of(const at::Tensor& tensor);
 
-  // While it lives, the data stay in memory. Move-only.
+  // Keeps the data in memory while it is alive. Move-only.
   class Hold {
    public:
-    // The same elements as an ordinary tensor.
+    // Returns the elements as an ordinary tensor.
     const at::Tensor& values() const { return values_; }
     void release() { *this = Hold(); }
 
@@ -73,17 +73,17 @@ class DiskPager : public Pager {
     std::unique_ptr<Entry, Release> entry_;
     at::Tensor values_;
   };
-  // Waits for the data. `writes`: they may change before the hold ends. Throws std::runtime_error if the
-  // buffers are all held, or the disk fails.
+  // Blocks until the data are in memory. `writes`: the caller may write until the hold ends. Throws std::runtime_error
+  // if all buffers are held, or on disk failure.
   Hold hold(const at::Tensor& tensor, bool writes);
 
-  // Starts to read the data, if there is room for them; returns at once.
+  // Starts to read the data if there is room. Does not block.
   void read_ahead(const at::Tensor& tensor);
 
-  int64_t disk_bytes() const;    // claimed: of all tensors at the time when they were most
-  int64_t buffer_bytes() const;  // host memory in use now
+  int64_t disk_bytes() const;    // peak of all tensors
+  int64_t buffer_bytes() const;  // host memory in use
   int64_t peak_buffer_bytes() const;
-  int64_t read_bytes() const { return read_bytes_; }  // moved so far
+  int64_t read_bytes() const { return read_bytes_; }  // total so far
   int64_t written_bytes() const { return written_bytes_; }
   bool is_direct() const { return space_.file() != nullptr && space_.file()->is_direct(); }
 
@@ -93,19 +93,20 @@ class DiskPager : public Pager {
  private:
   enum class State { kOnDisk, kReading, kResident, kWriting };
   struct Entry {
-    std::unique_ptr<Page> page;  // null: its tensor is gone, and the place is free
-    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;  // the page's; its tensor and views hold it, too
+    std::unique_ptr<Page> page;  // null: the tensor is released and the entry is vacant
+    // of the page; also held by the tensor and its views
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
     int64_t offset = 0;
     int64_t bytes = 0;    // whole blocks
-    bool is_zero = true;  // never written: the disk has nothing yet
+    bool is_zero = true;  // never written: the disk has no data
     State state = State::kOnDisk;
     at::Tensor buffer;  // counted
-    at::Tensor data;    // the aligned part of it, [bytes] of kByte
+    at::Tensor data;    // the aligned part of `buffer`, [bytes] of kByte
     std::future<void> transfer;
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    Entry* next = nullptr;  // what was loaded after it the last time
+    Entry* next = nullptr;  // the next tensor loaded after it last time
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);
@@ -128,17 +129,17 @@ class DiskPager : public Pager {
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
   DiskSpace space_;
-  const bool waits_;  // for each transfer as it begins
+  const bool waits_;  // each transfer blocks
   CountedBuffers buffers_;
-  std::deque<Entry> entries_;                                    // by their page's id; they stay where they are
-  std::vector<int> vacant_;                                      // of them, those without a page
+  std::deque<Entry> entries_;                                    // indexed by page id; addresses are stable
+  std::vector<int> vacant_;                                      // indices of entries without a page
   std::list<Entry*> recent_;                                     // resident, the latest last
-  std::list<Entry*> reading_;                                    // ahead, and not used yet; the oldest first
-  std::list<Entry*> writing_;                                    // the oldest first
-  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by a thread's last operator
+  std::list<Entry*> reading_;                                    // read ahead, not yet used; oldest first
+  std::list<Entry*> writing_;                                    // oldest first
+  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by each thread's last operator
   Entry* last_loaded_ = nullptr;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
-  TaskQueue queue_;  // last: its threads use the rest
+  TaskQueue queue_;  // last: its threads use the other members
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

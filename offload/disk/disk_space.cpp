@@ -7,7 +7,7 @@
 #include "core/memory/disk_bytes.h"
 #include "core/memory/without_data.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 void throw_offload_error(const FileFailure& failure) {
@@ -29,7 +29,7 @@ File offload_file(const std::string& directory) { return File::create_unnamed(di
 DiskSpace::DiskSpace(const std::string& directory)
     : file_(is_without_data() ? std::nullopt : std::optional(offload_file(directory))) {}
 
-// The first piece that is large enough, else more of the file.
+// Takes the first piece that is large enough, or extends the file.
 int64_t DiskSpace::claim(int64_t bytes) {
   const auto piece = std::ranges::find_if(free_bytes_, [&](const auto& free) { return free.second >= bytes; });
   if (piece == free_bytes_.end()) {
@@ -57,4 +57,4 @@ void DiskSpace::give_back(int64_t offset, int64_t bytes) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

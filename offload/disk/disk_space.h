@@ -9,32 +9,32 @@
 
 #include "core/runtime/file.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// A file for pages, without a name in `directory`. Its failures are std::runtime_error that names the directory.
+// Creates an unnamed file in `directory`. Its failures are std::runtime_error that names the directory.
 File offload_file(const std::string& directory);
 
-// Space in such a file, by pieces of whole blocks. What is claimed is there: a full disk is found then, and a crash
-// leaves nothing. Pieces that were given back are taken first, and neighbours among them are one. In a dry run there is
-// no file. Used by one thread at a time.
+// Allocates whole blocks in an unnamed file. Claimed space is allocated on disk, so claim() finds a full disk, and a
+// crash leaves no file. Reuses freed pieces first and merges neighbours. A dry run has no file. Must be used by one
+// thread at a time.
 class DiskSpace {
  public:
-  // Throws std::runtime_error where no file can be made.
+  // Throws std::runtime_error if no file can be created.
   explicit DiskSpace(const std::string& directory);
 
-  // The offset of the piece. Throws std::runtime_error if the disk is full.
+  // Returns the offset of the piece. Throws std::runtime_error if the disk is full.
   int64_t claim(int64_t bytes);
   void give_back(int64_t offset, int64_t bytes);
-  int64_t claimed_bytes() const { return claimed_bytes_; }  // at the time when they were most
+  int64_t claimed_bytes() const { return claimed_bytes_; }  // the peak
 
-  // What reads and writes it, from any thread; null in a dry run.
+  // Returns the file, usable from any thread; null in a dry run.
   const File* file() const { return file_ ? &*file_ : nullptr; }
 
  private:
   std::optional<File> file_;
   int64_t claimed_bytes_ = 0;                   // of the file
-  std::vector<std::shared_ptr<void>> counted_;  // of those, by who counts them
-  std::map<int64_t, int64_t> free_bytes_;       // of the file, by offset; no two are neighbours
+  std::vector<std::shared_ptr<void>> counted_;  // counts these bytes for the memory report
+  std::map<int64_t, int64_t> free_bytes_;       // by offset in the file; neighbours are merged
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

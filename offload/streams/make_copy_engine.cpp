@@ -4,7 +4,7 @@
 #include "core/runtime/copy_engine.h"
 #include "offload/streams/simulated_link.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device) {
   const SimulatedLink* link = SimulatedLinkScope::current();
@@ -14,4 +14,4 @@ std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device) {
   return make_stream_copy_engine(device);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

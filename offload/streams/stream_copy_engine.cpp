@@ -3,16 +3,16 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "core/runtime/stream_uses.h"
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// Note [Streams of a copy]. `ready` is recorded on the caller's stream and blocks the copy's, so that a copy never
-// overtakes the kernels that produce what it reads, or that still use the memory that it writes. `end` is recorded on
-// the copy's stream. A stream that waits for it, at the latest the one that is current when the handle goes, may have
-// the device's memory freed or changed; what the host does with its own memory is HostMemoryInUse's business.
+// Note [Streams of a copy]. `ready` is recorded on the caller's stream, and the copy's stream waits for it. So a copy
+// cannot overtake kernels that produce its source or still use its destination. `end` is recorded on the copy's stream.
+// After a stream has waited for `end`, the device memory may be freed or written on that stream; when the handle is
+// destroyed, the current stream waits. HostMemoryInUse does the same for host memory.
 class EventEnd : public CopyEnd {
  public:
   explicit EventEnd(const c10::Stream& stream) : event(stream.device_type()) { event.record(stream); }
@@ -99,4 +99,4 @@ std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device) {
   return std::make_unique<StreamCopyEngine>(device);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,12 +3,12 @@
 #include <future>
 #include <thread>
 
-#include "core/runtime/task_queue.h"
 #include "core/memory/without_data.h"
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/task_queue.h"
 #include "offload/streams/simulated_link.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 thread_local const SimulatedLink* current_link = nullptr;
@@ -60,7 +60,7 @@ class ThreadCopyEngine : public CopyEngine {
         std::make_unique<ThreadCopy>(std::move(to), std::move(from), host, std::move(done), in_use(), late_copies()));
   }
 
-  // On a queue's thread, which calls no operator of torch: only bytes move.
+  // Runs on a queue's thread, and must not call torch operators.
   void copy(CopyDirection direction, void* to, const void* from, size_t bytes) const {
     const auto begin = std::chrono::steady_clock::now();
     if (link_.before_copy) link_.before_copy(direction, static_cast<int64_t>(bytes));
@@ -72,7 +72,7 @@ class ThreadCopyEngine : public CopyEngine {
 
   const SimulatedLink link_;
   const bool without_data_ = is_without_data();
-  // The copies of each direction, one after the other. Last: their threads use the rest.
+  // One queue for each direction. Last: their threads use the other members.
   TaskQueue in_{1}, out_{1};
 };
 
@@ -85,4 +85,4 @@ std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link) {
   return std::make_unique<ThreadCopyEngine>(link);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

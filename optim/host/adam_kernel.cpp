@@ -11,23 +11,23 @@
 #define TESSERA_X86 1
 #endif
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// Elements whose new values stay in the first-level cache until they are rounded to 16 bit.
+// Number of new values that stay in the first-level cache until they are rounded to 16 bit.
 constexpr int64_t kCachedNumel = 2048;
 
-// The loop, for the compiler to make vectors of in each function below, which differ in the
-// instructions that they may use. Always inlined: an out-of-line copy would have none of them.
-// The new state goes to `to`, which is `span` itself unless the step is taken beside: then it gets the old parameter.
+// The loop that each function below compiles to vectors, with its own instruction set. Must be inlined: an out-of-line
+// copy would have none of these sets. Writes the new state to `to`, which is `span` itself or, with kBeside, also
+// receives the old parameter.
 template <bool kBeside, bool kDecoupled, bool kAmsgrad>
 [[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
   float* parameter = span.parameter;
   const float* gradient = span.gradient;
   const float *average = span.average, *square = span.square, *maximum = span.maximum;
   float *before = to.parameter, *new_average = to.average, *new_square = to.square, *new_maximum = to.maximum;
-  // The arrays do not overlap, or are the same. (With so many, GCC's checks at run time are too many: it would take one
-  // element at a time.)
+  // The arrays are equal or do not overlap. Without this, GCC would need too many runtime checks for so many arrays and
+  // would not vectorize.
 #pragma GCC ivdep
   for (int64_t i = 0; i < span.numel; ++i) {
     float p = parameter[i];
@@ -184,4 +184,4 @@ void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFa
 
 const char* adam_instructions() { return kernels().name; }
 
-}  // namespace tessera
+}  // namespace tessera::internal

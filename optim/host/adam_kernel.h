@@ -2,16 +2,16 @@
 
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
-// A group's options: torch::optim::AdamOptions or AdamWOptions.
+// Hyper-parameters of a group, from torch::optim::AdamOptions or AdamWOptions.
 struct AdamRule {
   double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
   bool amsgrad = false;
-  bool is_decoupled = false;  // AdamW: weights decay by themselves. Adam: through the gradient
+  bool is_decoupled = false;  // AdamW: decoupled weight decay. Adam: decay is added to the gradient
 };
 
-// What step `step` (the first is 1) is for all elements of a parameter, computed in double.
+// Factors of step `step` (from 1) that all elements of a parameter share, computed in double.
 struct AdamFactors {
   float beta1 = 0, one_minus_beta1 = 0;
   float beta2 = 0, one_minus_beta2 = 0;
@@ -25,8 +25,8 @@ AdamFactors adam_factors(const AdamRule& rule, int64_t step);
 
 enum class LowPrecision : uint8_t { kNone, kBFloat16, kHalf };
 
-// Part of a parameter in host memory, fp32 all of it; `maximum` only with amsgrad, else null. `low_precision`
-// gets the new values in 16 bit, rounded to nearest even as torch rounds them.
+// Part of an fp32 parameter in host memory. `maximum` is null without amsgrad. `low_precision` receives the new values
+// in 16 bit, rounded to nearest even like torch.
 struct AdamSpan {
   float* parameter = nullptr;
   const float* gradient = nullptr;
@@ -40,16 +40,16 @@ struct AdamSpan {
   AdamSpan part(int64_t begin, int64_t end) const;
 };
 
-// One step of Adam or AdamW on all elements, in the vector instructions that the processor has; the low-precision
-// copy is written while the new values are in the cache. One thread. (Loshchilov and Hutter, 2019, algorithm 2, in
-// the order of torch::optim's operations.)
+// Takes one step of Adam or AdamW on all elements, on the calling thread, in the widest vector instructions of the
+// processor. Writes the low-precision copy while the new values are in the cache. (Loshchilov and Hutter, 2019,
+// algorithm 2, in the order of torch::optim's operations.)
 void adam_step(const AdamSpan& span, const AdamFactors& factors);
 
-// The same step, bit for bit, with the new state written to `beside`, which also gets what the parameter was: so that
-// the step can be taken back. (`beside` has no copy in 16 bit, and its gradient is not looked at.) One thread.
+// takes adam_step(), bit for bit, but writes the new state and the old parameter to `beside`, so that the step can be
+// rolled back. Ignores the gradient and low_precision of `beside`. Runs on the calling thread.
 void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFactors& factors);
 
-// "avx512", "avx2" or "baseline": what adam_step() uses here.
+// Returns the instruction set of adam_step() on this machine: "avx512", "avx2" or "baseline".
 const char* adam_instructions();
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,13 +13,13 @@
 #include <tuple>
 #include <utility>
 
-#include "core/runtime/lazy_values.h"
-#include "optim/state/listed_optimizer.h"
-#include "optim/state/partial_step.h"
-#include "offload/disk/disk_pager.h"
+#include <tessera/detail/listed_optimizer.h>
+#include <tessera/detail/partial_step.h>
 #include "core/paging/residency.h"
+#include "core/runtime/lazy_values.h"
+#include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 template <class Options>
@@ -40,8 +40,7 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Gives the update the parameter's state, and counts the step in it. Of a parameter of no elements (nothing of it is
-// on this rank) nothing is to be updated.
+// Fills in the parameter's state and counts the step. Parameters without elements on this rank need no update.
 template <class State>
 void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;
@@ -57,11 +56,11 @@ void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPla
   if (parameter.numel() > 0) update.gradient = laid_out_as(parameter.grad(), parameter);
 }
 
-// The arguments of one call.
+// Arguments of one call.
 struct Batch {
   AdamRule rule;
   std::vector<at::Tensor> parameters, gradients, averages, squares, maxima, steps;
-  std::map<int64_t, at::Tensor> step_tensors;  // parameters that have always been used share one
+  std::map<int64_t, at::Tensor> step_tensors;  // one for all parameters with equal step counts
 
   void add(const AdamUpdate& update) {
     rule = update.rule;
@@ -84,7 +83,7 @@ struct Batch {
       at::_fused_adam_(parameters, gradients, averages, squares, maxima, steps, rule.lr, rule.beta1, rule.beta2,
                        rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
     }
-    // The fused operators leave the versions of what they write alone, by which others know of writes.
+    // The fused operators do not bump versions, by which writes are detected.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 };
@@ -143,4 +142,4 @@ at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   return closure();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

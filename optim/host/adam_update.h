@@ -10,44 +10,44 @@
 
 #include "optim/host/adam_kernel.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// What all optimizers of the Adam family here do alike: which parameters are stepped, what is refused, their states,
-// and the update by libtorch's fused operators. They differ in where state lies, and in what makes the update.
+// The part that all optimizers of the Adam family share: selection and checks of parameters, their states, and the
+// update by libtorch's fused operators. The optimizers differ in the placement of state and in the update.
 
 // One parameter's update. All tensors have the parameter's sizes and strides.
 struct AdamUpdate {
   size_t group = 0;
   AdamRule rule;
-  int64_t step = 0;  // the first is 1
+  int64_t step = 0;  // from 1
   at::Tensor parameter, gradient, average, square;
-  at::Tensor maximum;  // with amsgrad, else undefined
+  at::Tensor maximum;  // undefined without amsgrad
 };
 
 struct AdamPlacement {
-  const char* name;  // "a fused optimizer", for errors
-  // Why a parameter cannot be stepped here, in words after its shape, or "".
+  const char* name;  // for errors, e.g. "a fused optimizer"
+  // Returns why a parameter cannot be stepped, as words that follow its shape, or "".
   std::string (*problem)(const at::Tensor& parameter);
-  // State for a parameter: new, and `state` or a copy of it that lies as it must.
+  // Return a new state tensor for a parameter, and `state` or a copy of it that meets the placement.
   at::Tensor (*zeros)(const at::Tensor& parameter);
   at::Tensor (*placed)(const at::Tensor& state, const at::Tensor& parameter);
 };
 
-// Calls take(update) for each parameter, or each of `chosen`, that has a gradient, in the order of the groups, with
-// its step counted in its state, which is made if there is none. Before anything is changed, throws
-// std::invalid_argument, which names the shape, for one that cannot be stepped (not dense, a sparse gradient, not of
-// floating-point type, what `placement` says), and for one in `chosen` that the optimizer does not have.
+// Calls take(update) for each parameter, or each of `chosen`, that has a gradient, in the order of the groups. Creates
+// a missing state, and counts the step in it. Throws std::invalid_argument, with nothing changed, for a parameter that
+// cannot be stepped (not dense, a sparse gradient, not of floating-point type, or refused by `placement`; the error
+// names the shape), and for a parameter in `chosen` that the optimizer does not have.
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
 
-// Throws what it would throw for all parameters, before it changes any.
+// Throws if for_each_adam_update() would throw for any parameter; changes nothing.
 void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement);
 
-// Takes the updates with libtorch's fused operator, one call for each group, dtype and device, and for each parameter
-// that is on a disk.
+// Applies the updates with libtorch's fused operator: one call for each group, dtype and device, and one for each
+// parameter on disk.
 void fused_adam_update(const std::vector<AdamUpdate>& updates);
 
-// A parameter's state, of no steps and of what zeros(parameter) returns if it has none.
+// Returns a parameter's state. Creates a missing one with step 0 and zeros(parameter).
 template <class State, class Zeros>
 State& adam_state(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, Zeros zeros) {
   auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
@@ -61,14 +61,14 @@ State& adam_state(torch::optim::Optimizer& optimizer, const at::Tensor& paramete
   return static_cast<State&>(*slot);
 }
 
-// `tensor`, or a copy of it with the parameter's strides, dtype and device.
+// Returns `tensor`, or a copy of it with the parameter's strides, dtype and device.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter);
 
-// Whether the parameter comes from a disk when an operator uses it. What one operator is given has to fit into
+// Whether operators read the parameter from disk. All arguments of one operator must fit into
 // CpuOffload::disk_buffer_bytes together, so such parameters are stepped one at a time.
 bool is_on_disk(const at::Tensor& parameter);
 
-// The closure's loss, recorded by autograd; undefined without one.
+// Returns the closure's loss, recorded by autograd; undefined without a closure.
 at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "optim/host/host_adam.h"
+#include <tessera/host_adam.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -11,18 +11,19 @@
 #include <utility>
 #include <vector>
 
-#include "core/runtime/parallel_over.h"
 #include "core/layout/shard_mark.h"
 #include "core/memory/without_data.h"
+#include "core/paging/residency.h"
+#include "core/runtime/parallel_over.h"
+#include "offload/disk/disk_pager.h"
 #include "optim/host/adam_kernel.h"
 #include "optim/host/adam_update.h"
-#include "offload/disk/disk_pager.h"
-#include "core/paging/residency.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
-// What one thread takes at a time: enough to be worth a call, little enough to share evenly.
+// Elements of one task: large enough to be worth a call, small enough to balance threads.
 constexpr int64_t kPartNumel = 1 << 16;
 
 std::string problem_of(const at::Tensor& parameter) {
@@ -31,7 +32,7 @@ std::string problem_of(const at::Tensor& parameter) {
   return "";
 }
 
-// What goes with a parameter on a disk lies there, too.
+// State of a parameter on disk is also on disk.
 at::Tensor zeros_beside(const at::Tensor& parameter, const char* what) {
   DiskPager* disk = DiskPager::of(parameter);
   if (disk == nullptr || parameter.numel() == 0) return at::zeros_like(parameter);
@@ -43,22 +44,23 @@ at::Tensor state_beside(const at::Tensor& parameter) { return zeros_beside(param
 at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
   if (parameter.numel() == 0 || DiskPager::of(parameter) == nullptr) return laid_out_as(state, parameter);
   if (DiskPager::of(state) == DiskPager::of(parameter)) return state;
-  return state_beside(parameter).copy_(state);  // from a checkpoint, say
+  return state_beside(parameter).copy_(state);  // e.g. from a checkpoint
 }
 
 constexpr AdamPlacement kInHostMemory{"a host optimizer", &problem_of, &state_beside, &placed_as};
 
-// What takes a step back: of a parameter, and of its state. The tensors are made once, of the parameter's sizes and
-// strides, on its tier.
+// Previous values of a parameter and its state, for roll_back(). The tensors are allocated once, with the parameter's
+// sizes and strides, on its tier.
 struct Before {
   at::Tensor parameter;
-  at::Tensor values;                    // what the parameter had
-  at::Tensor average, square, maximum;  // what the state had
+  at::Tensor values;                    // previous values of the parameter
+  at::Tensor average, square, maximum;  // previous state
   int64_t step = 0;
   bool has_state = false, has_maximum = false;
-  bool is_stepped = false;  // and neither kept nor taken back
-  bool is_copied = false;   // the tensors have what was there
-  bool is_beside = false;   // values has, and the others have the new state, whose place they have not taken yet
+  bool is_stepped = false;  // neither confirmed nor rolled back
+  bool is_copied = false;   // the tensors hold the previous values
+  // `values` holds the previous parameter; the others hold the new state, which has not yet replaced the old one
+  bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {
     for (at::Tensor* copy : {&values, &average, &square, &maximum}) {
@@ -76,12 +78,12 @@ struct Before {
   }
 };
 
-// One call's work: what must stay alive for it, and the parts that threads share.
+// Work of one call: tensors to keep alive, and the parts that threads share.
 struct Pass {
   struct Part {
     AdamSpan span;
     AdamFactors factors;
-    AdamSpan beside;  // no parameter: the step is taken where all is
+    AdamSpan beside;  // no parameter: the step is in place
   };
   std::vector<at::Tensor> kept;
   std::vector<Part> parts;
@@ -89,7 +91,7 @@ struct Pass {
   std::vector<DiskPager::Hold> held;
   std::vector<Before*> beside;
 
-  // `before`, unless it is null, gets what takes the step back.
+  // If not null, `before` receives the previous values.
   void add(const AdamUpdate& update, Before* before) {
     const at::Tensor& parameter = update.parameter;
     if (note_write_if_empty(parameter)) return;
@@ -143,10 +145,10 @@ struct Pass {
         other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);
       }
     });
-    // The pass writes memory without an operator, so the version is raised here, by which others know of writes.
+    // The pass writes without an operator, so it must bump the versions, by which writes are detected.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
-      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // else hold() has counted it
+      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // otherwise hold() has counted it
       if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
     }
   }
@@ -162,14 +164,14 @@ void step_on_host(
   for_each_adam_update(optimizer, chosen, kInHostMemory, [&](const AdamUpdate& update) {
     Before* before = before_of(update.parameter);
     if (DiskPager::of(update.parameter) == nullptr) return pass.add(update, before);
-    Pass alone;  // so that memory holds one such parameter and its state, and what is read ahead
+    Pass alone;  // limits memory to one such parameter with its state, and the read-ahead
     alone.add(update, before);
     alone.run();
   });
   pass.run();
 }
 
-// As an optimizer writes: seen by those who have copies of the parameter.
+// Writes like an optimizer: holders of copies of the parameter see the write.
 void write_back(const at::Tensor& parameter, const at::Tensor& values) {
   parameter.detach().copy_(values);
   const LowPrecisionPart* copy = low_precision_copy_of(parameter);
@@ -249,7 +251,7 @@ class RevocableHostSteps : public RevocableSteps {
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::unordered_map<void*, Before> before_;  // by the parameter's TensorImpl, as the optimizer's state
+  std::unordered_map<void*, Before> before_;  // by the parameter's TensorImpl, like optimizer.state()
 };
 
 at::Tensor step_all_on_host(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {

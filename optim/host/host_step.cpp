@@ -9,24 +9,24 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/runtime/stream_uses.h"
 #include "core/runtime/bits_dtype.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/stream_uses.h"
 #include "optim/state/optimizer_state.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// Gradients on their way to the host while another parameter is stepped; and values on their way back.
+// Number of gradients in flight to the host, and of values in flight to the device, during a step.
 constexpr size_t kUnderWay = 2;
 
-// The elements in the order of memory, where that order is the only one.
+// Returns the elements in memory order; undefined if the tensor is not dense.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.detach().as_strided({tensor.numel()}, {1}) : at::Tensor();
 }
 
-// [kSums] kLong on the parameter's device, of the bits of its values: the sums of each kColumns-th, and that of the
-// rest. A value that has changed, or changed places with others, is in other sums.
+// Returns [kSums] kLong on the parameter's device: sums of the values' bits over each residue class modulo kColumns,
+// and over the rest. A changed or moved value changes a sum.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
@@ -39,7 +39,7 @@ at::Tensor value_sums(const at::Tensor& parameter) {
                   values.narrow(0, in_rows, values.numel() - in_rows).sum(at::kLong).view({1})});
 }
 
-// From a checkpoint or a dictionary states may come on the parameter's device.
+// States from a checkpoint or dictionary may be on the parameter's device.
 void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
   const auto found = optimizer.state().find(key);
   if (found == optimizer.state().end()) return;
@@ -72,11 +72,11 @@ HostStep::~HostStep() {
   for (size_t i = 0; i < parameters_.size() && dropped_; ++i) dropped_->take_out(i, parameters_[i]);
 }
 
-// The parameters are those of the groups, in order; more may have come.
+// The parameters are those of the groups, in order; groups may have been added.
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  // A rank may own nothing of a group that has come.
+  // This rank may own nothing of an added group.
   if (host_optimizer_ && count == host_copies_.size() &&
       host_optimizer_->param_groups().size() == optimizer.param_groups().size()) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
@@ -123,7 +123,7 @@ void HostStep::renew(HostCopy& copy) {
   copy.seen_memory = parameter.const_data_ptr();
 }
 
-// The host is to know by the time that it has the first gradient, which leaves after this.
+// The host must have the result with the first gradient, whose copy starts after this.
 void HostStep::look_for_writes(const std::vector<HostCopy*>& work) {
   written_ = at::Tensor();
   if (work.empty() || work[0]->parameter.is_cpu()) return;
@@ -164,8 +164,8 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
-// In the order of memory, where both have the same and memory has the values: set_data() may have given the parameter
-// other strides since, or a conjugate or negative bit.
+// Copies in memory order if both have the same strides and memory holds the values. set_data() may have changed
+// strides, or set a conjugate or negative bit.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
   const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);
@@ -176,8 +176,7 @@ void HostStep::start_return(HostCopy& copy) {
   }
 }
 
-// The copy engine writes without an operator, so the version is raised here: autograd refuses to use old values that
-// it has saved.
+// The copy engine writes without an operator, so this bumps the version: autograd then refuses stale saved values.
 void HostStep::finish_return(HostCopy& copy) {
   copy.leaving.wait_on_host();
   copy.parameter.unsafeGetTensorImpl()->bump_version();
@@ -193,8 +192,8 @@ void HostStep::step_all(const std::vector<HostCopy*>& work) {
   for (HostCopy* copy : work) finish_return(*copy);
 }
 
-// Note [Three at once]. While parameter i is stepped, the gradients of the next two come and the values
-// of the last two go.
+// Note [Three at once]. While parameter i is stepped, the next two gradients and the last two parameters' values are in
+// flight.
 void HostStep::step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial) {
   const size_t ahead = std::min(kUnderWay, work.size());
   for (size_t i = 0; i < ahead; ++i) start_gradient(*work[i]);
@@ -213,7 +212,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   rebuild(optimizer);
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
-    copy.host.mutable_grad().reset();  // of a step that failed
+    copy.host.mutable_grad().reset();  // left by a failed step
     if (!copy.parameter.grad().defined()) continue;
     if (dropped_ && dropped_->is_in(copy.number, copy.parameter)) dropped_->refuse_step(copy.number);
     work.push_back(&copy);
@@ -221,7 +220,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
 
   look_for_writes(work);
 
-  // Gives each parameter's state, or its copy's, to the other of the two.
+  // Moves each state between a parameter and its host copy.
   auto hand_states = [&](torch::optim::Optimizer& from, torch::optim::Optimizer& to, bool to_host) {
     for (const HostCopy& copy : host_copies_) {
       const auto found = from.state().find((to_host ? copy.parameter : copy.host).unsafeGetTensorImpl());
@@ -237,4 +236,4 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   partial != nullptr ? step_one_by_one(work, *partial) : step_all(work);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,24 +8,25 @@
 #include <string>
 #include <vector>
 
+#include <tessera/detail/partial_step.h>
 #include "core/gradients/gradient_guard.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
-#include "optim/state/partial_step.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct HostStepOptions {
-  PinnedPoolOptions memory;  // for the copies and the gradients, of the parameters' device
-  // Those on the device go as soon as they have left, and a guard is in their place.
+  PinnedPoolOptions memory;  // for the host copies of parameters and gradients
+  // Frees a device gradient once the host has it, and puts a placeholder in its place.
   bool drops_gradients = false;
-  std::function<std::string(const at::Tensor&)> label = {};  // of a parameter, for the guard's errors
+  std::function<std::string(const at::Tensor&)> label = {};  // names a parameter in the placeholder's errors
 };
 
-// Takes an optimizer's step in host memory for parameters that stay on their device. Each has a copy in host memory,
-// which a second optimizer of the same class steps, and which is renewed if somebody else wrote to the parameter. (Past
-// its version, through .data(), a device sees that by sums of its values before the step and after the one before.)
-// That one has the states for the time of a step: between steps they are where state dictionaries and checkpoints look.
+// Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
+// which a second optimizer of the same class steps. A stale copy is renewed after a write to the parameter. On a
+// device, writes that bypass the version (through .data()) are detected by sums of the values after one step and before
+// the next. The second optimizer holds the states during a step only; between steps the first one does, for state
+// dictionaries and checkpoints.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -33,9 +34,9 @@ class HostStep {
   HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
-  // What optimizer.step() does, with its groups and options as they are now. Throws std::runtime_error beyond the
-  // memory's limit and std::logic_error, naming the parameter, for a gradient that an earlier step has dropped, with
-  // nothing changed.
+  // Replaces optimizer.step(), with its current groups and options. Throws, with nothing changed: std::runtime_error
+  // beyond the memory limit, and std::logic_error, which names the parameter, for a gradient that an earlier step has
+  // freed.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -43,14 +44,14 @@ class HostStep {
  private:
   struct HostCopy {
     at::Tensor parameter;
-    at::Tensor host;                    // of its sizes, and of the strides that it had first
-    uint32_t seen_version = 0;          // of the parameter, when both were the same
-    const void* seen_memory = nullptr;  // the same
-    at::Tensor seen_sums;               // the same, on a device: sums of its values
-    size_t number = 0;                  // of the parameter, in the guard
-    size_t place = 0;                   // in a step's work
-    Copy arriving;                      // the gradient
-    Copy leaving;                       // the new values
+    at::Tensor host;                    // the parameter's sizes, and its strides at construction
+    uint32_t seen_version = 0;          // the parameter's version when both were last equal
+    const void* seen_memory = nullptr;  // its address then
+    at::Tensor seen_sums;               // on a device, sums of its values then
+    size_t number = 0;                  // of the parameter, in the placeholder
+    size_t place = 0;                   // index in a step's work
+    Copy arriving;                      // copy of the gradient to the host
+    Copy leaving;                       // copy of the new values to the device
   };
 
   void rebuild(torch::optim::Optimizer& optimizer);
@@ -72,10 +73,10 @@ class HostStep {
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;
-  // On a device, by place in a step's work, whether somebody wrote past the version: [work] kBool on the host, there
-  // before the step's first gradient is.
+  // On a device: whether a write has bypassed the version, by index in a step's work. [work] kBool on the host, valid
+  // once the step's first gradient has arrived.
   at::Tensor written_;
   std::unique_ptr<torch::optim::Optimizer> host_optimizer_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "optim/quantized/quantize_linears.h"
+#include <tessera/quantize_linears.h>
 
 #include <torch/nn/modules/linear.h>
 
@@ -7,14 +7,18 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <tessera/detail/linear_weights.h>
 #include "core/layout/deferred.h"
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
+#include "optim/quantized/quantized_weight.h"
+
 namespace tessera {
+using namespace internal;
 namespace {
 
-// Every weight of a Linear, and who uses it; names are from `root` on.
+// Returns every weight of a Linear and its users; names are relative to `root`.
 std::vector<LinearWeight> weights_below(torch::nn::Module& root) {
   std::vector<LinearWeight> found;
   std::unordered_set<const torch::nn::Module*> seen;
@@ -42,7 +46,7 @@ std::string name_of_layer(const LinearWeight& weight) {
   return weight.name != "weight" ? weight.fqn : dot == std::string::npos ? "(root)" : weight.fqn.substr(0, dot);
 }
 
-// Under how many names of how many modules a tensor is registered.
+// Counts the registrations of each tensor, over all modules and names.
 std::unordered_map<const c10::TensorImpl*, int> places_of_parameters(const torch::nn::Module& root) {
   std::unordered_map<const c10::TensorImpl*, int> places;
   std::unordered_set<const torch::nn::Module*> seen;

@@ -15,7 +15,7 @@
 
 #include "core/layout/deferred.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -26,7 +26,7 @@ struct Kept : torch::CustomClassHolder {
   const std::shared_ptr<const QuantizedWeight> weight;
 };
 
-// input x values^T, of which only the bytes are kept for backward.
+// Computes input x values^T; saves only the bytes for backward.
 class FrozenLinear : public torch::autograd::Function<FrozenLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& values,
@@ -53,13 +53,13 @@ QuantizedWeight::QuantizedWeight(torch::nn::Module& owner, const std::string& na
       dtype_(owner.named_parameters(/*recurse=*/false)[name].scalar_type()),
       bytes_(owner.named_parameters(/*recurse=*/false)[name]) {
   at::NoGradGuard no_grad;
-  // Not the deferred one's own device, which is meta.
+  // A deferred weight's own device is meta.
   const auto options = at::TensorOptions().dtype(dtype_).device(device_of_values(bytes_));
   bytes_.set_requires_grad(false);
   bytes_.mutable_grad().reset();
   if (format_ != WeightFormat::kFull) {
     const at::Tensor bytes = is_deferred(bytes_) ? encoded_later(format_, bytes_) : encoded(format_, bytes_);
-    const OrdinaryScope ordinary;  // set_data() asks an operator whether it may
+    const OrdinaryScope ordinary;  // set_data() calls operators to check compatibility
     bytes_.set_data(bytes);
   }
   if (lora_.rank > 0) {
@@ -124,7 +124,7 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   if (format_ == WeightFormat::kFull) {
     result = at::linear(input, bytes_, bias);
   } else {
-    // Decoded outside of the function: what is recorded here is what wrappers are to know as forward's use.
+    // Decodes outside the function, so that wrappers see the parameter's use in forward.
     const at::Tensor values = base(input.scalar_type());
     result = c10::GradMode::is_enabled() && input.requires_grad()
                  ? FrozenLinear::apply(input, values, shared_from_this())
@@ -136,4 +136,4 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   return result + at::linear(at::linear(given, a_), b_) * (lora_.alpha / static_cast<double>(lora_.rank));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

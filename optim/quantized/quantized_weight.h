@@ -9,40 +9,33 @@
 #include "core/paging/stand_in.h"
 #include "optim/quantized/weight_format.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// A low-rank adapter beside a frozen weight (Hu et al., 2021): y = W x + alpha / rank * B A dropout(x).
-struct LoraOptions {
-  int64_t rank = 0;    // 0: none
-  double alpha = 16;   // see above
-  double dropout = 0;  // of the adapter's input, while the module trains
-};
-
-// What stands where a Linear had its weight: operators that are given handle() are given the weight's values, decoded
-// for them alone, and at::linear decodes them again in backward in the place of keeping them. The bytes are the
-// module's own parameter, which wrappers shard, gather and save as any other.
+// A stand-in for a Linear's weight that decodes its values on use. Operators with handle() as an argument receive
+// values decoded for that call alone; at::linear decodes again in backward instead of saving them. The bytes are a
+// parameter of the module, which wrappers shard, gather and save like others.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
-  // Of `owner`'s parameter `name`, [rows, columns], which becomes the frozen bytes in place (kFull: stays, frozen);
-  // registers `name`s adapters beside it. `fqn` is for errors.
+  // Replaces `owner`'s parameter `name`, [rows, columns], by the frozen bytes (kFull: freezes it) and registers
+  // adapters. `fqn` is used in errors.
   static std::shared_ptr<QuantizedWeight> make(torch::nn::Module& owner, const std::string& name, std::string fqn,
                                                WeightFormat format, const LoraOptions& lora);
 
-  // The tensor for which it stands: [rows, columns], of the weight's dtype.
+  // Returns the tensor to use as the weight: [rows, columns], of the weight's dtype.
   at::Tensor handle();
 
   const std::string& fqn() const { return fqn_; }
   WeightFormat format() const { return format_; }
   at::IntArrayRef sizes() const { return sizes_; }
-  // "lora_a" for "a"; of a weight that is not called "weight", with its name before.
+  // "lora_a" for "a"; with a prefix if the weight is not named "weight".
   std::string adapter_name(const char* which) const {
     return (name_ == "weight" ? "lora_" : name_ + "_lora_") + std::string(which);
   }
   bool has_adapter() const { return a_.defined(); }
   bool is_merged() const { return merged_.defined(); }
 
-  // [rows, columns] of the weight's dtype, with the adapter or without; `bytes`, `a` and `b` are its own, or what a
-  // state dictionary has in their place.
+  // Returns [rows, columns] of the weight's dtype, with or without the adapter, from its own tensors or those of a
+  // state dictionary.
   at::Tensor values(bool with_adapter) const { return values(bytes_, a_, b_, with_adapter); }
   at::Tensor values(const at::Tensor& bytes, const at::Tensor& a, const at::Tensor& b, bool with_adapter) const;
   void merge();
@@ -53,7 +46,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) override;
   const char* what_it_is() const override { return "quantized"; }
 
-  // Decoded, [rows, columns].
+  // Decodes the weight: [rows, columns].
   at::Tensor base(at::ScalarType dtype) const;
 
  private:
@@ -68,7 +61,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   const at::ScalarType dtype_;
   at::Tensor bytes_;   // the parameter
   at::Tensor a_, b_;   // [rank, columns], [rows, rank]
-  at::Tensor merged_;  // values with the adapter, while they are merged
+  at::Tensor merged_;  // merged values; undefined if not merged
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

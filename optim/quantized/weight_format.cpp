@@ -18,13 +18,13 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/parallel_over.h"
+#include <tessera/adamw_8bit.h>
 #include "core/layout/deferred.h"
 #include "core/layout/int8_blocks.h"
 #include "core/memory/without_data.h"
-#include "optim/adamw_8bit.h"
+#include "core/runtime/parallel_over.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // bitsandbytes' table: quantiles of the normal distribution, with an exact 0, scaled to -1 .. 1.
@@ -53,7 +53,7 @@ constexpr Int8Blocks kInt8Weights{kWeightBlockNumel};
 int64_t blocks_of(int64_t numel, int64_t block_numel) { return (numel + block_numel - 1) / block_numel; }
 int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
-// Where things are in the bytes of a weight in 4 bit.
+// Offsets in the bytes of a 4-bit weight.
 struct Nf4Layout {
   Nf4Layout(WeightFormat format, int64_t numel)
       : is_double(format == WeightFormat::kNf4Double),
@@ -64,8 +64,8 @@ struct Nf4Layout {
 
   const bool is_double;
   const int64_t blocks;
-  const int64_t scales_at;  // fp32, or with is_double places in dynamic_map()
-  const int64_t outer_at;   // with is_double: fp32, the mean of all scales, then a scale for each 256 of these
+  const int64_t scales_at;  // fp32; with is_double, indices into dynamic_map()
+  const int64_t outer_at;   // with is_double: fp32, the mean of all scales, then one scale for each 256 of them
   const int64_t end;
 
   at::Tensor codes(const at::Tensor& bytes) const { return bytes.narrow(0, 0, blocks * kWeightBlockNumel / 2); }
@@ -77,19 +77,19 @@ struct Nf4Layout {
   }
 };
 
-// [rows, columns], the last row filled up with zeros.
+// Returns [rows, columns]; pads the last row with zeros.
 at::Tensor as_rows(const at::Tensor& flat, int64_t columns) {
   const int64_t rest = flat.numel() % columns;
   return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, columns - rest})).view({-1, columns});
 }
 
-// Each row over its largest absolute value, which is kept in `scales`, [rows].
+// Divides each row by its largest absolute value, which it stores in `scales`, [rows].
 at::Tensor scaled_rows(const at::Tensor& rows, const at::Tensor& scales) {
   scales.copy_(rows.abs().amax(1));
   return rows / at::where(scales > 0, scales, 1.0).unsqueeze(1);
 }
 
-// Places of the nearest in an ascending table; the lower one where two are as near.
+// Returns indices of the nearest values in an ascending table; the lower one in a tie.
 at::Tensor nearest(const at::Tensor& values, const at::Tensor& table) {
   const int64_t last = table.numel() - 1;
   const at::Tensor between = (table.narrow(0, 0, last) + table.narrow(0, 1, last)) / 2;
@@ -108,7 +108,7 @@ void encode_scales(const Nf4Layout& layout, const at::Tensor& scales, const at::
   layout.inner(bytes).copy_(nearest(rows, dynamic_map(true).to(bytes.device())).view({-1}).narrow(0, 0, layout.blocks));
 }
 
-// fp32, one a block.
+// fp32, one for each block.
 at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
   if (!layout.is_double) return layout.inner(bytes).view(at::kFloat);
   const at::Tensor outer = layout.outer(bytes);
@@ -175,7 +175,7 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight) {
   return bytes;
 }
 
-// One operator, which deferred() writes down and does with the values.
+// One operator, which deferred() can record and replay.
 static at::Tensor encode_weight(const at::Tensor& weight, int64_t format) {
   const auto as = static_cast<WeightFormat>(format);
   if (weight.is_meta()) return at::empty({encoded_bytes(as, weight.numel())}, weight.options().dtype(at::kByte));
@@ -224,4 +224,4 @@ at::Tensor decoded(WeightFormat format, const at::Tensor& bytes, int64_t numel, 
   return decoded_codes(layout.codes(bytes), decoded_scales(layout, bytes), numel).to(dtype);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,6 +1,7 @@
-#include "optim/state/listed_optimizer.h"
+#include <tessera/detail/listed_optimizer.h>
 
 namespace tessera {
+using namespace internal;
 
 void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected) {
   if (!holds) throw std::invalid_argument(c10::str(optimizer, ": ", option, " is ", value, ", expected ", expected));

@@ -17,14 +17,14 @@
 #include <tuple>
 #include <type_traits>
 
-#include "optim/adafactor.h"
-#include "optim/adamw_8bit.h"
-#include "optim/lbfgs.h"
-#include "optim/lion.h"
-#include "optim/muon.h"
-#include "optim/schedule_free.h"
+#include <tessera/adafactor.h>
+#include <tessera/adamw_8bit.h>
+#include <tessera/lbfgs.h>
+#include <tessera/lion.h>
+#include <tessera/muon.h>
+#include <tessera/schedule_free.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using namespace torch::optim;
@@ -32,7 +32,7 @@ using namespace torch::optim;
 template <class Type, class... Types>
 concept IsAny = (... || std::same_as<Type, Types>);
 
-// visit(name, reference) for each field, of states and of options alike. One list serves reading and writing.
+// Call visit(name, reference) for each field of a state or of options. Reading and writing share one list.
 void visit_fields(IsAny<AdamParamState, AdamWParamState> auto& state, auto visit) {
   visit("step", state.step());
   visit("exp_avg", state.exp_avg());
@@ -92,7 +92,7 @@ struct Kind {
   const char* name;
 };
 
-// Calls act(kind) for one kind after the other until it returns true; returns whether it did.
+// Calls act(kind) for each kind until it returns true; returns whether it did.
 template <class Act>
 bool any_kind(Act act) {
   return act(Kind<AdamOptions, AdamParamState>{"Adam"}) || act(Kind<AdamWOptions, AdamWParamState>{"AdamW"}) ||
@@ -115,7 +115,7 @@ std::string kind_names() {
   return names;
 }
 
-// Calls act(options or state as the class that it is, the kind's name).
+// Calls act(object, kind's name) with the options or state cast to its class.
 template <class Object, class Act>
 void with_class_of(const Object& object, Act act) {
   constexpr bool kIsOptions = std::is_same_v<Object, OptimizerOptions>;
@@ -285,7 +285,7 @@ std::string text_of(const OptimizerOption& option) {
 }
 
 std::string text_of(const OptimizerOptions& options) {
-  std::string text = c10::demangle(typeid(options).name());  // of a class of the user's own, which no one here can read
+  std::string text = c10::demangle(typeid(options).name());  // a user's own class has no known fields
   any_kind([&]<class Options, class State>(Kind<Options, State> kind) {
     if (dynamic_cast<const Options*>(&options) == nullptr) return false;
     text = kind.name + std::string(":");
@@ -314,4 +314,4 @@ void write_options(OptimizerOptions& options, const OptionList& values) {
   });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,62 +10,60 @@
 #include <variant>
 #include <vector>
 
-#include "core/model/model_shards.h"
+#include <tessera/model_shards.h>
+#include <tessera/optimizer_state_dict.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-// How a state's tensor belongs to its parameter, by its name: element by element, in the parameter's shape; or, 1-D, a
-// number for each block of 256 elements in the order of memory (names that end in "_scale"), or for each row or column
-// of the last two dimensions ("_row", "_col"), which every rank that has a part of the parameter has all of.
+// Relation of a state tensor to its parameter, by the tensor's name. kElements: element by element, in the parameter's
+// shape. kBlocks (names ending in "_scale"): 1-D, a number for each block of 256 elements in memory order. kRows,
+// kColumns ("_row", "_col"): 1-D, a number for each row or column of the last two dimensions, held whole by every rank
+// that has a part of the parameter.
 enum class StateForm { kElements, kBlocks, kRows, kColumns };
 StateForm form_of_state(const std::string& name);
 inline constexpr int64_t kStateBlockNumel = 256;
 
-// The shape of a state's tensor for a parameter of `sizes`.
+// Returns the shape of a state tensor for a parameter of `sizes`.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
-// The part of a state's tensor that goes with a part of the parameter; `tensor` is an empty one, but for kElements. Of
-// blocks that begin or end in another part, both have all.
+// Returns the part of a state tensor that belongs to a part of the parameter; `tensor` is empty except for kElements.
+// If a block crosses a cut, both parts hold it.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
-// What of it is this part's to save: each block once, where its first element is.
+// Returns the range that this part saves. The rank with a block's first element saves the block.
 Range saved_part(const std::string& name, const NamedShard& parameter);
-
-// What an optimizer keeps for one parameter, by name: {"exp_avg", ...}, {"step", 7}. Tensors have the shape that
-// StateForm says; undefined ones are left out. They are the optimizer's own, not copies.
-struct ParameterState {
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::vector<std::pair<std::string, int64_t>> numbers;
-};
-
-// A group's hyper-parameters by name: {"lr", 1e-3}, {"beta1", 0.9}, {"amsgrad", false}.
-using OptimizerOption = std::variant<bool, double>;
-using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
 // All of these know the optimizers that keep torch's Adam, AdamW, SGD, RMSprop or Adagrad options and states, and
 // Tessera's own, and throw std::invalid_argument for others: libtorch's archives do not tell names from values.
 
-// "Adam", "AdamW", "Muon", ...: which options and states the optimizer keeps.
+// Returns the kind of the optimizer's options and states: "Adam", "AdamW", "Muon", ...
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);
-// The same for who keeps it beside the parameter: blocks in the order of its memory now, copies where set_data() has
-// given it other strides since the last step.
+// Returns the state in the memory order of the parameter: copies, if set_data() has changed its strides since the last
+// step.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
-// A state for an optimizer of this kind with the given values. Throws std::invalid_argument, which
-// lists the names, for a value that the kind does not have or one of its numbers missing.
+// Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the names, for unknown
+// values and missing numbers.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
-// What torch's Adam, AdamW or RMSprop need of a state under these options, and it does not have since it was made under
-// others: zeros.
+// Adds zero tensors that torch's Adam, AdamW or RMSprop need under these options and a state made under other options
+// lacks.
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// An option as it is, with all its digits; and all of them, "Lion: lr=0.001 weight_decay=0".
+// Returns an option's value with all digits, and all options: "Lion: lr=0.001 weight_decay=0".
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
 // Sets the named options and leaves the others. Throws as make_state(), with nothing changed.
 void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);
 
-}  // namespace tessera
+// The dictionary without states: groups and options as they are now.
+OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);
+
+// Checks that the dictionary fits the optimizer: kind, groups, their lengths, and the states' shapes.
+// Throws std::invalid_argument that lists everything that does not.
+void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer);
+
+}  // namespace tessera::internal

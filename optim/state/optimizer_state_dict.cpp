@@ -1,9 +1,10 @@
-#include "optim/state/optimizer_state_dict.h"
+#include <tessera/optimizer_state_dict.h>
 
 #include <sstream>
 #include <stdexcept>
 
 namespace tessera {
+using namespace internal;
 
 int64_t OptimizerStateDict::parameter_count() const {
   int64_t count = 0;
@@ -11,14 +12,14 @@ int64_t OptimizerStateDict::parameter_count() const {
   return count;
 }
 
-OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer) {
+OptimizerStateDict internal::describe_groups(const torch::optim::Optimizer& optimizer) {
   OptimizerStateDict dict{optimizer_kind(optimizer), {}, {}};
   for (const auto& group : optimizer.param_groups())
     dict.groups.push_back({read_options(group.options()), static_cast<int64_t>(group.params().size())});
   return dict;
 }
 
-void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer) {
+void internal::require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer) {
   const OptimizerStateDict own = describe_groups(optimizer);
   std::ostringstream problems;
   if (dict.kind != own.kind) problems << "\n  it is of " << dict.kind << ", expected " << own.kind;

@@ -1,4 +1,4 @@
-#include "optim/state/parameter_parts.h"
+#include <tessera/detail/parameter_parts.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -8,13 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include <tessera/host_results.h>
 #include "core/comm/agreement.h"
-#include "core/comm/host_results.h"
 #include "core/layout/shard_mark.h"
 #include "core/memory/without_data.h"
 #include "optim/state/optimizer_state.h"
 
 namespace tessera {
+using namespace internal;
 
 ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   at::NoGradGuard no_grad;
@@ -39,7 +40,7 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
       known.by_rank.push_back({{parts[rank][i][0], parts[rank][i][1]}, static_cast<int>(parts[rank][i][2])});
   }
   if (!is_without_data()) return;
-  for (int rank = 0; rank < world; ++rank) {  // whom nobody has asked
+  for (int rank = 0; rank < world; ++rank) {  // a dry run exchanges no data
     const std::vector<HeldPart> held = model.held_by(rank);
     for (int64_t i = 0; i < count; ++i)
       known_[shards[i].tensor.unsafeGetTensorImpl()].by_rank[rank] = {held[i].range, held[i].replica};
@@ -72,7 +73,7 @@ void ParameterParts::require_known(const std::vector<torch::optim::OptimizerPara
   }
 }
 
-// Put among a group's parameters since the groups were looked at.
+// Throws for a parameter that was added to a group after the check.
 const ParameterParts::Known& ParameterParts::known(const at::Tensor& parameter) const {
   const auto found = known_.find(parameter.unsafeGetTensorImpl());
   if (found == known_.end())
@@ -100,7 +101,7 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
   at::Tensor have = at::zeros({count}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   auto* flags = have.mutable_data_ptr<uint8_t>();
   for (int64_t i = 0; i < count; ++i) {
-    // In a dry run other ranks use the same parameters, also those of which this one has nothing.
+    // In a dry run, other ranks have gradients of the parameters that this rank holds no part of.
     const bool is_elsewhere =
         is_without_data() && are_cut_ && parameters[i].requires_grad() && of(parameters[i]).held.numel() == 0;
     flags[i] = parameters[i].grad().defined() || is_elsewhere ? 1 : 0;

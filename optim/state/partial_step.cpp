@@ -1,4 +1,4 @@
-#include "optim/state/partial_step.h"
+#include <tessera/detail/partial_step.h>
 
 #include <c10/util/StringUtil.h>
 
@@ -6,10 +6,11 @@
 #include <typeinfo>
 #include <unordered_set>
 
-#include "optim/fused_optimizers.h"
-#include "optim/host/host_adam.h"
+#include <tessera/fused_optimizers.h>
+#include <tessera/host_adam.h>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 template <class Optimizer>

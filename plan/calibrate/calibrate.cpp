@@ -22,23 +22,23 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "core/launch/launch.h"
+#include <tessera/communicator.h>
+#include <tessera/launch.h>
 #include "core/memory/container_limits.h"
 #include "plan/calibrate/calibrate_operators.h"
-#include "plan/simulate/collective_flow.h"
 #include "plan/calibrate/processor_time.h"
 #include "plan/calibrate/rank_timer.h"
 #include "plan/record/recorder.h"
+#include "plan/simulate/collective_flow.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// What one rank's thread measures, in step with the others.
+// The measurements of one rank's thread, concurrent with the other ranks.
 class Bench {
  public:
   Bench(std::shared_ptr<Communicator> comm, const CalibrationOptions& options)
@@ -70,7 +70,7 @@ class Bench {
     return speed;
   }
 
-  // Between ranks that share no memory: latency by the clock, bytes a second of all the process's threads.
+  // Between ranks that share no memory: wall-clock latency; bytes a second of all threads of the process.
   LinkSpeed tcp() const {
     const auto process_s = [&](const std::function<void()>& call) {
       return timer_.processor_seconds_of(call, &process_processor_s) / comm_->size();
@@ -82,7 +82,8 @@ class Bench {
   }
 
  private:
-  // Points of a class without what every operator costs. Larger work that took less time, by noise, is as slow.
+  // The points of a class without the cost of every operator. Makes them monotonic: larger work that was faster, by
+  // noise, gets the time of smaller work.
   SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
     std::vector<std::pair<double, double>> points;
     double before = 1e-9;
@@ -118,7 +119,7 @@ class Bench {
     std::vector<std::pair<double, double>> points;
     for (const int64_t length : {32, 128, 512}) {
       const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
-      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // as flop.cpp counts
+      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // counted as in flop.cpp
       points.emplace_back(flop, timer_.work_seconds_of(
                                     [&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
     }
@@ -141,8 +142,8 @@ class Bench {
     return fit([&](const std::function<void()>& call) { return timer_.work_seconds_of(call); }, 1 << 12);
   }
 
-  // Latency and the two speeds that explain what was measured of collectives of that many bytes and more best, by
-  // relative errors: seconds = operations L + copied g + summed (r - g), as work_of() has them.
+  // Fits the latency and the two speeds to the times of collectives of at least this many bytes, by relative errors:
+  // seconds = operations L + copied g + summed (r - g), with the counts of work_of().
   LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
     std::vector<double> rows, ones;
     for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
@@ -161,7 +162,7 @@ class Bench {
     }
     const auto count = static_cast<int64_t>(ones.size());
     const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3}), b = at::tensor(ones, at::kDouble);
-    // Columns of one magnitude: seconds and seconds a byte are far apart.
+    // Scales the columns: seconds and seconds a byte differ by orders of magnitude.
     const at::Tensor scale = a.norm(2, {0}, false);
     const at::Tensor found = std::get<0>(at::linalg_lstsq(a / scale, b.unsqueeze(1))).squeeze(1) / scale;
     const auto at_least = [&](int64_t i, double least) { return std::max(found[i].item<double>(), least); };
@@ -169,7 +170,7 @@ class Bench {
     return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
   }
 
-  // From when rank 0, which comes late, has found the others' message until one of those that sleep goes on.
+  // The time from rank 0's arrival, which is late, until a sleeping rank continues.
   double wake() const {
     timer_.say("how long a rank takes to wake up");
     constexpr double kLateSeconds = 5e-4;
@@ -180,7 +181,7 @@ class Bench {
       const auto began = Clock::now();
       while (comm_->rank() == 0 && seconds_since(began) < kLateSeconds) continue;
       comm_->all_reduce(one).wait();
-      // Ranks are threads, so they have one clock.
+      // Ranks are threads, so they share a clock.
       const double ended_s = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
       const at::Tensor others = at::zeros({comm_->size()}, at::kDouble);
       comm_->all_gather(others, at::tensor({ended_s}, at::kDouble)).wait();
@@ -189,8 +190,7 @@ class Bench {
     return std::max(median_of(std::move(seconds)), 0.0);
   }
 
-  // W seconds of matrix products beside C seconds of an all-reduce, of which some are left when that is over, end at
-  // W + lost * C.
+  // W seconds of matrix products and a concurrent all-reduce of C seconds, C < W, take W + lost * C.
   double lost() const {
     timer_.say("compute beside collectives");
     const at::Tensor full = at::zeros({options_.quick ? 1 << 20 : 1 << 22});
@@ -222,7 +222,7 @@ MachineSpeed calibrate(const CalibrationOptions& options) {
     throw std::invalid_argument("calibration with " + std::to_string(options.ranks) + " ranks of " +
                                 std::to_string(options.threads) + " threads, expected 1 or more of each");
   MachineSpeed speed;
-  Recorder::make(/*with_data=*/true);  // its allocator comes before any rank's thread
+  Recorder::make(/*with_data=*/true);  // installs the allocator before the ranks' threads start
   const std::vector<TrainedCollectives> collectives = collectives_of_trainings(options.ranks, options.quick);
   run_ranks(options.ranks, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(options.threads);
@@ -243,4 +243,4 @@ MachineSpeed calibrate(const CalibrationOptions& options) {
   return speed;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -18,41 +18,40 @@
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/calibrate/rank_timer.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// A collective in which every rank sends `sent_bytes`.
 struct Exchanged {
   std::function<Pending()> start;
   double sent_bytes;
 };
 
-constexpr int kCalls = 15, kQuickCalls = 5;  // of what a link's token buckets and packets make uneven
+constexpr int kCalls = 15, kQuickCalls = 5;  // averages out token buckets and packets of a link
 
-// The median of several calls, in the mean of ranks.
+// The median of several calls, averaged over ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {
   std::vector<double> seconds;
   for (int i = 0; i < (timer.options().quick ? kQuickCalls : kCalls); ++i) seconds.push_back(timer.once_s(call));
   return timer.mean(median_of(std::move(seconds)));
 }
 
-// Of a rank's processors, for a byte that it sends (and gets).
+// Processor time of a rank for a byte that it sends and receives.
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});
   const double message_s = timer.seconds_of([&] { exchanged.start().wait(); });
   const double product_s = timer.seconds_of([&] { at::mm(x, x); });
-  constexpr double kOverlap = 1.5;  // products go on for that much longer than messages
+  constexpr double kOverlap = 1.5;  // products run this much longer than messages
   const int products = static_cast<int>(std::ceil(kOverlap * message_s / product_s));
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };
-  // One right after the other: on a slow link what is looked for is a small part of either.
+  // Measures in pairs: on a slow link the effect is a small part of either time.
   std::vector<double> slower_s;
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
     const double alone_s = timer.once_s(multiply);
-    // Of a core, where "hosts" are more than the cores of one machine: the others' messages take of its time, too.
+    // The share of a core. If "hosts" are more than the cores of one machine, the others' messages use it too.
     const double share = std::min((thread_processor_s() - began_s) / alone_s, 1.0);
     const double both_s = timer.once_s([&] {
       Pending pending = exchanged.start();
@@ -73,7 +72,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   if (options.threads < 1)
     throw std::invalid_argument("calibration with " + std::to_string(options.threads) +
                                 " threads a rank, expected 1 or more");
-  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // rank 0's
+  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // of rank 0
   comm->broadcast(known, 0, "calibration").wait();
   const double within_machine_s = known[0].item<double>();
   if (!(known[1].item<double>() > 0))
@@ -85,7 +84,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   const at::Tensor small = at::zeros({ranks}), one = at::zeros({1});
   const double least_s = timer.seconds_of([&] { comm->all_gather(small, one).wait(); }) / std::ceil(std::log2(ranks));
 
-  constexpr double kMostSeconds = 0.1;  // of one collective
+  constexpr double kMostSeconds = 0.1;
   constexpr int64_t kProbeNumel = 1 << 18;
   const int64_t probe_part = std::max<int64_t>(kProbeNumel / ranks, 1);
   const at::Tensor probe = at::zeros({probe_part * ranks}), probe_shard = at::zeros({probe_part});
@@ -106,4 +105,4 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   return speed;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,20 +2,20 @@
 
 #include <memory>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/plan/machine_speed.h>
 #include "plan/calibrate/calibrate.h"
-#include "plan/calibrate/machine_speed.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Measures what lies between the ranks of `comm`, each of which is alone on its host: MachineSpeed::between_hosts, and
-// of tcp, which calibrate() has measured within one machine, what a byte takes of a rank's processors: what its process
-// has had, or what matrix products are slower meanwhile, if that is more, since the kernel's own work on packets is in
-// no process' time. `speed` is the machine's, as calibrate() gives it; only rank 0's counts, and what is returned is
-// the same on all ranks. Collective, on the CPU, some 10 s. Throws std::invalid_argument for a group of one, for a
-// machine without tcp, and for options that calibrate() refuses, and CommError. Sets the process's number of
-// intra-operator threads.
+// Measures the link between the ranks of `comm`, each of which must be alone on its host: MachineSpeed::between_hosts,
+// and the processor time of a byte in tcp. The latter is the larger of the process's time and the slowdown of
+// concurrent matrix products, because the kernel's work on packets is charged to no process. `speed` is the result of
+// calibrate(); only rank 0's is used, and the result is equal on all ranks.
+//
+// Collective; runs on the CPU for some 10 s. Throws std::invalid_argument for a group of one rank, a machine without
+// tcp, and options that calibrate() refuses; also CommError. Sets the process's number of intra-operator threads.
 MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communicator>& comm,
                              const CalibrationOptions& options);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -16,15 +16,15 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout/deferred.h"
-#include "optim/fused_optimizers.h"
-#include "plan/simulate/collective_flow.h"
-#include "plan/record/decoder.h"
-#include "plan/record/dry_run.h"
-#include "plan/calibrate/processor_time.h"
+#include <tessera/fused_optimizers.h>
+#include <tessera/plan/decoder.h>
+#include <tessera/plan/dry_run.h>
 #include <tessera/zero.h>
+#include "core/layout/deferred.h"
+#include "plan/calibrate/processor_time.h"
+#include "plan/simulate/collective_flow.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 double median_of(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -77,7 +77,7 @@ void train_once(const TimedTraining& timed, Training& training) {
   training.step();
 }
 
-// Of an unrecorded step, less its waits; or of the thread's processor.
+// Busy time of an unrecorded step: without its waits, or the thread's processor time.
 double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm, bool by_processor) {
   auto training = make_training(timed, comm);
   for (int i = 0; i < 2; ++i) train_once(timed, training);
@@ -96,7 +96,7 @@ double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicat
 
 using Samples = std::map<std::string, std::vector<TimedKernel>>;
 
-// How far the logarithms of some times are apart: of a normal distribution, its standard deviation.
+// A robust standard deviation of the logarithms of times.
 double spread_of(std::vector<double> seconds) {
   const double middle = median_of(seconds);
   for (double& each : seconds) each = std::abs(std::log(std::max(each, 1e-9) / std::max(middle, 1e-9)));
@@ -104,8 +104,8 @@ double spread_of(std::vector<double> seconds) {
   return kOfNormal * median_of(std::move(seconds));
 }
 
-// Without the largest one and the smallest. Of a kernel some calls take longer, since its memory is new: each seldom,
-// but there are many kernels, so that medians are too little to make up a step.
+// The mean without the largest and the smallest. Some calls of a kernel take longer, because its memory is new: rarely
+// for each, but often in a step, so a sum of medians is less than the step.
 double mean_of_most(std::vector<double> seconds) {
   std::ranges::sort(seconds);
   const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;
@@ -113,8 +113,8 @@ double mean_of_most(std::vector<double> seconds) {
   return sum / static_cast<double>(std::ssize(seconds) - 2 * dropped);
 }
 
-// Adds a step's kernels, each by the mean of the steps, or by the clock by their median; returns how many and their
-// seconds. Steps from the second on call the same.
+// Adds a step's kernels, each by its mean over the steps (by wall clock, the median); returns their number and seconds.
+// Steps from the second on call equal kernels.
 std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor, Samples& samples,
                                       std::vector<double>& spreads) {
   std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);
@@ -137,13 +137,12 @@ std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor
   return {static_cast<double>(steps[2].size()), total_s};
 }
 
-// Steps of a training: what an unrecorded one takes, and what a recorded one knows of it.
 struct Explained {
   double busy_s, kernels_s, operators;
 };
 
-// The factor for kernels, which are a little slower while they are recorded, and the seconds of an operator beside its
-// kernel that explain all trainings best, by relative errors: busy = factor * kernels + between * operators.
+// Fits to all trainings, by relative errors, the factor for kernels, which recording slows down, and the seconds of an
+// operator outside its kernel: busy = factor * kernels + between * operators.
 std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
   for (const auto& [busy_s, kernels_s, operators] : trainings) {
@@ -156,14 +155,14 @@ std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   return {(k - ko * between_s) / kk, between_s};
 }
 
-// Some amounts of work: where they lie, and what they took.
+// Samples merged into one point.
 struct Pool {
   double amount, seconds, count;
 };
 
-// One point for each quarter of an octave: the median of what was seen there. Where more work took less (other shapes,
-// other strides, noise), both take their mean: a slow point is not to make all larger ones slow. Less work than was
-// seen takes as much as the least that was.
+// Returns one point for each quarter octave: the median of its samples. If more work took less time (other shapes,
+// strides, noise), merges both points into their mean, so that a slow point does not slow all larger ones. Work below
+// the smallest sample takes as long as that.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;
@@ -189,17 +188,17 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) 
   return SpeedCurve(std::move(points));
 }
 
-// How many FLOP a byte is worth: that of the best plane through all kernels, seconds = a + b FLOP + c bytes, by
-// relative errors; none where more bytes do not take more time.
+// Returns the FLOP equivalent of a byte from a least-squares plane through all kernels, by relative errors: seconds = a
+// + b FLOP + c bytes; 0 if more bytes do not take more time.
 double flop_per_byte_of(const std::vector<TimedKernel>& kernels) {
   std::vector<double> rows;
   for (const auto& [flop, bytes, seconds] : kernels)
     for (const double coefficient : {1.0, flop, bytes}) rows.push_back(coefficient / std::max(seconds, 1e-9));
   const auto count = static_cast<int64_t>(kernels.size());
   const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3});
-  const at::Tensor scale = a.norm(2, {0}, false);  // columns of one magnitude
+  const at::Tensor scale = a.norm(2, {0}, false);  // scales the columns
   const at::Tensor ones = at::ones({count, 1}, at::kDouble);
-  // By the normal equations, with a little of the identity: all shapes may be alike, and a plane then is one of many.
+  // Solves the normal equations with a small ridge, because all shapes may be alike and the plane then is not unique.
   constexpr double kRidge = 1e-9;
   const at::Tensor scaled = a / scale;
   const at::Tensor square = scaled.t().mm(scaled) + kRidge * at::eye(3, at::kDouble);
@@ -246,7 +245,7 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   for (size_t i = 0; i < trainings.size(); ++i) {
     const TimedTraining& timed = trainings[i];
     double busy_s = busy_seconds(timed, comm, by_processor);
-    // No more than half: what is left has to explain operators.
+    // At most half of it, so that the rest can still explain the operators.
     double exchanged_s = 0;
     for (const RecordedCollective& each : collectives[i])
       exchanged_s += by_processor ? work_of(each).seconds(*link) : 0;
@@ -268,4 +267,4 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   return speeds;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

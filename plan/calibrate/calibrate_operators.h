@@ -5,41 +5,42 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/communicator.h>
+#include <tessera/plan/machine_speed.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-// What training steps show of a rank's operators.
+// A rank's operator speeds, measured in training steps.
 struct OperatorSpeeds {
   std::map<std::string, OperatorSpeed> operators;  // of kernels in fp32, as MachineSpeed::operators
-  double between_s = 0;                            // of each, outside its kernel: autograd, hooks, views, allocations
-  double jitter = 0;                               // MachineSpeed::jitter
+  // of each operator, outside its kernel: autograd, hooks, views, allocations
+  double between_s = 0;
+  double jitter = 0;  // MachineSpeed::jitter
 };
 
-// A kernel's call.
+// A timed call of a kernel.
 struct TimedKernel {
   double flop, bytes, seconds;
 };
 
-// The speed of one operator that explains its calls. At least one; each with FLOP or bytes.
+// Returns the operator speed that fits its calls. Needs at least one call; each must have FLOP or bytes.
 OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels);
 
-// Of two in the middle the larger. At least one value.
+// For an even count, the larger middle value. Needs at least one value.
 double median_of(std::vector<double> values);
 
-// Of one step.
+// in one step
 using TrainedCollectives = std::vector<RecordedCollective>;
 
-// Trains small decoders of several widths and lengths on all ranks at once and takes each kernel's time where it stands
-// in a step, with the caches as they are there. What unrecorded steps take, less their waits, then says `between_s`,
-// and by how much recording has slowed kernels, which is taken off. Collective; each rank gets its own figures.
-// `quick`: fewer decoders. `link`: what collectives take of processors, and all times are such; null: by the clock.
+// Trains small decoders of several widths and lengths on all ranks at once, and times each kernel inside a step, with
+// the caches in the state of training. The busy time of unrecorded steps then gives `between_s` and the slowdown of
+// kernels by recording, which is subtracted. `quick`: fewer decoders. `link`: the processor time of collectives, which
+// makes all times processor time; null: wall-clock time. Collective; each rank gets its own result.
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick, const LinkSpeed* link,
                                  const std::vector<TrainedCollectives>& collectives);
 
-// The collectives of a step of each training of measure_operators(), on so many ranks: from dry runs, before other
-// threads make tensors.
+// Returns the collectives in a step of each training of measure_operators() on this number of ranks. Uses dry runs, so
+// it must be called before other threads create tensors.
 std::vector<TrainedCollectives> collectives_of_trainings(int ranks, bool quick);
 
-}  // namespace tessera
+}  // namespace tessera::internal

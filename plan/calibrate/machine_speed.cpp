@@ -1,4 +1,4 @@
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/plan/machine_speed.h>
 
 #include <algorithm>
 #include <bit>
@@ -11,6 +11,7 @@
 #include "plan/report/quantity_text.h"
 
 namespace tessera {
+using namespace internal;
 
 void refuse_collective(const std::string& operation) {
   throw std::invalid_argument("the time of a collective '" + operation +
@@ -22,7 +23,7 @@ namespace {
 
 bool is_16bit(c10::ScalarType dtype) { return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16; }
 
-// Ranks of a group on hosts: on so many, at most so many on each.
+// The distribution of a group over hosts: number of hosts, and the maximum of ranks on one.
 struct Layout {
   int hosts = 1;
   int ranks_each = 1;
@@ -40,7 +41,6 @@ Layout layout_of(const RecordedCollective& collective, int ranks_per_host) {
   return layout;
 }
 
-// One level of `ranks` ranks with one link.
 double level_seconds(const std::string& operation, int ranks, double bytes, const LinkSpeed& link) {
   if (ranks < 2) return 0;
   const double latency_s = link.latency_s * std::bit_width(static_cast<unsigned>(ranks - 1));
@@ -120,7 +120,7 @@ double MachineSpeed::seconds_of(const RecordedOperator& op) const {
   if (work_class == WorkClass::kMemory) return operator_s + memory_s;
   const SpeedCurve& own = curve_of(work_class);
   const SpeedCurve& curve = own.is_known() ? own : curve_of(WorkClass::kMatmul);
-  // A product with few columns goes as fast as its matrix is read.
+  // A product with few columns is limited by reading its matrix.
   return operator_s + std::max(curve.seconds_of(static_cast<double>(op.flop)), memory_s);
 }
 

@@ -2,15 +2,15 @@
 
 #include <time.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 inline double seconds_of_clock(clockid_t clock) {
   timespec now{};
   ::clock_gettime(clock, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
-// What the calling thread, or the process, has had of processors: others that use them do not count.
+// Processor time of the calling thread or of the process, which other programs do not affect.
 inline double thread_processor_s() { return seconds_of_clock(CLOCK_THREAD_CPUTIME_ID); }
 inline double process_processor_s() { return seconds_of_clock(CLOCK_PROCESS_CPUTIME_ID); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

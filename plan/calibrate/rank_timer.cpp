@@ -9,7 +9,7 @@
 
 #include "plan/calibrate/calibrate_operators.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using TimerClock = std::chrono::steady_clock;
@@ -76,4 +76,4 @@ double RankTimer::work_seconds_of(const std::function<void()>& call) const {
   return by_processor() ? processor_seconds_of(call) : seconds_of(call);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,38 +4,38 @@
 #include <memory>
 #include <string>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "plan/calibrate/calibrate.h"
 #include "plan/calibrate/processor_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Times what all ranks do in step, for calibration. Everything but say() is collective, and all ranks get the same, but
-// of once_s().
+// Times work that all ranks do concurrently, for calibration. Except for say(), functions are collective and, except
+// for once_s(), return equal values on all ranks.
 class RankTimer {
  public:
-  RankTimer(std::shared_ptr<Communicator> comm, const CalibrationOptions& options);  // which it keeps a reference to
+  RankTimer(std::shared_ptr<Communicator> comm, const CalibrationOptions& options);  // keeps a reference to options
 
   const CalibrationOptions& options() const { return options_; }
 
-  // Whether seconds are the thread's processor's. A thread that is one of several in a rank does not know what the
-  // others have had.
+  // Returns whether seconds are the thread's processor time: not with several threads a rank, because one does not see
+  // the time of the others.
   bool by_processor() const { return options_.threads == 1; }
 
-  // Tells rank 0's caller what is measured next.
+  // Reports the next measurement to rank 0's caller.
   void say(const std::string& what) const;
 
-  // Of calls that all ranks make as often, by the clock: the slowest rank's median.
+  // Returns the slowest rank's median wall-clock time of repeated calls.
   double seconds_of(const std::function<void()>& call) const;
 
-  // One call, which all ranks begin together, on this rank.
+  // Returns this rank's time of one call, which all ranks start together.
   double once_s(const std::function<void()>& call) const;
-  double mean(double seconds) const;  // of all ranks'
+  double mean(double seconds) const;  // over all ranks
 
-  // Of calls that all ranks make as often: what each has had of what `clock` counts, in the mean of calls and ranks.
+  // Returns the mean time by `clock` of repeated calls, over calls and ranks.
   double processor_seconds_of(const std::function<void()>& call, double (*clock)() = &thread_processor_s) const;
 
-  // The latter where by_processor(), else the former.
+  // processor_seconds_of() if by_processor(), otherwise seconds_of().
   double work_seconds_of(const std::function<void()>& call) const;
 
  private:
@@ -43,7 +43,7 @@ class RankTimer {
 
   std::shared_ptr<Communicator> comm_;
   const CalibrationOptions& options_;
-  double budget_s_;  // of one measurement
+  double budget_s_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,16 +4,17 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/plan/machine_speed.h>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using nlohmann::json;
 
 constexpr const char* kFormat = "tessera machine speed";
 constexpr int kVersion = 3;
-constexpr int kOldestVersion = 2;  // without cores, and what comes with them
+constexpr int kOldestVersion = 2;  // without cores and the fields for them
 
 json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   json all = json::object();
@@ -35,7 +36,7 @@ json json_of(const LinkSpeed& link) {
           {"reduced_bytes_per_s", link.reduced_bytes_per_s}};
 }
 
-// Fields of one object of the file, each asked for by name; what nobody asked for is refused at the end.
+// Access to the fields of an object in the file by name; finally refuses unused fields.
 class Fields {
  public:
   Fields(const json& object, std::string path) : object_(object), path_(std::move(path)) {

@@ -7,22 +7,22 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "core/comm/collective.h"
 #include "core/comm/shared_memory/shared_rounds_plan.h"
 #include "plan/record/recorder.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // By Collective::Kind.
 constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
                                            "reduce",     "scatter",        "all-reduce", "all-to-all"};
 
-// Bytes [begin, begin + numel) of elements.
 char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// Each place of `to` gets what fits of `from`, this rank's.
+// Copies this rank's part `from` to each rank's place in `to`, up to that place's length.
 void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
   int64_t begin = 0;
   for (const int64_t count : counts) {
@@ -32,7 +32,7 @@ void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int6
   }
 }
 
-// To `to` what lies from element `begin` on in the pieces, one after the other.
+// Copies the elements of consecutive pieces from `begin` on to `to`.
 void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int64_t begin) {
   int64_t done = 0;
   for (const at::Tensor& piece : pieces) {
@@ -43,14 +43,14 @@ void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int6
   }
 }
 
-// Of a reduce-scatter of which one rank gets all, which moves as much as a reduce to it does: that rank; else -1.
+// Returns the rank that receives all of a reduce-scatter, which then costs as much as a reduce; otherwise -1.
 int only_receiver(const Collective& collective) {
   if (collective.kind != Collective::kReduceScatter || collective.numel == 0) return -1;
   const auto all = std::ranges::find(collective.counts, collective.numel);
   return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
 }
 
-// Over when it begins, but when it is waited for says what can go on at the same time.
+// Completes at once; records the wait, which determines the possible overlap.
 class WaitedOperation : public AsyncOperation {
  public:
   WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
@@ -84,7 +84,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
   for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
 }
 
-// As gloo, whose rounds take what is small.
+// As gloo, whose shared rounds carry small operations.
 bool CountingCommunicator::moves_only_when_awaited(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
@@ -107,7 +107,6 @@ void CountingCommunicator::require_other_ranks(std::string_view what) const {
                               std::string(what));
 }
 
-// What a rank of the real thing would have sent.
 void CountingCommunicator::count_as_sent(const Collective& collective, int64_t bytes) {
   const at::Tensor& shard = collective.shard;
   const int64_t others = size() - 1;
@@ -133,7 +132,7 @@ void CountingCommunicator::count_as_sent(const Collective& collective, int64_t b
   }
 }
 
-// As if all ranks had what this one has.
+// Fills the result as if all ranks had this rank's values.
 void CountingCommunicator::fill(const Collective& collective) const {
   const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   c10::InferenceMode quiet;
@@ -150,7 +149,7 @@ void CountingCommunicator::fill(const Collective& collective) const {
       } else if (full.defined() && shard.numel() > 0) {
         std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
       } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
-        recorder->make_void(shard);  // nobody is there to send it
+        recorder->make_void(shard);  // no rank sends it
       }
       if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
       break;
@@ -194,4 +193,4 @@ Pending CountingCommunicator::start(Collective collective) {
   return pending;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

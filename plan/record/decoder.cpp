@@ -1,4 +1,4 @@
-#include "plan/record/decoder.h"
+#include <tessera/plan/decoder.h>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -18,9 +18,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "offload/activations/checkpointed.h"
+#include <tessera/checkpointed.h>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("model " + what); }
@@ -41,13 +42,13 @@ int64_t features_of(const DecoderOptions& options) {
   return options.head_dim > 0 ? options.head_dim : options.width / options.heads;
 }
 
-// In fp32 where x has 16 bit, as Llama's.
+// Computes in fp32 for 16-bit x, as Llama does.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight) {
   const at::Tensor exact = x.to(at::kFloat);
   return (exact * at::rsqrt(exact.pow(2).mean(-1, /*keepdim=*/true) + 1e-5)).to(x.scalar_type()) * weight;
 }
 
-// x [batch, heads, sequence, features], turned by angles [sequence, features / 2].
+// Rotary positions for x [batch, heads, sequence, features], with angles [sequence, features / 2].
 at::Tensor rotate(const at::Tensor& x) {
   const int64_t half = x.size(3) / 2;
   const auto frequencies = at::pow(10000.0, at::arange(half, at::kFloat) / -static_cast<double>(half));
@@ -118,7 +119,7 @@ DecoderOptions decoder_of(const std::string& text) {
 
 namespace {
 
-// A config.json, whose fields transformers knows by these names.
+// A config.json with transformers' field names.
 class ConfigFile {
  public:
   explicit ConfigFile(const std::filesystem::path& file) : file_(file.string()) {
@@ -155,7 +156,7 @@ class ConfigFile {
   nlohmann::json config_;
 };
 
-// Dropout keeps masks for backward, and its attention all scores.
+// Dropout is not planned: it saves masks for backward, and its attention saves all scores.
 std::string dropouts_of(const ConfigFile& config, std::initializer_list<std::pair<const char*, double>> usual) {
   std::string text;
   for (const auto& [name, otherwise] : usual)
@@ -184,14 +185,14 @@ DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, const std::s
   options.layers = config.number("num_hidden_layers");
   options.width = config.number("hidden_size");
   options.heads = config.number("num_attention_heads");
-  // Where transformers' own default is of one published size, the file has to say it.
+  // Required in the file if transformers' default is that of one published size.
   options.key_value_heads =
       is_qwen ? config.number("num_key_value_heads") : config.number("num_key_value_heads", is_mistral ? 8 : 0);
   options.head_dim = config.number("head_dim", kind == "qwen3" ? 128 : 0);
   options.mlp_width = config.number("intermediate_size");
   options.sequence = sequence > 0 ? sequence : config.number("max_position_embeddings");
   options.tie = config.flag("tie_word_embeddings", false);
-  // Mistral and Qwen2 have theirs, whatever their files say.
+  // Always set in Mistral and Qwen2, whatever the file says.
   options.attention_bias = (kind == "llama" || kind == "qwen3") && config.flag("attention_bias", false);
   options.mlp_bias = kind == "llama" && config.flag("mlp_bias", false);
   options.input_bias = kind == "qwen2";

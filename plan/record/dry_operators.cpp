@@ -24,21 +24,21 @@
 #include "plan/record/recorder.h"
 #include "plan/record/shape_rules.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Left over from torchdistX, below autograd; libtorch does not use it. The one place where it is named.
+// A leftover of torchdistX, below autograd, that libtorch does not use. Named only here.
 #define TESSERA_RECORDING_KEY Fake
 static constexpr auto kRecordingKey = c10::DispatchKey::TESSERA_RECORDING_KEY;
 
 namespace {
 
-constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // of what has no rule
+constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // limit for operators without a rule
 
 enum class How : uint8_t {
-  kThrough,  // made of others, which are looked at for themselves, or a view
-  kKernel,   // it computes
-  kValue,    // it hands a value to the host
-  kShape,    // its results' shapes are made of values
+  kThrough,  // composite, whose parts are recorded instead, or a view
+  kKernel,   // computes
+  kValue,    // returns a value to the host
+  kShape,    // shapes of results depend on values
 };
 
 struct Traits {
@@ -47,14 +47,14 @@ struct Traits {
   bool has_meta_kernel = false;
   bool is_mutable = false;
   bool has_flop = false;
-  bool may_transpose = false;  // made of others, which compute by pointer if it is transposed
+  bool may_transpose = false;  // composite; computes by pointer if transposed
   std::vector<bool> writes;    // by argument
 };
 
-// Composite by registration, but they compute by pointer.
+// Registered as composite, but compute by pointer.
 const std::unordered_set<std::string> kKernelsAtHeart = {
     "aten::copy_", "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_nnpack_spatial_convolution"};
-// On metadata alone, though they have CPU kernels.
+// Only change metadata, although they have CPU kernels.
 const std::unordered_set<std::string> kMetadata = {"aten::set_", "aten::resize_", "aten::_fused_sdp_choice",
                                                    "aten::is_set_to", "aten::_reshape_alias"};
 const std::unordered_set<std::string> kValues = {"aten::_local_scalar_dense", "aten::equal"};
@@ -101,7 +101,7 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
   return entry->second;
 }
 
-// Calls visit(tensor, argument) for every tensor among values, those in lists too.
+// Calls visit(tensor, argument) for every tensor in the values, lists included.
 template <class Visit>
 void for_each_tensor(at::ArrayRef<c10::IValue> values, Visit visit) {
   for (size_t i = 0; i < values.size(); ++i)
@@ -114,7 +114,6 @@ std::vector<at::Tensor> tensors_of(at::ArrayRef<c10::IValue> values) {
   return tensors;
 }
 
-// The same arguments on the meta device.
 std::vector<c10::IValue> meta_arguments(at::ArrayRef<c10::IValue> arguments) {
   std::vector<c10::IValue> result(arguments.begin(), arguments.end());
   for (c10::IValue& value : result)
@@ -127,7 +126,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   at::Tensor tensor;
   const size_t bytes = meta.storage().nbytes();
   if (bytes > at::detail::computeStorageNbytes(meta.sizes(), meta.strides(), meta.element_size())) {
-    // The kernel has made it smaller, in the memory that it had.
+    // The kernel shrank it in its memory.
     tensor = at::detail::empty_cpu({static_cast<int64_t>(bytes / meta.element_size())}, meta.scalar_type());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
   } else {
@@ -141,7 +140,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   throw std::invalid_argument("dry_run: " + traits.name + " " + why);
 }
 
-// What the operator would return, on the meta device; by its kernel there or by rule.
+// Returns the operator's results on the meta device, from its kernel there or its rule.
 std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& traits,
                                    std::vector<c10::IValue> arguments) {
   if (const ShapeRule* rule = shape_rule_of(traits.name)) {
@@ -153,7 +152,7 @@ std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& 
   return arguments;
 }
 
-// Whether the kernel itself is called on what memory holds, since nothing else knows what it makes.
+// Returns whether the kernel must run, on whatever the memory holds, because its shapes are unknown otherwise.
 bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   if (traits.has_meta_kernel || shape_rule_of(traits.name) != nullptr) return false;
   int64_t bytes = 0;
@@ -165,7 +164,7 @@ bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   return true;
 }
 
-// A draw that is not made moves its generator all the same: checkpointed() looks whether there was any.
+// Advances the generator even without a draw: checkpointed() detects draws this way.
 void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (schema.arguments()[i].name() != "generator" && (i > 0 || traits.name != "aten::native_dropout")) continue;
@@ -176,7 +175,7 @@ void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<
   }
 }
 
-// Those that are written to are returned, or listed, as they are; others are new. The shape of an `out` may change.
+// Returns, or lists, the tensors that are written to; creates the others. The shape of an `out` may change.
 void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack& stack, Recorder& recorder) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -197,7 +196,7 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
   torch::jit::drop(stack, count);
   for_each_tensor(arguments, [&](const at::Tensor& tensor, size_t i) {
     if (traits.writes[i] && !(schema.name() == "aten::_amp_foreach_non_finite_check_and_unscale_" && i == 1))
-      recorder.make_void(tensor);  // nothing is found to be infinite
+      recorder.make_void(tensor);  // no value is found to be infinite
   });
   for (size_t result = 0; result < schema.returns().size(); ++result) {
     const auto* alias = schema.returns()[result].alias_info();
@@ -220,8 +219,8 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
   }
 }
 
-// Zeros stand for values that the host asks for. That a tensor equals itself is known: attention asks whether queries,
-// keys and values are one.
+// Returns zero for a value that the host requests. A tensor equals itself: attention checks whether queries, keys and
+// values are one tensor.
 void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Recorder& recorder) {
   if (traits.name == "aten::equal") {
     const at::Tensor one = torch::jit::peek(stack, 0, count).toTensor(),
@@ -240,7 +239,7 @@ void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Reco
   torch::jit::push(stack, at::isIntegralType(dtype, false) ? at::Scalar(0) : at::Scalar(0.0));
 }
 
-// New memory of many floating-point numbers holds none, and nobody will compute them.
+// Marks large new floating-point tensors void, because their values are not computed.
 void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
   for (const at::Tensor& tensor : made)
     if (tensor.is_cpu() && at::isFloatingType(tensor.scalar_type()) && tensor.has_storage() &&
@@ -248,14 +247,14 @@ void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
       recorder.make_void(tensor);
 }
 
-// What an operator reads and writes.
+// The memory that an operator reads and writes.
 struct Touched {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int64_t selected_from = 0;  // bytes of the tensor of which it reads no more than it makes
+  int64_t selected_from = 0;  // bytes of a tensor of which it reads only as much as it produces
 };
 
-// Elements that a stride of 0 repeats are read once.
+// Counts elements repeated by a stride of 0 once.
 int64_t touched_bytes(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) return 0;
   auto bytes = static_cast<int64_t>(tensor.element_size());
@@ -264,13 +263,13 @@ int64_t touched_bytes(const at::Tensor& tensor) {
   return bytes;
 }
 
-// Which only write to what they are given first.
+// Only write to their first argument.
 const std::unordered_set<std::string> kOverwriting = {"aten::copy_",   "aten::fill_",    "aten::zero_",
                                                       "aten::normal_", "aten::uniform_", "aten::random_"};
-// Which read some rows or elements of what they are given first.
+// Read some rows or elements of their first argument.
 const std::unordered_set<std::string> kSelecting = {"aten::embedding", "aten::index_select", "aten::index",
                                                     "aten::gather", "aten::take"};
-// Which make memory and leave it as it is.
+// Allocate memory without writing to it.
 const std::unordered_set<std::string> kUnwritten = {"aten::empty", "aten::empty_strided", "aten::empty_like",
                                                     "aten::new_empty", "aten::new_empty_strided"};
 
@@ -292,14 +291,14 @@ Touched touched_by_arguments(const c10::FunctionSchema& schema, const Traits& tr
     }
     const c10::Argument& argument = schema.arguments()[i];
     const bool is_read = !argument.is_out() && !(i == 0 && kOverwriting.contains(schema.name()));
-    // Fused optimizers may write to gradients, but do so under a scaler alone.
+    // Fused optimizers write to gradients only under a scaler.
     const bool is_written = traits.writes[i] && argument.name() != "grads";
     touched.bytes += (is_read ? bytes : 0) + (is_written ? bytes : 0);
   });
   return touched;
 }
 
-// New tensors; those that are returned as they were given are arguments.
+// Adds new tensors; returned arguments are already counted.
 void add_results(Touched& touched, const c10::FunctionSchema& schema, const Traits& traits,
                  const std::vector<at::Tensor>& made) {
   if (traits.is_mutable || kUnwritten.contains(schema.name())) return;
@@ -314,14 +313,14 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
 struct Given {
   bool any_void = false, all_cpu = true;
 };
-// Looks at what an operator is given, and tells the recorder whose that is.
+// Inspects an operator's arguments, and tells the recorder the unit and module that they belong to.
 Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
   Given given;
   for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {
     given.all_cpu = given.all_cpu && tensor.device().is_cpu();
     given.any_void = given.any_void || (!recorder.has_data() && Recorder::is_void(tensor));
     if (Page* page = page_of(tensor)) recorder.set_unit(page->name());
-    if (values[i].isTensor()) recorder.set_module_of(tensor);  // not of all of an optimizer's
+    if (values[i].isTensor()) recorder.set_module_of(tensor);  // not for an optimizer's lists
   });
   return given;
 }
@@ -391,4 +390,4 @@ RecordedOperators::RecordedOperators() : included_(kRecordingKey) {
         "this libtorch dropped it");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,22 +4,22 @@
 
 #include <memory>
 
-namespace tessera {
+namespace tessera::internal {
 
-// While it lives, operators of this thread are written down by its current Recorder; if that has no data, those that
-// would compute with values that mean nothing are not run, and give tensors without values instead.
+// Records this thread's operators in its current Recorder during its lifetime. If the Recorder has no data, does not
+// run operators that would compute with void values, and returns tensors without values instead.
 //
-// The key is libtorch's `Fake`, below autograd and above every backend, so that autograd, composite operators and the
-// wrappers run as ever, on CPU tensors: each makes the tensors that it would make with data. Of an operator with a CPU
-// kernel the shapes come from its meta kernel or shape_rule_of(). One that has neither and few bytes is run, on what
-// the memory holds; one that needs values, or is large, throws std::invalid_argument with its name.
+// The dispatch key is libtorch's `Fake`, below autograd and above every backend: autograd, composite operators and the
+// wrappers run unchanged on CPU tensors and create the tensors that they would create with data. Shapes of an operator
+// with a CPU kernel come from its meta kernel or shape_rule_of(). An operator with neither runs if it has few bytes;
+// one that is large, or needs values, throws std::invalid_argument with its name.
 class RecordedOperators {
  public:
-  // Throws std::runtime_error if another library has taken the dispatch key.
+  // Throws std::runtime_error if another library uses the dispatch key.
   RecordedOperators();
 
  private:
   c10::impl::IncludeDispatchKeyGuard included_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/record/dry_run.h"
+#include <tessera/plan/dry_run.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -15,6 +15,7 @@
 #include "plan/record/recorder.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 int checked_steps(int steps) {
@@ -26,10 +27,10 @@ int checked_steps(int steps) {
 
 }  // namespace
 
-// Nothing moves, and random numbers go back to where they were.
+// Simulates communication, and restores the random generator.
 struct RunScope::Without {
-  // Under deterministic algorithms libtorch fills the memory of new tensors, by a switch of the process; here that
-  // memory is an address and no more.
+  // Deterministic algorithms make libtorch fill new memory, by a process-wide switch, but here memory is only
+  // addresses.
   class UnfilledScope {
    public:
     UnfilledScope() {

@@ -2,7 +2,7 @@
 
 #include "plan/record/shape_rules.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Arguments = MetaArguments;
@@ -10,10 +10,10 @@ using Tensors = std::vector<at::Tensor>;
 
 at::Tensor at_index(const Arguments& arguments, size_t index) { return arguments[index].toTensor(); }
 
-// The product of two matrices, or of as many pairs: 2 for each multiplication that is added up.
+// The product of two matrices or of a batch of pairs: 2 for each multiply-add.
 int64_t product(const at::Tensor& a, const at::Tensor& b) { return 2 * a.numel() * b.size(-1); }
 
-// Each element of the output, or of a transposed convolution's input, is multiplied with what a row of weights has.
+// Multiplies each element of the output (or of a transposed convolution's input) by a row of weights.
 int64_t flop_of_convolution(const at::Tensor& rows, const at::Tensor& weight) {
   return 2 * rows.numel() * (weight.numel() / std::max<int64_t>(weight.size(0), 1));
 }
@@ -44,14 +44,14 @@ const std::unordered_map<std::string, FlopRule> kFlopRules = {
      [](const Arguments& a, const Tensors& made) { return flop_of_convolution(made.at(0), at_index(a, 1)); }},
     {"aten::slow_conv_dilated2d",
      [](const Arguments& a, const Tensors& made) { return flop_of_convolution(made.at(0), at_index(a, 1)); }},
-    {"aten::_convolution",  // if it is transposed
+    {"aten::_convolution",  // if transposed
      [](const Arguments& a, const Tensors&) { return flop_of_convolution(at_index(a, 0), at_index(a, 1)); }},
     {"aten::convolution_backward", [](const Arguments& a, const Tensors&) { return flop_of_convolution_backward(a); }},
     {"aten::_scaled_dot_product_flash_attention_for_cpu",
      [](const Arguments& a, const Tensors&) {
        return flop_of_attention(at_index(a, 0), at_index(a, 1), at_index(a, 2));
      }},
-    // Scores once more, and two products for each of the two forward ones.
+    // Recomputes the scores, then two products for each of the two in forward.
     {"aten::_scaled_dot_product_flash_attention_for_cpu_backward",
      [](const Arguments& a, const Tensors&) {
        return flop_of_attention(at_index(a, 1), at_index(a, 2), at_index(a, 3)) * 5 / 2;
@@ -67,4 +67,4 @@ int64_t flop_of(const std::string& name, const Arguments& arguments, const Tenso
   return rule == kFlopRules.end() ? 0 : rule->second(arguments, results);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

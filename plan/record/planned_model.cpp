@@ -1,4 +1,4 @@
-#include "plan/record/planned_model.h"
+#include <tessera/plan/planned_model.h>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -12,18 +12,22 @@
 #include <utility>
 #include <vector>
 
-#include "exported/module/exported_module.h"
+#include <tessera/exported.h>
+#include <tessera/fused_optimizers.h>
+#include <tessera/host_adam.h>
+#include <tessera/plan/dry_run.h>
+#include <tessera/sharded_optimizer.h>
+#include <tessera/visit_tensors.h>
 #include "core/layout/deferred.h"
-#include "core/layout/visit_tensors.h"
-#include "optim/fused_optimizers.h"
-#include "optim/host/host_adam.h"
-#include "oss/sharded_optimizer.h"
-#include "plan/record/dry_run.h"
+
+#include "core/layout/partition.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
-// make() gives the module, run_backward(training) runs forward and backward, its outputs alive until the end.
+// make() returns the module; run_backward(training) runs forward and backward, and keeps the outputs alive until the
+// end.
 template <class Make, class RunBackward>
 PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, const WrapPolicy& units, Make make,
                       RunBackward run_backward) {
@@ -48,8 +52,8 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
   return result;
 }
 
-// In stages 0 to 2 bfloat16 is libtorch's own: operators that it lists get their inputs cast, parameters stay as they
-// are, and weights' copies are kept until the forward is over.
+// In stages 0 to 2 bfloat16 is libtorch's autocast: casts the inputs of listed operators, keeps parameters unchanged,
+// and keeps copies of weights until the end of forward.
 class AutocastScope {
  public:
   explicit AutocastScope(const TrainingChoice& choice)
@@ -70,7 +74,7 @@ class AutocastScope {
 
  private:
   const bool is_on_;
-  const at::ScalarType dtype_;  // before
+  const at::ScalarType dtype_;  // previous
 };
 
 class PlannedDecoder : public PlannedModel {
@@ -114,7 +118,7 @@ bool is_position(const std::string& name) {
   return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
-// Classes of the outermost modules that are numbered and have parameters, of which there are two at least.
+// The classes of the outermost numbered modules with parameters, if there are at least two of a class.
 std::vector<std::string> repeated_classes(ExportedModule& model) {
   std::map<std::string, int> counts;
   std::string within = " ";
@@ -131,7 +135,7 @@ std::vector<std::string> repeated_classes(ExportedModule& model) {
   return classes;
 }
 
-// The output that is trained, and how it is called.
+// The output to train, and its name.
 std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
   if (outputs.is_dict() && outputs.has("loss") && outputs["loss"].is_tensor())
     return {outputs["loss"].tensor(), "the output 'loss'"};
@@ -205,7 +209,7 @@ class PlannedArchive : public PlannedModel {
   WrapPolicy layer_policy() const { return layers_.empty() ? WrapPolicy() : wrap_classes(layers_); }
   std::shared_ptr<ExportedModule> load(bool checkpointed) const {
     ExportedOptions options;
-    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // of one that was exported on meta
+    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // for an export on meta
     if (checkpointed) options.checkpointed = layer_policy();
     return load_exported(archive_, options);
   }

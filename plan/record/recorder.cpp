@@ -17,18 +17,18 @@
 #include "core/memory/memory_cache.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 thread_local std::shared_ptr<Recorder> current_recorder;
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// Every block that some recorder counts, by address. Never destroyed: tensors outlive everything.
+// Every recorded block, by address. Never destroyed: tensors may outlive all other objects.
 struct Table {
   struct Entry {
     size_t bytes = 0;
-    size_t mapped_bytes = 0;  // 0: the memory is the inner allocator's
+    size_t mapped_bytes = 0;  // 0: memory of the inner allocator
     bool is_void = false;
     int64_t block = 0;
     std::shared_ptr<Recorder> recorder;
@@ -36,7 +36,7 @@ struct Table {
   std::mutex mutex;
   std::map<uintptr_t, Entry> entries;
 
-  Entry* find(const void* data) {  // with the lock
+  Entry* find(const void* data) {  // needs the lock
     const auto address = reinterpret_cast<uintptr_t>(data);
     auto after = entries.upper_bound(address);
     if (after == entries.begin()) return nullptr;
@@ -84,7 +84,7 @@ class RecordingAllocator : public c10::Allocator {
     if (recorder && bytes > 0) {
       if (!maps && !recorder->has_data()) std::memset(memory, 0, bytes);
       const int64_t block = recorder->allocated(static_cast<int64_t>(bytes));
-      // What is copied to host memory has no values; and no operator made these tensors, which would have said so.
+      // Memory for copies to the host has no values, and no operator creates it that would mark it void.
       const bool is_void = !recorder->has_data() && MemoryKindScope::current() == MemoryKind::kHost;
       std::lock_guard lock(table().mutex);
       table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, is_void, block, recorder};
@@ -109,13 +109,13 @@ void install_allocator() {
   std::call_once(is_installed, [] {
     constexpr uint8_t kAnyPriority = 255;
     inner = c10::GetCPUAllocator();
-    if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may come later
-    c10::SetCPUAllocator(new RecordingAllocator, kAnyPriority);  // of which libtorch keeps a plain pointer
+    if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may run later
+    c10::SetCPUAllocator(new RecordingAllocator, kAnyPriority);  // libtorch keeps a plain pointer to it
     set_disk_bytes_counter(&count_on_disk);
   });
 }
 
-// Null for tensors without memory, those of a sharded unit say.
+// Null for a tensor without memory, for example of a sharded unit.
 const void* memory_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.device().is_cpu()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get();
@@ -125,7 +125,7 @@ const void* memory_of(const at::Tensor& tensor) {
 
 std::shared_ptr<Recorder> Recorder::make(bool with_data) {
   install_allocator();
-  require_residency();  // which makes a tensor, once in a process
+  require_residency();  // creates a tensor, once in a process
   std::shared_ptr<Recorder> recorder(new Recorder(with_data));
   recorder->set_unit("");
   recorder->record_.modules.emplace_back();
@@ -177,8 +177,8 @@ void Recorder::set_module_of(const at::Tensor& tensor) {
 
 int Recorder::module_now() {
   const auto node = torch::autograd::get_current_node();
-  // In forward the node of what is called has the number before the next one. What is computed again for backward is
-  // called within a node, and makes some.
+  // In forward, the node of the called operator gets the sequence number before the next one. Recomputation for
+  // backward runs inside a node and creates new nodes.
   if (!node || c10::GradMode::is_enabled()) {
     const uint64_t next = at::sequence_number::peek();
     if (c10::GradMode::is_enabled() && next > 0) module_of_node_.try_emplace(next - 1, module_);
@@ -340,4 +340,4 @@ RunRecord Recorder::finish() {
   return std::move(record_);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,25 +11,27 @@
 #include <utility>
 #include <vector>
 
-#include "plan/record/run_record.h"
+#include <tessera/plan/run_record.h>
+#include "core/memory/memory_kind_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Writes down what the tensors of one thread take while it is that thread's current recorder, and makes a RunRecord of
-// it. The first recorder of a process puts an allocator before libtorch's, which it stays; one is to be made while no
-// other thread makes tensors. Its memory may be freed by any thread, and after it has ended.
+// Records the memory of the tensors that one thread creates, and produces a RunRecord. Active while it is that thread's
+// current recorder. The first recorder of a process installs an allocator permanently; no other thread may create
+// tensors meanwhile. Blocks may be freed by any thread, also after the recording.
 //
-// Without data, blocks of kMappedBytes or more are addresses alone: pages that read as zeros and take memory only when
-// somebody writes to them behind the dispatcher. Every block knows whether its values mean something; void ones do not.
+// Without data, blocks of kMappedBytes or more are only addresses: pages that read as zeros and use memory only if code
+// that bypasses the dispatcher writes to them. Each block records whether its values are valid or void.
 class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   static constexpr size_t kMappedBytes = size_t{64} << 10;
-  static constexpr int64_t kSmallBytes = 4096;  // floating-point tensors of no more have values until a void one comes
+  // smaller floating-point tensors have values until a void one is written to them
+  static constexpr int64_t kSmallBytes = 4096;
 
   static std::shared_ptr<Recorder> make(bool with_data);
   static Recorder* current();  // null: none
 
-  class Current {  // makes it the thread's; another one there is refused: std::logic_error
+  class Current {  // sets the thread's recorder; throws std::logic_error if it has one
    public:
     explicit Current(std::shared_ptr<Recorder> recorder);
     ~Current();
@@ -41,30 +43,30 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   };
 
   bool has_data() const { return has_data_; }
-  // Whether what the thread does now is a communicator's, which is not recorded.
+  // Returns whether the thread is inside a communicator, whose memory is not recorded.
   static bool is_paused() { return MemoryKindScope::current() == MemoryKind::kTransport; }
 
-  // Whose parameters are called how, from now on. A parameter is known by its place in memory's owner, as views of it
-  // and, of a sharded one, those of its page are.
+  // Sets the names of parameters. Identifies a parameter by its place in its storage, as for views of it; if it is
+  // sharded, its page's storage.
   void name_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters);
 
-  // By the operators' fallback.
+  // Called by the operators' fallback.
   void set_unit(const std::string& name);
-  void set_module_of(const at::Tensor& tensor);  // if it is a named parameter, or a view of one
+  void set_module_of(const at::Tensor& tensor);  // if it is a named parameter or a view of one
   void begin_operator(std::string name);
   void end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds, double processor_s);
   void read_value(const std::string& operation);
 
-  size_t add_collective(RecordedCollective collective);  // its place in the record, for add_wait()
-  void add_wait(size_t collective);                      // nothing once the record is finished
+  size_t add_collective(RecordedCollective collective);  // returns its index in the record, for add_wait()
+  void add_wait(size_t collective);                      // a no-op once the record is finished
   void end_step();
-  RunRecord finish();  // once, while what shall be counted as left at the end is alive
+  RunRecord finish();  // Call once, while everything that should count as left at the end is alive.
 
-  // Whether the values of a tensor mean something, and that they do not.
+  // Return whether a tensor's values are void, and mark them void.
   static bool is_void(const at::Tensor& tensor);
   void make_void(const at::Tensor& tensor);
 
-  // By the allocator.
+  // Called by the allocator.
   int64_t allocated(int64_t bytes);
   void freed(int64_t block);
 
@@ -77,7 +79,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     int step = 0;
     bool in_backward = false;
     int64_t made_at = 0, freed_at = -1;  // events; -1: never
-    int64_t operator_made = -1;          // while which it was made; -1: between two
+    int64_t operator_made = -1;          // the operator that created it; -1: none
     bool is_scratch = false;
   };
   struct Event {
@@ -96,11 +98,11 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::mutex mutex_;  // blocks are freed by any thread
   std::vector<Block> blocks_;
   std::vector<Event> events_;
-  std::vector<int64_t> backwards_;   // events at which one begins
+  std::vector<int64_t> backwards_;   // events at which a backward begins
   std::vector<int64_t> steps_ends_;  // events
   std::map<std::string, int> unit_numbers_;
   RunRecord record_;
-  std::map<const void*, std::vector<NamedParameter>> named_;  // by storage, by begin
+  std::map<const void*, std::vector<NamedParameter>> named_;  // by storage, then by begin
   std::map<uint64_t, int> module_of_node_;                    // by autograd's sequence number
   int unit_ = 0;
   int module_ = 0;
@@ -108,7 +110,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   bool was_in_backward_ = false;
   bool inside_operator_ = false;
   bool is_finished_ = false;
-  std::set<const void*> void_outside_;  // memory that is not the recorder's
+  std::set<const void*> void_outside_;  // void memory of other allocators
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/record/run_record.h"
+#include <tessera/plan/run_record.h>
 
 #include <algorithm>
 #include <iomanip>
@@ -8,6 +8,7 @@
 #include "plan/report/quantity_text.h"
 
 namespace tessera {
+using namespace internal;
 
 int64_t BytesByKind::tensors() const {
   int64_t sum = 0;

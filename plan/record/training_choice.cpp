@@ -1,8 +1,9 @@
-#include "plan/record/training_choice.h"
+#include <tessera/plan/training_choice.h>
 
 #include <utility>
 
 namespace tessera {
+using namespace internal;
 
 std::vector<TrainingChoice> training_choices() {
   std::vector<TrainingChoice> choices;

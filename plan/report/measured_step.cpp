@@ -1,4 +1,4 @@
-#include "plan/report/measured_step.h"
+#include <tessera/plan/measured_step.h>
 
 #include <algorithm>
 #include <fstream>
@@ -9,9 +9,10 @@
 #include "core/trace/trace_file.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
-// A line of the trace that is of some rank and takes time.
+// A line of the trace with a rank and a duration.
 struct Span {
   std::string category, name, operation;
   double begin_s = 0, end_s = 0;
@@ -29,7 +30,7 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   std::string line;
   if (!may_hold_trace(file.string())) refuse_trace(file, "is not a trace of TESSERA_TRACE");
   while (std::getline(stream, line)) {
-    if (line.size() < 2) continue;  // the last bracket
+    if (line.size() < 2) continue;  // the closing bracket
     const auto event = nlohmann::json::parse(line.begin() + 1, line.end(), nullptr, /*allow_exceptions=*/false);
     if (!event.is_object() || event.value("ph", "") != "X") continue;
     const auto pid = event.value("pid", int64_t{-1});
@@ -46,8 +47,8 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   return spans;
 }
 
-// When the optimizer was through. What follows without a forward or backward in between is of the same step. Nothing
-// else ends one: an accumulated backward may reduce as the last one does.
+// Returns the ends of optimizer steps. Optimizer spans without a forward or backward between them are one step. Nothing
+// else marks an end: an accumulated backward may reduce like the last one.
 std::vector<double> ends_of_steps(const std::vector<Span>& spans) {
   std::vector<double> ends;
   bool has_computed = true;
@@ -76,7 +77,7 @@ MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
   if (ends.size() < 3)
     refuse_trace(trace, "has " + std::to_string(ends.size()) + " steps of rank " + std::to_string(rank) +
                             ", expected 3 or more, of which the first does not count");
-  std::vector<std::pair<double, size_t>> steps;  // seconds, and which end
+  std::vector<std::pair<double, size_t>> steps;  // seconds, and index of the end
   for (size_t i = 1; i < ends.size(); ++i) steps.emplace_back(ends[i] - ends[i - 1], i);
   const auto middle = steps.begin() + static_cast<std::ptrdiff_t>(steps.size() / 2);
   std::ranges::nth_element(steps, middle);
@@ -88,7 +89,7 @@ MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
     if (span.end_s <= begin || span.end_s > end) continue;
     MeasuredInterval each{.name = span.name, .begin_s = span.begin_s - begin, .end_s = span.end_s - begin};
     if (span.category == "optimizer") {
-      if (span.end_s <= optimizer_until) continue;  // within another
+      if (span.end_s <= optimizer_until) continue;  // inside another one
       optimizer_until = span.end_s;
       each.name = "optimizer";
     } else if (span.category == "compute") {

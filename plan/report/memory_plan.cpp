@@ -1,4 +1,4 @@
-#include "plan/report/memory_plan.h"
+#include <tessera/plan/memory_plan.h>
 
 #include <c10/util/Exception.h>
 
@@ -15,6 +15,7 @@
 #include "plan/report/quantity_text.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr MemoryKind kColumns[] = {MemoryKind::kParameters,  MemoryKind::kGathered,  MemoryKind::kBuckets,
@@ -37,7 +38,7 @@ bool fits(const PlannedTraining& plan, const Machines& machines) {
          fits_host(plan, machines);
 }
 
-// Less is better. With offload, whose time is not known, nothing is compared by time: it comes after all others.
+// Less is better. The time of plans with offload is unknown, so they are after all others and are not compared by time.
 auto cost_of(const PlannedTraining& plan) {
   const TrainingChoice &choice = plan.choice, usual;
   const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
@@ -48,8 +49,8 @@ auto cost_of(const PlannedTraining& plan) {
                     plan.collective_bytes, departures, plan.peak.tensors());
 }
 
-// With offload the optimizer's state and what else is in host memory do not count: the most of the rest, as it is after
-// each operator.
+// With offload, excludes memory in host memory, such as the optimizer's state: the maximum of the rest after each
+// operator.
 BytesByKind peak_on_device(const RunRecord& record, bool offload) {
   if (!offload) return record.peak;
   BytesByKind most;
@@ -61,8 +62,8 @@ BytesByKind peak_on_device(const RunRecord& record, bool offload) {
   return most;
 }
 
-// All but what stays among the ranks of a host: with one copy of the model in each host, or several, its gathers and
-// reductions; and what is gathered from a secondary copy.
+// Excludes traffic within a host: gathers and reductions of copies of the model inside a host, and gathers from a
+// secondary copy.
 int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, const Machines& machines) {
   if (machines.ranks <= machines.ranks_per_host) return 0;
   const int copy = choice.stage == 3 ? choice.ranks_per_copy : 0;
@@ -80,7 +81,7 @@ int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, con
 
 using Row = std::vector<std::string>;
 
-// Without the columns in which every row has what is plain there (`plain`, by the column's name), or "-".
+// Drops columns whose value is default in every row (`plain`, by the column's name), or "-".
 std::string table_of(std::vector<Row> rows, const std::map<std::string, std::string>& plain) {
   for (size_t column = rows[0].size(); column-- > 0;) {
     const auto usual = plain.find(rows[0][column]);
@@ -133,7 +134,7 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   return row;
 }
 
-// What cannot be run and why, and what is not known of choices.
+// Lists choices that cannot run, with the reason, and the unknowns of the others.
 std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& machines, int best,
                      const std::function<std::string(int64_t)>& text_of) {
   std::string text;
@@ -177,7 +178,7 @@ PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& c
   plan.flop = record.flop;
   plan.tokens = model.tokens_of_rank() * machines.ranks;
   plan.time = planned_time(record, choice, machines);
-  if (plan.time) plan.time->intervals = {};  // a plan compares totals
+  if (plan.time) plan.time->intervals = {};  // a plan compares totals only
   return plan;
 }
 
@@ -249,7 +250,7 @@ int64_t bytes_of_text(const std::string& text) {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   const auto bytes = quantity_of_text(text, units);
-  // Who says 8 has meant GiB.
+  // A bare 8 most likely means GiB.
   const bool lacks_unit = bytes && *bytes < 0x1p20 && text.find_first_not_of("0123456789.eE+- ") == std::string::npos;
   if (!bytes || *bytes == 0 || *bytes > 0x1p62 || lacks_unit)
     throw std::invalid_argument("memory '" + text + "', expected a number of bytes with a unit, as 80GiB");

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// Choices that differ from this one in one thing.
+// Choices that differ from this one in one option.
 std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machines& machines) {
   std::vector<TrainingChoice> all;
   const auto add = [&](auto change) {
@@ -33,7 +33,7 @@ std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machi
   of_copy(0);
   for (int ranks = machines.ranks_per_host; ranks > 1; ranks /= 2)
     if (machines.ranks_per_host % ranks == 0 && machines.ranks % ranks == 0 && ranks < machines.ranks) of_copy(ranks);
-  // Within a host, of a copy that reaches across hosts.
+  // A secondary copy within a host, for a copy that spans hosts.
   if (choice.reshard_after_forward && choice.ranks_per_copy == 0 && machines.ranks_per_host > 1 &&
       machines.ranks_per_host < machines.ranks && machines.ranks % machines.ranks_per_host == 0)
     for (const int ranks : {0, machines.ranks_per_host})
@@ -62,4 +62,4 @@ std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machi
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,14 +2,14 @@
 
 #include <vector>
 
-#include "plan/report/memory_plan.h"
+#include <tessera/plan/memory_plan.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-// Looks for the choice that a plan would recommend among all stages, units, sizes of a copy, prefetching, resharding,
-// precisions, checkpointing and offload. Begins with training_choices(), and with offload where none of them fits; then
-// tries what differs in one thing from the best so far (the smallest, while none fits), until nothing is better: some
-// tens of dry runs in place of hundreds. Returns all that were tried. Throws as PlannedModel::run().
+// Searches all stages, units, copy sizes, prefetching, resharding, precisions, checkpointing and offload for the choice
+// that a plan would recommend. Starts with training_choices(), and with offload if none of them fits. Then tries the
+// neighbours of the best choice (while none fits, of the smallest) that differ in one option, until none is better:
+// some tens of dry runs instead of hundreds. Returns all tried plans. Throws as PlannedModel::run().
 std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machines& machines);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <system_error>
 
-namespace tessera {
+namespace tessera::internal {
 
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed) {
@@ -28,4 +28,4 @@ std::string counted(int64_t number, const std::string& noun) {
   return std::to_string(number) + " " + noun + (number == 1 ? "" : "s");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

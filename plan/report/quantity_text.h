@@ -6,15 +6,14 @@
 #include <string>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
-// What users and data sheets write: a number and its unit, which is a key of `units`, with spaces between them or none;
-// where it is of a speed, "/s" or "ps" may stand behind. In the unit whose factor is 1. Nothing if that is not what the
-// text is, or less than zero, or not finite.
+// Parses a number with a unit, a key of `units`, with optional spaces; with is_speed an optional "/s" or "ps" after it.
+// Returns it in the unit of factor 1, or nullopt if the text has another form or the value is negative or not finite.
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed = false);
 
-// What tables and sums of such bytes at most are in: MiB, or from 4 GiB on GiB.
+// The unit for a table whose largest value is most_bytes: MiB, or GiB from 4 GiB on.
 struct ByteUnit {
   const char* name;
   double bytes;
@@ -24,4 +23,4 @@ ByteUnit unit_for(int64_t most_bytes);
 // "1 rank", "2 ranks"
 std::string counted(int64_t number, const std::string& noun);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/report/timeline_page.h"
+#include <tessera/plan/timeline_page.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -11,6 +11,7 @@
 #include "plan/simulate/time_lanes.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using nlohmann::json;
@@ -19,7 +20,7 @@ constexpr size_t kMostPoints = 2000;
 constexpr size_t kMostCollectives = 2000;
 constexpr std::string_view kDataPlace = "TIMELINE_DATA";
 
-// All text comes from the data, as text: none of it is markup.
+// Data is inserted as text only, never as markup.
 constexpr std::string_view kPage = R"html(<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -98,7 +99,7 @@ function html(parent, name, text) {
   if (text !== undefined) made.textContent = text;
   return parent.appendChild(made);
 }
-// A color, and what it stands for.
+// The legend: a color with its label.
 function explain(legend, color, text) {
   const entry = html(byId(legend), "span");
   html(entry, "i").style.background = color;
@@ -124,7 +125,7 @@ const highest = Math.max(data.peak.total, data.measured ? data.measured.peak : 0
 const top_ = data.memory && data.memory < 4 * highest ? Math.max(highest, data.memory) * 1.05 : highest * 1.08;
 const x = at => box.left + (box.right - box.left) * at / Math.max(1, data.operators - 1);
 const y = n => box.bottom - (box.bottom - box.top) * n / top_;
-// Scales, upon the steps.
+// Scales, above the steps.
 data.steps.forEach((part, index) => {
   if (index % 2) svg("rect", { x: x(part.begin), y: box.top, width: x(part.end) - x(part.begin),
     height: box.bottom - box.top, fill: "var(--card)" });
@@ -141,7 +142,7 @@ data.steps.forEach(part => {
   svg("line", { x1: x(part.begin), x2: x(part.begin), y1: box.top, y2: 540, stroke: "var(--line)" });
   if (x(part.end) - x(part.begin) > 40) svg("text", { x: x(part.begin) + 5, y: box.bottom + 17 }, part.name);
 });
-// Kinds, one upon the other.
+// Bytes by kind, stacked.
 const below = data.points.map(() => 0);
 data.kinds.forEach((kind, index) => {
   const lower = [], upper = [];
@@ -164,7 +165,7 @@ const peakX = x(data.peak.at);
 svg("circle", { cx: peakX, cy: y(data.peak.total), r: 4.5, fill: "var(--red)" });
 svg("text", { id: "peak", x: peakX + (peakX > 900 ? -9 : 9), y: y(data.peak.total) - 7,
   "text-anchor": peakX > 900 ? "end" : "start", style: "fill: var(--ink); font-weight: 600" }, bytes(data.peak.total));
-// A run with data: its bytes as a line, and red where they are not those of the prediction.
+// A run with data: its bytes as a line, red where they differ from the prediction.
 if (data.measured) {
   const measured = data.measured, differ = measured.differences, compared = byId("compared");
   svg("polyline", { id: "measured", points: measured.points.map(p => x(p.at).toFixed(1) + "," + y(p.bytes).toFixed(1)).join(" "),
@@ -194,7 +195,7 @@ for (const one of data.collectives) {
   svg("rect", { x: x(one.at) - 1, y: at + 16 - height, width: 2, height, fill: "var(--ink)", "fill-opacity": 0.65 });
 }
 byId("picture").setAttribute("viewBox", "0 0 1180 " + (box.lane + 24 * lanes.length + 24));
-// What is under the pointer.
+// Describes the operator under the pointer.
 const cursor = svg("line", { y1: box.top, y2: box.lane + 8 + 24 * lanes.length, stroke: "var(--ink)",
   "stroke-opacity": 0.45, visibility: "hidden" });
 function nearest(list, at) {
@@ -230,7 +231,7 @@ byId("picture").addEventListener("pointermove", event => {
 });
 function hide() { byId("told").style.display = "none"; cursor.setAttribute("visibility", "hidden"); }
 byId("picture").addEventListener("pointerleave", hide);
-// A step over milliseconds, a line for each lane; the browser tells what is under the pointer.
+// A step over milliseconds, a line for each lane; tooltips describe the intervals.
 const ms = n => n.toFixed(n === 0 ? 0 : n < 1 ? 4 : n < 100 ? 2 : 0) + " ms";
 const steps = [data.time, data.measured_time].filter(one => one);
 const ends = key => steps.flatMap(one => one.lanes.flatMap(lane => lane.intervals.map(each => each[key])));
@@ -300,7 +301,7 @@ const BytesByKind& live_at(const RunRecord& record, size_t at) {
   return at == record.peak_at ? record.peak : record.operators[at].live;
 }
 
-// Of each stretch of operators the one with the most bytes.
+// The operator with the most bytes in each stretch.
 std::vector<size_t> points_of(const RunRecord& record) {
   const size_t count = record.operators.size(), stretch = (count + kMostPoints - 1) / kMostPoints;
   std::vector<size_t> points;
@@ -313,7 +314,7 @@ std::vector<size_t> points_of(const RunRecord& record) {
   return points;
 }
 
-// Those that have any bytes, but for what tensors() leaves out.
+// The kinds with any bytes, except those that tensors() excludes.
 std::vector<size_t> kinds_of(const RunRecord& record) {
   std::vector<size_t> kinds;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
@@ -345,7 +346,7 @@ json peak_of(const RunRecord& record, const std::vector<size_t>& kinds) {
 
 json collectives_of(const RunRecord& record) {
   json collectives = json::array();
-  // Of more than can be told apart, the largest of each stretch.
+  // If there are too many to distinguish, draws the largest of each stretch.
   const auto& all = record.collectives;
   const auto stretch = static_cast<std::ptrdiff_t>((all.size() + kMostCollectives - 1) / kMostCollectives);
   for (auto begin = all.begin(); begin != all.end();) {
@@ -362,7 +363,7 @@ json collectives_of(const RunRecord& record) {
   return collectives;
 }
 
-// What is said of each of these operators, the names of them by number: all names are put into `names`.
+// Describes these operators; stores each name once, in `names`.
 json described(const RunRecord& record, const std::vector<size_t>& drawn, const std::vector<size_t>& kinds,
                json& names) {
   std::map<std::string, size_t> numbers;
@@ -392,12 +393,12 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
   for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
   char tflop[32];
   std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
-  json time;  // null: not known
+  json time;  // null: unknown
   if (text.time != nullptr)
     time = {{"total_ms", text.time->total_s * 1e3},
             {"exposed_ms", text.time->exposed_s * 1e3},
             {"lanes", lanes_of(*text.time)}};
-  json measured, measured_time;  // null: there are none
+  json measured, measured_time;  // null: none
   if (text.measured != nullptr) measured = measured_memory_of(record, *text.measured, drawn);
   if (text.time != nullptr && text.measured_time != nullptr)
     measured_time = measured_time_of(*text.time, *text.measured_time);
@@ -421,7 +422,7 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
                      {"points", points},
                      {"collectives", collectives_of(record)}};
   std::string written = data.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
-  // Where a script stands nothing may look like its end.
+  // Must not contain the end tag of a script.
   for (size_t at = written.find('<'); at != std::string::npos; at = written.find('<', at))
     written.replace(at, 1, "\\u003c");
   std::string page(kPage);

@@ -6,10 +6,10 @@
 #include <stdexcept>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
-// As core/comm/gloo/gloo_communicator.cpp has them: what an all-reduce or a broadcast sends whole, in one exchange.
+// Limits in core/comm/gloo/gloo_communicator.cpp up to which an all-reduce or a broadcast is one exchange.
 constexpr double kOneExchangeBytes = 1 << 16, kOneExchangeBytesOfTwo = 1 << 19;
 
 }  // namespace
@@ -35,7 +35,7 @@ CollectiveFlow flow_of(const RecordedCollective& collective) {
   } else if (name == "broadcast") {
     const bool is_whole = collective.ranks == 2 || bytes <= kOneExchangeBytes;
     flow.first_is_rooted = true;
-    flow.exchanges = is_whole ? 1 : 2;  // else the root's parts first, which are gathered then
+    flow.exchanges = is_whole ? 1 : 2;  // otherwise scatters the root's parts, then gathers them
     if (is_whole) flow.message_bytes[0] = bytes;
   } else if (name == "scatter") {
     flow.first_is_rooted = true;
@@ -81,7 +81,7 @@ CollectiveWork work_of(const RecordedCollective& collective) {
   const CollectiveFlow flow = flow_of(collective);
   CollectiveWork work{static_cast<double>(latencies_of(collective) * flow.exchanges), 0,
                       flow.only_root_sums ? flow.sum_bytes / n : flow.sum_bytes};
-  // Of the two messages between each two ranks each copies one; a root's are copied by either end.
+  // Each of two ranks copies one of their two messages; either end copies a root's.
   for (int exchange = 0; exchange < flow.exchanges; ++exchange) {
     const bool is_rooted = exchange == 0 && (flow.first_is_rooted || flow.first_is_to_root);
     work.copied_bytes += (n - 1) * flow.message_bytes[exchange] / (is_rooted ? n : 1);
@@ -98,4 +98,4 @@ double sum_s_per_byte(const LinkSpeed& link) {
   return std::max(0.0, 1 / link.reduced_bytes_per_s - 1 / link.bytes_per_s);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

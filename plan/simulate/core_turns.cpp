@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 
 CoreTurns::CoreTurns(size_t threads, int cores, std::function<void(size_t)> go_on)
     : cores_(static_cast<size_t>(cores)), go_on_(std::move(go_on)), threads_(threads) {}
@@ -49,8 +49,7 @@ void CoreTurns::advance() {
   } else {
     const size_t thread = slices_.begin()->second;
     constexpr double kNothingSeconds = 1e-12;
-    if (threads_[thread].ends_s <= now_s_ + kNothingSeconds)
-      return go_on_(thread);  // the same moment, but for rounding
+    if (threads_[thread].ends_s <= now_s_ + kNothingSeconds) return go_on_(thread);  // equal times, up to rounding
     leave_core(thread);
     threads_[thread].state = State::kReady;
     ready_.emplace(threads_[thread].taken_s, thread);
@@ -90,4 +89,4 @@ void CoreTurns::make_ready(size_t index) {
   ready_.emplace(thread.taken_s, index);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -17,38 +17,38 @@
 #include "plan/simulate/core_turns.h"
 #include "plan/simulate/step_actions.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr double kNever = CoreTurns::kNever;
 constexpr double kSpinSeconds = std::chrono::duration<double>(PeerMemory::kSpin).count();
 constexpr int kMostRanks = 256;  // of a host
-// The step is repeated, since ranks get out of step until they wait for each other: as often as so many operators
-// allow.
+// Repeats the step, because ranks drift apart until they wait for each other: as often as this number of operators
+// allows.
 constexpr size_t kMostOperators = 2'000'000;
 constexpr size_t kLeastRepeats = 2, kMostRepeats = 8;
-// Messages to other hosts: a piece is on the link while the next one is prepared.
+// Messages to other hosts are split: one piece is on the link while the next is prepared.
 constexpr double kPieceBytes = 1 << 20;
 constexpr int kMostPieces = 64;
 
-// What a rank does, in order: operators, and what collectives consist of for a rank.
+// The actions of a rank, in order: operators, and the parts of collectives.
 struct Move {
   enum class Kind : uint8_t {
     kCompute,
     kComputed,
-    kSend,      // announces what it sends, or copies it where the other one has announced to receive it
-    kReceive,   // the same the other way round
-    kReceived,  // it has copied what was there
-    kAwait,     // sleeps until all messages are through
+    kSend,      // announces its messages, or copies one whose receiver has announced itself
+    kReceive,   // the reverse
+    kReceived,  // has copied the available messages
+    kAwait,     // sleeps until all messages have arrived
     kSum,
     kWaited
   } kind;
-  size_t index;      // of an operator or a collective of the record
+  size_t index;
   int exchange = 0;  // of CollectiveFlow::exchanges
 };
 
 struct Moves {
-  std::vector<Move> before, of_step;  // of earlier steps, and of the one that is repeated
+  std::vector<Move> before, of_step;  // earlier steps, and the repeated step
 };
 
 Moves moves_of(const RunRecord& record, int step) {
@@ -70,7 +70,7 @@ Moves moves_of(const RunRecord& record, int step) {
     if (collective.ranks < 2) continue;
     if (action.kind == StepAction::Kind::kStart) {
       exchange(0);
-    } else if (collective.step == action.step) {  // one that an earlier step has started is over by then
+    } else if (collective.step == action.step) {  // one started in an earlier step has completed
       moves.push_back({Kind::kAwait, action.index, 0});
       moves.push_back({Kind::kSum, action.index});
       if (flow_of(collective).exchanges == 2) {
@@ -83,21 +83,21 @@ Moves moves_of(const RunRecord& record, int step) {
   return all;
 }
 
-// One exchange of one group while it goes on.
+// An exchange of one group in flight.
 struct Exchange {
-  struct Side {  // of one rank
+  struct Side {
     bool has_begun = false;
-    bool receives = false;              // has announced it; what it sends is announced from the beginning
-    bool is_done = false;               // has copied what others had announced
+    bool receives = false;              // has announced it; messages to send are announced from the start
+    bool is_done = false;               // has copied all announced messages
     double sent_bytes = 0;              // to other hosts
-    double got_bytes = 0;               // from them
-    double sent_s = kNever, got_s = 0;  // when these are through
+    double got_bytes = 0;               // from other hosts
+    double sent_s = kNever, got_s = 0;  // times when these complete
   };
   std::vector<Side> sides;  // in the order of the group
-  bool goes_out = false;    // messages between hosts are on their way
+  bool goes_out = false;    // messages between hosts are in flight
 };
 
-// One exchange as one of its ranks sees it.
+// One exchange from the view of one of its ranks.
 struct View {
   const RecordedCollective& collective;
   const CollectiveFlow flow;
@@ -116,14 +116,14 @@ struct Rank {
   const RunRecord* record;
   const Moves* moves;
   std::mt19937 noise;
-  size_t next = 0;     // move
-  int repeat = -1;     // of the step; -1: before it
-  double began_s = 0;  // the operator, or the wait
+  size_t next = 0;
+  int repeat = -1;  // -1: before the repeated step
+  double began_s = 0;
   bool is_asleep = false;
-  std::vector<double> repeats_s;  // when each began, and the end
+  std::vector<double> repeats_s;  // the start of each, and the end
 };
 
-// The thread of a rank's messages to other hosts.
+// The thread for a rank's messages to other hosts.
 struct Messenger {
   struct Piece {
     double processor_s, link_s, latency_s;
@@ -132,7 +132,7 @@ struct Messenger {
     bool is_last;
   };
   std::deque<Piece> pieces;
-  double out_free_s = 0, in_free_s = 0;  // the link, in either direction
+  double out_free_s = 0, in_free_s = 0;  // when the link is free, in either direction
 };
 
 class CoreSimulation {
@@ -150,7 +150,7 @@ class CoreSimulation {
       all_.push_back({records[which], &moves_[which], std::mt19937(static_cast<uint32_t>(rank + 1))});
     }
     started_s_.resize(records[0]->collectives.size());
-    for (const RecordedCollective& each : records[0]->collectives)  // which throws where a link is not known
+    for (const RecordedCollective& each : records[0]->collectives)  // throws if a link's speed is unknown
       if (each.step >= 1 && each.step <= step) {
         const double seconds = time_of(each, speed).seconds;
         if (each.step == step) result_.communication_s += seconds;
@@ -164,9 +164,9 @@ class CoreSimulation {
   }
 
  private:
-  enum class Outcome : uint8_t { kDone, kBurst, kSleeps };  // kBurst: done when its burst is over
+  enum class Outcome : uint8_t { kDone, kBurst, kSleeps };  // kBurst: done at the end of its burst
 
-  // Of the record of one rank groups are those of a grid (group_of()), which has whole rows and columns.
+  // With one rank's record, its groups must be those of a grid (group_of()) with whole rows and columns.
   static int world_of(const RunRecord& record) {
     int world = 1;
     for (const RecordedCollective& each : record.collectives)
@@ -195,7 +195,7 @@ class CoreSimulation {
     return static_cast<int>(std::clamp(kMostOperators / operators, kLeastRepeats, kMostRepeats));
   }
 
-  // One record for all ranks, or one for each, of one training.
+  // Accepts one record for all ranks, or one for each, of one training.
   void check(const std::vector<const RunRecord*>& records) const {
     if (records.size() != 1 && records.size() != static_cast<size_t>(ranks_))
       throw std::invalid_argument("the time of " + std::to_string(records.size()) +
@@ -213,7 +213,7 @@ class CoreSimulation {
   int host_of(int rank) const { return speed_.ranks_per_host == 0 ? 0 : rank / speed_.ranks_per_host; }
   bool is_simulated(int rank) const { return rank < ranks_; }
   bool share_memory(int rank, int peer) const { return is_simulated(peer) && host_of(rank) == host_of(peer); }
-  size_t messenger_of(int rank) const { return messengers_.size() + static_cast<size_t>(rank); }  // as a thread
+  size_t messenger_of(int rank) const { return messengers_.size() + static_cast<size_t>(rank); }  // index of its thread
   Rank& at(int rank) { return all_[static_cast<size_t>(rank)]; }
 
   void go_on(size_t thread) {
@@ -223,7 +223,7 @@ class CoreSimulation {
 
   // ---- ranks ----------------------------------------------------------------------------------
 
-  // The burst is over, or there may be something that it waits for.
+  // Continues after a burst, or checks for the event that the rank waits for.
   void go_on_rank(int rank) {
     Rank& self = at(rank);
     while (self.repeat < repeats_) {
@@ -312,7 +312,7 @@ class CoreSimulation {
     return {collective, flow_of(collective), move.exchange, std::move(group), own, root, exchange};
   }
 
-  // Seconds for the messages that this rank is the one to copy.
+  // Seconds for the messages that this rank copies.
   double copy_seconds(int rank, const View& view, bool receives) const {
     double seconds = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {
@@ -334,7 +334,7 @@ class CoreSimulation {
       if (view.sends_to(peer)) view.side().sent_bytes += view.message_bytes();
       if (view.gets_from(peer)) view.side().got_bytes += view.message_bytes();
     }
-    bool all_have_begun = true;  // only then is there somebody who receives
+    bool all_have_begun = true;  // a receiver exists only then
     for (size_t peer = 0; peer < view.group.size(); ++peer)
       all_have_begun = all_have_begun && (!is_simulated(view.group[peer]) || view.exchange.sides[peer].has_begun);
     if (all_have_begun) send_to_hosts(view);
@@ -350,7 +350,7 @@ class CoreSimulation {
     return burst(rank, seconds);
   }
 
-  // When all that this rank needs of an exchange is there: now, later, or at a time that is not known yet.
+  // Returns when this rank has all of an exchange: now, later, or at an unknown time.
   double through_s(int rank, const View& view) const {
     double through = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {
@@ -383,15 +383,14 @@ class CoreSimulation {
     return Outcome::kSleeps;
   }
 
-  // One that waits for something of this exchange finds out, as soon as it is awake: for a moment it looks without
-  // sleeping, if there is a core for every rank.
+  // Wakes a rank that waits for this exchange. It polls briefly before sleeping, if each rank has a core.
   void look(int rank) {
     if (!is_simulated(rank) || !turns_.sleeps(static_cast<size_t>(rank)) || !at(rank).is_asleep) return;
     const bool sleeps = ranks_ > speed_.cores || turns_.now_s() - at(rank).began_s > kSpinSeconds;
     turns_.wake(static_cast<size_t>(rank), turns_.now_s() + (sleeps ? speed_.wake_s : 0));
   }
 
-  // Of what came from other hosts the thread of messages has added up.
+  // The messenger's thread has added up the data from other hosts.
   Outcome sum(int rank, const View& view) {
     if (view.flow.sum_bytes == 0 || (view.flow.only_root_sums && view.own != view.root)) return Outcome::kDone;
     const auto near = std::ranges::count_if(view.group, [&](int peer) { return share_memory(rank, peer); }) - 1;
@@ -461,7 +460,7 @@ class CoreSimulation {
 
   // ---- the result -----------------------------------------------------------------------------
 
-  // In the mean of the repeats; intervals are those of the last one.
+  // The mean of the repeats, with the intervals of the last one.
   StepTime finish() {
     const std::vector<double>& began_s = all_[0].repeats_s;
     const double last_began_s = began_s[began_s.size() - 2];
@@ -476,15 +475,15 @@ class CoreSimulation {
   }
 
   const MachineSpeed& speed_;
-  const int ranks_;  // those of the host
+  const int ranks_;  // on the host
   const int repeats_;
-  CoreTurns turns_;  // of the ranks' threads, then of those of their messages
+  CoreTurns turns_;  // of the ranks' threads, then of their messengers
   std::vector<Moves> moves_;
   std::vector<Rank> all_;
   std::vector<Messenger> messengers_;
   std::map<std::tuple<int, size_t, int, int>, Exchange>
-      exchanges_;                  // by repeat, collective, exchange, first of the group
-  std::vector<double> started_s_;  // by collective, of rank 0
+      exchanges_;                  // by repeat, collective, exchange, first rank of the group
+  std::vector<double> started_s_;  // by collective, on rank 0
   int over_ = 0;
   StepTime result_;
 };
@@ -495,4 +494,4 @@ StepTime predict_on_cores(const std::vector<const RunRecord*>& records, const Ma
   return CoreSimulation(records, speed, step).run();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 #include <tuple>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 std::vector<StepAction> actions_of(const RunRecord& record) {
   using Kind = StepAction::Kind;
@@ -17,7 +17,7 @@ std::vector<StepAction> actions_of(const RunRecord& record) {
   std::vector<StepAction> actions;
   size_t start = 0, wait = 0;
   for (size_t i = 0; i <= record.operators.size(); ++i) {
-    while (true) {  // what came after `i` operators and before the next one
+    while (true) {  // actions after `i` operators and before the next one
       const bool waits_now = wait < waits.size() && waits[wait].first.operators <= i;
       const bool starts_now = start < record.collectives.size() && record.collectives[start].operators <= i;
       if (waits_now && (!starts_now || waits[wait].first.collectives <= start)) {
@@ -35,4 +35,4 @@ std::vector<StepAction> actions_of(const RunRecord& record) {
   return actions;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

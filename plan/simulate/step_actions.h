@@ -4,18 +4,18 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/record/run_record.h"
+#include <tessera/plan/run_record.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-// One thing that a rank did: called an operator, started a collective, or waited for one.
+// One action of a rank: it called an operator, or started or awaited a collective.
 struct StepAction {
   enum class Kind : uint8_t { kCompute, kStart, kWait } kind;
-  size_t index;  // of RunRecord::operators, or of its collectives
-  int step;      // when it did that; 0: in the constructor
+  size_t index;  // in RunRecord::operators, or in its collectives
+  int step;      // of the action; 0: in the constructor
 };
 
-// All of a record, in the order in which the rank did it.
+// Returns all actions of a record, in the rank's order.
 std::vector<StepAction> actions_of(const RunRecord& record);
 
-}  // namespace tessera
+}  // namespace tessera::internal

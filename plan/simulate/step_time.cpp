@@ -1,4 +1,4 @@
-#include "plan/simulate/step_time.h"
+#include <tessera/plan/step_time.h>
 
 #include <algorithm>
 #include <array>
@@ -10,9 +10,9 @@
 #include "plan/simulate/step_actions.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
-// Every lane's time, moved forward by what the rank did.
 class Simulation {
  public:
   Simulation(const RunRecord& record, const MachineSpeed& speed, int step)
@@ -34,7 +34,7 @@ class Simulation {
           break;
       }
     }
-    enter(step_);  // a step in which nothing happens
+    enter(step_);  // an empty step
     result_.total_s = now_ - began_;
     result_.exposed_s = result_.total_s - result_.compute_s;
     result_.processor_s = result_.compute_s;
@@ -46,7 +46,7 @@ class Simulation {
   }
 
  private:
-  // The first thing of the step that is asked for begins it.
+  // The step begins with its first action.
   void enter(int step) {
     if (step != step_ || has_begun_) return;
     has_begun_ = true;
@@ -77,7 +77,7 @@ class Simulation {
         {op.name, Lane::kCompute, begin, now_, unit < record_.units.size() ? record_.units[unit] : "", op.in_backward});
   }
 
-  // Work of so many seconds, of which less is done while something is communicated.
+  // Advances by this many seconds of work, which slows down during communication.
   void advance(double work_s) {
     std::erase_if(busy_, [&](const auto& interval) { return interval.second <= now_; });
     while (work_s > 0) {
@@ -105,12 +105,12 @@ class Simulation {
   const RunRecord& record_;
   const MachineSpeed& speed_;
   const int step_;
-  std::vector<double> ends_;  // by collective; 0: over before the first step
+  std::vector<double> ends_;  // by collective; 0: complete before the first step
   double now_ = 0;            // of compute
   double began_ = 0;
   bool has_begun_ = false;
   std::array<double, kLanes> free_at_{};
-  std::vector<std::pair<double, double>> busy_;  // communication that may not be over
+  std::vector<std::pair<double, double>> busy_;  // communication that may be in flight
   StepTime result_;
 };
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct DrawnInterval {
@@ -56,4 +56,4 @@ nlohmann::json lanes_of(const StepTime& time) {
   return lanes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

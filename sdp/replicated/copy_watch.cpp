@@ -8,7 +8,7 @@
 #include "core/comm/agreement.h"
 #include "core/comm/fingerprint.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr char kGradInstead[] =
@@ -113,4 +113,4 @@ void CopyWatch::refuse(size_t parameter, std::pair<int, int> ranks, Since since)
                          kAfter[static_cast<size_t>(since)]);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

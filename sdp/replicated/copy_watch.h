@@ -4,12 +4,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/comm/reduced_report.h"
 #include "core/gradients/binding.h"
 #include "sdp/replicated/value_samples.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Ranks that hold whole parameters hold the same ones, as long as steps take averages. Some do not, past the wrapper:
 // after torch::autograd::grad(), or a backward under no_sync(), each rank has the gradients of its own rows, and under
@@ -84,4 +84,4 @@ class CopyWatch {
   LateReports late_reports_;  // of forwards before, on a device
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "sdp/replicated/distributed_data_parallel.h"
+#include <tessera/ddp.h>
 
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/abs.h>
@@ -16,11 +16,12 @@
 #include <stdexcept>
 
 #include "core/comm/reduce_scatter_pieces.h"
-#include "core/runtime/lazy_values.h"
 #include "core/gradients/shard_norm.h"
+#include "core/runtime/lazy_values.h"
 #include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 std::string describe(const DdpOptions& options) {

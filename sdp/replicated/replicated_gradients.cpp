@@ -9,11 +9,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/memory/memory_cache.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/model/memory_warning.h"
 #include "core/runtime/quiet.h"
-#include "core/memory/memory_cache.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- plan ---------------------------------------------------------------------------------------
 
@@ -425,4 +426,4 @@ void ReplicatedGradients::reset_peak() {
   reducer_.reset_peak();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

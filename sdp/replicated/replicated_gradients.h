@@ -6,19 +6,19 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/memory_report.h>
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
-#include "core/layout/bucket_plan.h"
 #include "core/gradients/gradient_buffer.h"
 #include "core/gradients/gradient_guard.h"
 #include "core/gradients/gradient_keeper.h"
 #include "core/gradients/gradient_reducer.h"
-#include "core/model/memory_report.h"
+#include "core/layout/bucket_plan.h"
 #include "sdp/replicated/copy_watch.h"
 #include "sdp/replicated/taken_parameters.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct ReplicatedOptions {
   BucketLimits limits;
@@ -121,4 +121,4 @@ class ReplicatedGradients : public BackwardPass {
   bool first_backward_ = true;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "sdp/replicated/replicated_module.h"
+#include <tessera/replicated_module.h>
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -8,12 +8,15 @@
 #include <utility>
 
 #include "core/comm/agreement.h"
-#include "core/model/module_state.h"
 #include "core/layout/shardable.h"
+#include "core/model/module_state.h"
 #include "core/paging/residency.h"
 #include "sdp/replicated/replicated_gradients.h"
 
+#include "core/trace/trace.h"
+
 namespace tessera {
+using namespace internal;
 ReplicatedModule::ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup)
     : module_(module.shared_from_this()),
       comm_(std::move(comm)),

@@ -1,4 +1,4 @@
-#include "sdp/replicated/sync_batch_norm.h"
+#include <tessera/sync_batch_norm.h>
 
 #include <ATen/Context.h>
 #include <ATen/ops/batch_norm.h>
@@ -24,6 +24,7 @@
 #include "core/paging/stand_in.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <unordered_map>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct Taker {
@@ -69,4 +69,4 @@ void TakenParameters::look_for_others() {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

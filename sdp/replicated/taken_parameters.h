@@ -5,7 +5,7 @@
 
 #include "core/gradients/binding.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a wrapper takes the gradients of, among all such wrappers of the process. Of two that have a parameter in common
 // one gets the gradient: right where every rank has the average, lost where it is at an owner whom the other's
@@ -31,4 +31,4 @@ class TakenParameters {
   std::vector<size_t> shared_;  // parameters, as of then
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/runtime/stream_uses.h"
 #include "core/runtime/bits_dtype.h"
+#include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int kNumberBits = 42;
@@ -68,4 +68,4 @@ at::Tensor ValueSamples::where_other_than(const ValueSamples& other) const {
   return folded.bitwise_and_(kNumberMask).add_(1).mul_(on_device_.ne(other.on_device_));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // One value of each parameter, the one in the middle of its memory, as bits: by which a write is noticed that raises no
 // version, as libtorch's SGD and whoever goes through .data() write. Ranks whose parameters are the same have the same.
@@ -33,4 +33,4 @@ class ValueSamples {
   at::Tensor on_device_;  // [parameters] kLong
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

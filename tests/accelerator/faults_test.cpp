@@ -1,4 +1,4 @@
-// Faults that are planted: an order, a wait or a lifetime that the library asks for and does not get. Each is found.
+// Planted faults: the simulation drops an order, wait or lifetime that the library requests, and must find each fault.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -7,6 +7,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_faults_test {
+using namespace internal;
 namespace {
 
 using namespace accelerator_training;
@@ -15,10 +16,10 @@ using accelerator::Simulation;
 
 struct Fault {
   const char* name;
-  const char* training;  // the case in which it is planted
+  const char* training;  // the training in which it is planted
   Request request;
-  const char* place;   // left out where this function is on the way to it
-  int delay_us = 200;  // at first: more where the host's calls in between take long
+  const char* place;   // drops requests with this function in their call stack
+  int delay_us = 200;  // initial delay; longer if the host calls in between take long
 };
 void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.name; }
 
@@ -54,7 +55,7 @@ class PlantedFaults : public testing::TestWithParam<Fault> {};
 INSTANTIATE_TEST_SUITE_P(Faults, PlantedFaults, testing::ValuesIn(kFaults),
                          [](const auto& instance) { return instance.param.name; });
 
-// Whether a training in which the fault is planted shows it. The library's own checks may find it first.
+// Whether a training with the planted fault reports it. The library's own checks may report it first.
 bool is_found(const Fault& fault, uint64_t seed) {
   std::atomic<int> left_out = 0;
   const Simulation simulation({.seed = seed,
@@ -71,15 +72,15 @@ bool is_found(const Fault& fault, uint64_t seed) {
   return !Simulation::findings().empty() || !error.empty();
 }
 
-// A host that was held up meets a device that is through, and may learn so by the way (an allocator asks its events):
-// then there is nothing to find in that run. So devices are ever later, until it is found.
+// A delayed host may find that the device has completed, e.g. because an allocator queries its events; then that run
+// has no race. So the device's delay grows until the fault is found.
 TEST_P(PlantedFaults, AreFound) {
   bool found = false;
   for (const uint64_t seed : accelerator::seeds(6)) found = found || is_found(GetParam(), seed);
   EXPECT_TRUE(found);
 }
 
-// A rank that starts two collectives of a group in the other order, once.
+// A rank that once starts two collectives of a group in swapped order.
 TEST(PlantedOrder, OfIssueIsFound) {
   std::atomic<int> times = 0;
   const Simulation simulation({.leave_out = [&](Request request, std::string_view place) {

@@ -1,4 +1,4 @@
-// Memory on devices: page-locked memory, checkpoints, what is gathered ahead, memory that NCCL knows.
+// Memory on devices: page-locked memory, checkpoints, prefetched units, memory registered with NCCL.
 #include "core/memory/pinned_pool.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -10,6 +10,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::accelerator_memory_test {
+using namespace internal;
 namespace {
 
 using namespace accelerator_training;
@@ -31,7 +32,7 @@ torch::nn::Sequential chain(int layers, int64_t features) {
   });
 }
 
-// libtorch's own allocator would take the next power of two: nearly twice as much.
+// libtorch's own allocator would round up to the next power of two: nearly twice as much.
 TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);
@@ -42,7 +43,7 @@ TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
     const at::Tensor first = pool.take(kBytes, at::kByte, "a test"), second = pool.take(kBytes, at::kByte, "a test");
     EXPECT_EQ(accelerator::page_locked_bytes() - before, 2 * kInPages);
     EXPECT_EQ(pool.lent_bytes(), 2 * kInPages);
-    // A limit is one of the machine's memory: two of these do not go into two times what they have.
+    // A limit counts the machine's memory: two whole allocations do not fit into twice their requested bytes.
     PinnedPool tight({.device = device, .limit_bytes = 2 * kBytes});
     const at::Tensor third = tight.take(kBytes, at::kByte, "a test");
     expect_contains(error_of<std::runtime_error>([&] { tight.take(kBytes, at::kByte, "a test"); }), "of at most");
@@ -66,7 +67,7 @@ TEST(AcceleratorMemory, PageLockedMemoryIsUsedAgain) {
   expect_no_findings();
 }
 
-// It goes back to the driver, which asks no stream.
+// Freed memory returns to the driver, which waits for no stream.
 TEST(AcceleratorMemory, PageLockedMemoryOutlivesItsCopies) {
   const Simulation simulation({.longest_delay_us = 20000});
   const at::Device device(at::kCUDA, 0);
@@ -82,8 +83,8 @@ TEST(AcceleratorMemory, PageLockedMemoryOutlivesItsCopies) {
 class AcceleratorSaves : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(CopyInBackground, AcceleratorSaves, testing::Bool());
 
-// What trains on at once changes nothing of what is saved, and the copies do not stop the host: each goes straight to
-// page-locked memory, which is no larger than it must be.
+// Training that continues at once must not change the saved values. The copies do not block the host: each is copied
+// directly to page-locked memory of the exact size.
 TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
   const bool in_background = GetParam();
   for (const uint64_t seed : accelerator::seeds(2)) {
@@ -128,7 +129,7 @@ TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
   }
 }
 
-// Alone, among others, cast for use; read and changed there, on all ranks or on one.
+// Of one unit or several, cast for use; read and changed there, on all ranks or on one.
 TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
   const Simulation simulation;
   for (const int world : {1, 2})
@@ -181,7 +182,7 @@ TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
             EXPECT_TRUE(net->parameters()[0].is_cpu());
           }
         }
-        // It trains on, with all its gradients.
+        // Training continues, with all gradients.
         train();
         const auto trained = fsdp.full_state_dict({.offload_to_cpu = true});
         for (const auto& entry : reference->named_parameters())
@@ -190,7 +191,7 @@ TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
   expect_no_findings();
 }
 
-// What a load reads takes the place of what is there, one tensor after another.
+// A load replaces the existing tensors one after another.
 TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
   const TemporaryFolder folder;
   const Simulation simulation;
@@ -207,14 +208,14 @@ TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
     PeakMemory memory(comm->device());
     const int64_t before = memory.current_bytes();
     load_checkpoint(folder.path() / "saved", fsdp, optimizer);
-    EXPECT_LE(memory.peak_bytes() - before, 2 * kLayerBytes);  // both of a parameter's, and no other's
+    EXPECT_LE(memory.peak_bytes() - before, 2 * kLayerBytes);  // two copies of one parameter's state at a time
     EXPECT_LE(memory.current_bytes(), before);
   });
   expect_no_findings();
 }
 
-// The host runs ahead of a late device, and memory does not run with it: what is gathered, from the second step on,
-// goes where something was that is ordered before it.
+// The host runs ahead of a late device without taking more memory: from the second step on, gathers reuse memory whose
+// earlier use is ordered before them.
 TEST(AcceleratorMemory, AHostThatRunsAheadTakesNoMoreMemory) {
   accelerator::needs_simulation("CUDA's allocator takes 2 MiB at a time");
   const Simulation simulation({.longest_delay_us = 1000});
@@ -234,9 +235,9 @@ TEST(AcceleratorMemory, AHostThatRunsAheadTakesNoMoreMemory) {
     const int64_t reserved = accelerator::reserved_bytes(comm->rank());
     fsdp.reset_peak_memory();
     for (int i = 0; i < 4; ++i) step();
-    // But for reports of a few bytes, of which some may be on their way.
+    // Except for reports of a few bytes, some of which may be in flight.
     EXPECT_LE(accelerator::reserved_bytes(comm->rank()) - reserved, kUnitBytes / 4);
-    // Those in use lately, and those ahead.
+    // Recent and prefetched units.
     EXPECT_LE(fsdp.memory().peak_gathered_bytes, (2 + 2) * fsdp.memory().largest_unit_bytes);
   });
   expect_no_findings();
@@ -251,7 +252,7 @@ TEST(AcceleratorMemory, GathersGoToRegisteredMemoryIfAskedTo) {
     const Case& of = case_named(registered ? "fsdp_hybrid" : "fsdp");
     const Simulation simulation;
     EXPECT_EQ(difference(train_on_gloo(of), train_on_devices(of, options)), "");
-    // Four units and what is left of the model, three times; at least.
+    // At least: four units and the remainder of the model, three times.
     EXPECT_GE(Simulation::counts(0).registered_collectives, registered ? 3 * 5 : 0);
     EXPECT_EQ(Simulation::counts(0).registered_collectives > 0, registered);
     expect_no_findings();

@@ -1,4 +1,5 @@
-// libtorch's own modules under FullyShardedDataParallel on the accelerator: they train as on CPUs, on GPUs to rounding.
+// libtorch's own modules under FullyShardedDataParallel on the accelerator: equal to training on CPUs, on GPUs to
+// rounding.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -13,6 +14,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::accelerator_modules_test {
+using namespace internal;
 namespace {
 
 using accelerator::Simulation;
@@ -36,7 +38,7 @@ struct Case {
   std::string name;
   std::function<Call(NetImpl&)> build;
   std::vector<int64_t> input = {4, 6};
-  // Where a GPU has another kernel than the CPU, or one that adds in another order.
+  // For GPUs whose kernel differs, or adds in another order.
   double tolerance = 0;
   bool takes_indices = false;
 };
@@ -65,7 +67,7 @@ State train(const Case& of, std::shared_ptr<Communicator> comm) {
   return state;
 }
 
-// By one module's forward.
+// Calls one module's forward.
 template <class Holder>
 std::function<Call(NetImpl&)> only(Holder (*make)()) {
   return [make](NetImpl& net) -> Call {
@@ -205,7 +207,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, AcceleratorModules, testing::ValuesIn(cases()),
                          [](const auto& instance) { return instance.param.name; });
 
 TEST_P(AcceleratorModules, TrainAsOnCpus) {
-  constexpr double kOfGpus = 1e-3;  // whose kernels are others
+  constexpr double kOfGpus = 1e-3;  // its kernels differ
   const Simulation simulation;
   const Case& of = GetParam();
   const int world = std::min(2, accelerator::device_count());

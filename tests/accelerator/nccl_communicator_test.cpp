@@ -16,6 +16,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::nccl_communicator_test {
+using namespace internal;
 namespace {
 
 using accelerator::on_devices;
@@ -27,7 +28,7 @@ using testing_support::expect_contains;
 
 using Body = std::function<void(std::shared_ptr<Communicator>)>;
 
-// What the first rank to fail says, which it must do long before the timeout.
+// Returns the error of the first rank to fail, which must fail long before the timeout.
 std::string first_error(int world, const Body& body, seconds timeout = seconds(60)) {
   const auto began = steady_clock::now();
   const std::string error = error_of<std::exception>([&] { on_devices(world, body, timeout); });
@@ -58,7 +59,7 @@ TEST(NcclCommunicator, ARankThatThrowsEndsTheOthersByItsReason) {
   for (const std::string& text : others) expect_contains(text, "rank 1 failed: out of data");
 }
 
-// Where the host waits for other ranks: for results that it wants.
+// The host waits for other ranks only for results that it needs.
 TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
   const Simulation simulation;
   on_devices(2, [&](std::shared_ptr<Communicator> comm) {
@@ -75,7 +76,7 @@ TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
   });
 }
 
-// What asks for kCUDA without an index, once init() has chosen a device, means that one.
+// Once init() has chosen a device, kCUDA without an index means that one.
 TEST(NcclCommunicator, InitMakesItsDeviceTheThreadsOwn) {
   const Simulation simulation;
   const c10::DeviceGuard guard(at::Device(at::kCUDA, 0));
@@ -129,9 +130,8 @@ TEST(NcclCommunicator, ARankThatDoesNotComeIsNamedAfterTheTimeout) {
   expect_contains(error, "rank 1");
 }
 
-// Nothing tells NCCL's kernels that a peer has returned from its function, and by its beats a rank is missed much
-// later.
-// Its communicator may end with theirs alone.
+// NCCL's kernels are not told that a peer has returned from its function, and heartbeats detect it much later. The
+// communicator may end with its peers.
 TEST(NcclCommunicator, ARankThatLeavesIsNamedWithinSeconds) {
   const Simulation simulation({.groups_end_together = true});
   for (const int leaver : {0, 1}) {
@@ -160,7 +160,7 @@ TEST(NcclCommunicator, ARankThatLeavesIsNamedWithinSeconds) {
   }
 }
 
-// c10d calls an operation with an error of NCCL's completed.
+// c10d reports an operation with an NCCL error as completed.
 TEST(NcclCommunicator, AnErrorOfNcclsOwnEndsAllRanksByIt) {
   const Simulation simulation({.fails = [](int device, std::string_view what) {
     return device == 1 && what == "all-reduce of 9 elements" ? "NCCL error: unhandled cuda error (link down)" : "";
@@ -184,7 +184,8 @@ TEST(NcclCommunicator, AnErrorOfNcclsOwnEndsAllRanksByIt) {
   for (const int rank : {0, 2}) expect_contains(errors[rank], "rank 1 failed: all-reduce of x (9 elements) failed");
 }
 
-// A store in another process, which may end or stop, as a rank sees it: it then throws, or answers nothing.
+// A rank's view of a store in another process. If that process has ended, it throws; if it has stopped, it does not
+// answer.
 class RemoteStore : public c10d::HashStore {
  public:
   enum State { kServes, kGone, kSilent };
@@ -208,11 +209,11 @@ class RemoteStore : public c10d::HashStore {
     return *served_;
   }
   const c10::intrusive_ptr<c10d::Store> served_;
-  const std::shared_ptr<std::atomic<State>> state_;  // threads that are left behind ask, too
+  const std::shared_ptr<std::atomic<State>> state_;  // threads left behind also query it
 };
 
-// What ranks 0 and 2 of three say when rank 1 comes to no second all-reduce, and the store of the ranks in `cut` is so
-// from then on.
+// Returns the errors of ranks 0 and 2 of three if rank 1 does not join the second all-reduce, and the store of the
+// ranks in `cut` has `state` from then on.
 std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, RemoteStore::State state) {
   accelerator::needs_devices(3);
   const auto shared = std::make_shared<std::atomic<RemoteStore::State>>(RemoteStore::kServes);
@@ -262,7 +263,7 @@ std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, Remot
   return errors;
 }
 
-// A process that is killed closes nothing that NCCL's kernels would see, and publishes nothing.
+// A killed process closes nothing that NCCL's kernels would see, and publishes nothing.
 TEST(NcclCommunicator, ARankThatDiesIsNamedWithinSeconds) {
   const Simulation simulation;
   for (auto& [rank, text] : errors_without_rank_1({1}, RemoteStore::kSilent)) {
@@ -295,7 +296,7 @@ TEST(NcclCommunicator, EndsWithNothingUnderWay) {
       comm->all_reduce(x).wait();
       if (comm->rank() < 2) part->all_reduce(x).wait();
     }
-    auto dropped = comm->all_reduce(x);  // and never waited for
+    auto dropped = comm->all_reduce(x);  // never waited for
   });
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
@@ -313,7 +314,7 @@ TEST(NcclCommunicator, AnExceptionEndsItWithoutWaitingForOthers) {
   expect_contains(error, "rank 0 gives up");
 }
 
-// All groups of a device in the order of issue, as a GPU may run them: no two ranks wait for each other.
+// All groups of a device run in the order of issue, as on a GPU: without deadlock.
 TEST(NcclCommunicator, GroupsAreUsedInOneOrder) {
   const Simulation simulation({.collectives_in_order = true});
   on_devices(4, [&](std::shared_ptr<Communicator> comm) {
@@ -330,8 +331,8 @@ TEST(NcclCommunicator, GroupsAreUsedInOneOrder) {
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
-// Where each rank goes another way through the model, with numbers that fit: collectives meet that are not meant for
-// each other, nothing hangs, and every number is wrong. A fingerprint tells, which the host looks at when it has come.
+// Ranks take different paths through the model with equal sizes: unrelated collectives meet, nothing hangs, and all
+// numbers are wrong. The host compares fingerprints as they arrive and finds this.
 TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
   const Simulation simulation;
   const std::string error = first_error(2, [&](std::shared_ptr<Communicator> comm) {
@@ -348,7 +349,7 @@ TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
     net->to(comm->device());
     FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .prefetch = 0});
     const at::Tensor x = torch::ones({2, 8}, comm->device());
-    for (int step = 0; step < 20; ++step) {  // the device may be some behind
+    for (int step = 0; step < 20; ++step) {  // the device may be some steps behind
       fsdp.zero_grad();
       fsdp(x).sum().backward();
     }
@@ -356,7 +357,7 @@ TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
   expect_contains(error, "the ranks disagree about what was gathered and reduced");
 }
 
-// In the middle of a backward that the others are in as well.
+// During a backward in which the others take part.
 TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
   const Simulation simulation;
   std::mutex mutex;
@@ -372,7 +373,7 @@ TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
         if (step == 1 && comm->rank() == 2)
           y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the disk is full"); });
         y.sum().backward();
-        fsdp.clip_grad_norm_(1.0);  // which looks at it
+        fsdp.clip_grad_norm_(1.0);  // which reads it
         fsdp.zero_grad();
       }
     } catch (const CommError& error) {
@@ -384,15 +385,15 @@ TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
   for (const std::string& text : others) expect_contains(text, "rank 2 failed: the disk is full");
 }
 
-// Kernels that the group's end has cut are over as others are, and leave anything behind. What the host gets of them
-// must not look like a result.
+// Kernels cut by the end of a group complete like others, with arbitrary results. The host must not return these as
+// results.
 TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
   using Fsdp = FullyShardedDataParallel<torch::nn::Sequential>;
   struct Case {
     const char* name;
     std::function<void(Fsdp& fsdp, const at::Tensor& x)> look;
   };
-  std::string given;  // of the look, if nothing was thrown
+  std::string given;  // the value read, if nothing was thrown
   const auto give = [&](const at::Tensor& tensor) { given += c10::str(tensor.sum().item<float>(), " "); };
   const std::vector<Case> cases = {
       {"full_state_dict", [&](Fsdp& fsdp, const auto&) { give(fsdp.full_state_dict().values()[0]); }},
@@ -440,7 +441,7 @@ TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
   }
 }
 
-// The last step's all-reduce, after which nothing else travels.
+// The last step's all-reduce; no later communication would reveal the failure.
 TEST(NcclCommunicator, AReplicaWhoseLastStepWasCutIsNotGivenAway) {
   const Simulation simulation;
   std::string of_state, of_forward;
@@ -462,7 +463,7 @@ TEST(NcclCommunicator, AReplicaWhoseLastStepWasCutIsNotGivenAway) {
   for (const std::string& error : {of_state, of_forward}) expect_contains(error, "rank 1 failed: out of memory");
 }
 
-// Copies of a model on parts of the ranks: three groups, and each rank in all of them.
+// Replicas of a model on parts of the ranks: three groups, with each rank in all of them.
 TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
   const accelerator_training::Case& of = accelerator_training::case_named("fsdp_hybrid");
   const Simulation simulation({.collectives_in_order = true});

@@ -1,5 +1,5 @@
-// Every wrapper on the accelerator: bit for bit what gloo's CPUs give, and no access that nothing orders; on GPUs, of
-// which groups are no larger than there are, to rounding.
+// Every wrapper on the accelerator: bit-equal to gloo on CPUs, without unordered accesses. On GPUs: equal to rounding,
+// with groups no larger than the number of GPUs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,12 +8,13 @@
 #include "tests/support/matrix.h"
 
 namespace tessera::accelerator_parity_test {
+using namespace internal;
 namespace {
 
 using namespace accelerator_training;
 using accelerator::Simulation;
 
-// 16 bits are rounded to by each rank's sum.
+// 16 bit: each rank's sum is rounded.
 double tolerance_of(const Case& of) {
   if (!accelerator::on_gpus()) return 0;
   return of.fsdp.mixed_precision.param_dtype ? 2e-2 : 1e-4;

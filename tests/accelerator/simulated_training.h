@@ -4,8 +4,9 @@
 #include "tests/support/accelerator/ranks.h"
 
 namespace tessera::accelerator_training {
+using namespace internal;
 
-// train() on devices, under a Simulation; rank 0's result.
+// Runs train() on devices, under a Simulation; returns rank 0's result.
 inline State train_on_devices(const Case& of, InitOptions options = {.timeout = std::chrono::seconds(60)}) {
   State state;
   accelerator::on_devices(

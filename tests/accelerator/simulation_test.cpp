@@ -1,4 +1,4 @@
-// The simulated accelerator itself: what it finds, and what it does not complain about.
+// The simulated accelerator itself: races that it must find, and correct code that it must accept.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -10,6 +10,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::simulation_test {
+using namespace internal;
 namespace {
 
 using accelerator::Request;
@@ -22,14 +23,14 @@ const at::Device kDevice(at::kCUDA, 0);
 c10::Stream current_stream() { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kDevice); }
 c10::Stream new_stream() { return c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(kDevice); }
 
-// What has been given to `first` comes before what is given to `then` from now on.
+// Orders all work given to `first` before later work of `then`.
 void order(const c10::Stream& first, const c10::Stream& then) {
   c10::Event event(at::kCUDA);
   event.record(first);
   event.block(then);
 }
 
-// One finding, with both its sides.
+// Expects one finding that names both accesses.
 void expect_found(const std::string& one, const std::string& other) {
   const auto findings = Simulation::findings();
   ASSERT_FALSE(findings.empty());
@@ -37,7 +38,7 @@ void expect_found(const std::string& one, const std::string& other) {
   expect_contains(findings[0], other);
 }
 
-// By which no test of it runs on a GPU.
+// Skips these tests on a GPU.
 class SimulatedAccelerator : public testing::Test {
  protected:
   void SetUp() override { accelerator::needs_simulation("it is of the simulation itself"); }
@@ -100,7 +101,7 @@ TEST_F(SimulatedAccelerator, AcceptsWhatAnEventOrders) {
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
-// The caching allocator gives memory to the next one on its stream, at once, unless told who else uses it.
+// The caching allocator reuses memory for its own stream at once, unless uses by other streams are recorded.
 TEST_F(SimulatedAccelerator, FindsMemoryThatIsFreedTooSoon) {
   for (bool is_recorded : {false, true}) {
     const Simulation simulation;
@@ -195,7 +196,7 @@ TEST_F(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
   }
 }
 
-// As on a GPU, whose host waits for sizes and numbers, and for nothing else.
+// As on a GPU, the host waits only for sizes and values.
 TEST_F(SimulatedAccelerator, CountsWhatStopsTheHost) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);

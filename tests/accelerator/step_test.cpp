@@ -1,4 +1,4 @@
-// What a step on an accelerator costs: synchronisations of the host, launches; and what it refuses.
+// The cost of a step on an accelerator (host synchronisations, launches), and its refusals.
 #include <c10/core/DeviceGuard.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +8,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_step_test {
+using namespace internal;
 namespace {
 
 using accelerator::Simulation;
@@ -36,7 +37,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// What the fourth step cost this rank's device.
+// Returns the cost of the fourth step on this rank's device.
 template <class Wrapper>
 accelerator::Counts cost_of_a_step(Wrapper& wrapper, torch::optim::Optimizer& optimizer, Communicator& comm,
                                    bool clips) {
@@ -90,8 +91,8 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
   });
 }
 
-// libtorch's SGD writes past versions. Steps of a DDP model, of ranks whose data are the same or not, each after the
-// backward that `backward` runs.
+// libtorch's SGD writes without bumping versions. Takes steps of a DDP model, on ranks with equal or different data,
+// each after the backward that `backward` runs.
 struct SgdLoop {
   torch::nn::Sequential net;
   DistributedDataParallel<torch::nn::Sequential> ddp;
@@ -112,7 +113,7 @@ struct SgdLoop {
   }
 };
 
-// What each of two ranks throws, the device being some steps behind.
+// Returns the errors of two ranks, with the device some steps behind.
 template <class Step>
 std::vector<std::string> errors_of_steps(Step step) {
   std::mutex mutex;
@@ -156,7 +157,7 @@ TEST(AcceleratorStep, AStepOfSgdThatOneRankLeavesOutIsRefused) {
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
-// Looking for either does not stop the host, and finds nothing where ranks do the same.
+// The checks for both do not block the host, and find nothing if ranks agree.
 TEST(AcceleratorStep, LookingForStepsOfSgdDoesNotStopTheHost) {
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
@@ -175,7 +176,7 @@ TEST(AcceleratorStep, LookingForStepsOfSgdDoesNotStopTheHost) {
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
-// The copies of shards are waited for by streams, and those of gradients by the host, once each.
+// Streams wait for the copies of shards, and the host once for each gradient.
 TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -194,7 +195,7 @@ TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   });
 }
 
-// All gradients make one flag: launches are the same for however many there are.
+// All gradients share one flag: the number of launches does not depend on their count.
 TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
@@ -217,15 +218,15 @@ TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients)
   });
 }
 
-// A loop without wrappers, as one step of it costs the device.
+// A loop without wrappers, to measure the device's cost of one step.
 struct Plain {
   at::Tensor operator()(const at::Tensor& x) { return net->forward(x); }
   void clip_grad_norm_on_device_(double) { throw std::logic_error("a plain loop does not clip"); }
   torch::nn::Sequential net;
 };
 
-// One more unit costs its two gathers, its reduction, and kernels of the model's own; no more than these around them,
-// however many parameters it has.
+// One more unit costs its two gathers, its reduction, the model's own kernels, and at most these launches, independent
+// of its number of parameters.
 TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
@@ -246,7 +247,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
             launches[layers] += times;
     });
   }
-  // The copies of six gradients into the bucket are one, and one clears all gaps.
+  // Six gradients are copied into the bucket by one launch, and one launch clears all gaps.
   EXPECT_LE(launches[4] - launches[3], 2);
   for (const int layers : {3, 4}) {
     accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
@@ -262,7 +263,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   EXPECT_LE(all[4] - all[3], plain[4] - plain[3] + 6);
 }
 
-// A copy that leaves for the host and a later change of what it reads: an error, whichever comes first.
+// An input changes after its copy to the host has started: an error, whichever is first.
 TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);
@@ -281,7 +282,7 @@ TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
                   "has been modified by an inplace operation");
 }
 
-// What a checkpointed part draws on a device it draws again.
+// The recomputation of a checkpointed part draws the same random numbers on its device.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   const Simulation simulation;
   accelerator::needs_devices(2);
@@ -293,7 +294,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
-// Whatever device its inputs are on: of indices on the CPU, say.
+// Even if its inputs are on another device, e.g. indices on the CPU.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   const Simulation simulation;
   accelerator::needs_devices(2);
@@ -308,7 +309,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), weight.grad().cpu()));
 }
 
-// Or its outputs: a part of a model that lies on another device than the part before.
+// Or if its outputs are: a part of a model on another device than the part before.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   const Simulation simulation;
   accelerator::needs_devices(3);
@@ -320,7 +321,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
-// A gradient that waits for its copy is autograd's, and not to be changed meanwhile.
+// A gradient that awaits its copy belongs to autograd and must not be changed.
 TEST(AcceleratorStep, AGradientThatIsChangedInPlaceAfterItCameIsRefused) {
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {

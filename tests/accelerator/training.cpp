@@ -9,13 +9,14 @@
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator_training {
+using namespace internal;
 namespace {
 
 using testing_support::seeded;
 
 constexpr int64_t kFeatures = 24;
 constexpr int kBlocks = 4, kSteps = 3;
-// Blocks of two towers in the order in which the host calls them, and whether one is of the side stream's.
+// Blocks of two towers in the order of the host's calls; true: on the side stream.
 constexpr bool kTowers[] = {true, false, true, false, false, true};
 
 void order(const c10::Stream& first, const c10::Stream& then) {
@@ -58,7 +59,7 @@ struct NetImpl : torch::nn::Module {
     const bool ends_towers = of_.towers && i + 1 == static_cast<int>(std::size(kTowers));  // it keeps no input
     return of_.checkpointed && !ends_towers ? checkpointed(once, x) : once(x);
   }
-  // What the side stream makes stays there until both are through.
+  // Results of the side stream stay there until both towers are complete.
   at::Tensor towers(const at::Tensor& x) {
     at::Tensor ours = x, beside = x;
     if (!x.is_cpu()) {
@@ -77,7 +78,7 @@ struct NetImpl : torch::nn::Module {
     }
     return ours + beside;
   }
-  // As one that loads data does: in memory of the side stream's own, after nothing of the loop's.
+  // Like a data loader: in the side stream's own memory, ordered after none of the loop's work.
   void make_next_batch() const {
     if (!side_) return;
     c10::StreamGuard on(*side_);
@@ -85,14 +86,14 @@ struct NetImpl : torch::nn::Module {
     for (int i = 0; i < 6; ++i) parts.push_back(torch::ones({kFeatures, kFeatures}, side_->device()));
     for (int i = 0; i < 6; ++i) parts.push_back(torch::ones({kFeatures}, side_->device()));
   }
-  // A statistic of a weight, on the side stream: nothing waits for it before forward ends.
+  // Computes a statistic of a weight on the side stream; nothing waits for it until the end of forward.
   void watch(const at::Tensor& weight) {
     if (!side_) return;
     c10::StreamGuard on(*side_);
     for (int i = 0; i < 4; ++i) weight.detach().square().sum();
   }
-  // On a stream of the model's own, ordered as a careful user does it: the weight is used on the main stream right
-  // before and right after.
+  // Runs on the model's own stream, with the order of a careful user: the main stream uses the weight just before and
+  // just after.
   template <class Run>
   at::Tensor beside(const at::Tensor& x, Run run) {
     if (x.is_cpu()) return torch::cat({run(x.narrow(0, 0, 2)), run(x.narrow(0, 2, 2))});
@@ -122,7 +123,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// The loop's stream for a step, ordered after everything before it and before everything after it.
+// The loop's stream for a step, ordered after all earlier and before all later work.
 class LoopStream {
  public:
   LoopStream(const Case& of, at::Device device) : device_(device) {
@@ -192,7 +193,7 @@ State run_steps(const Case& of, Wrapper& wrapper, torch::optim::Optimizer& optim
 State train(const Case& of, std::shared_ptr<Communicator> comm) {
   Net net = seeded(5, [&] { return Net(of, comm->rank()); });
   net->to(comm->device());
-  // On GPUs products are rounded otherwise, which a step is to show by as little as the gradient does.
+  // GPUs round products differently; a step must not amplify that difference.
   const auto adam = torch::optim::AdamWOptions(1e-2).eps(accelerator::on_gpus() ? 1 : 1e-8);
   if (of.wrapper == Case::kFsdp) {
     FsdpOptions options = of.fsdp;
@@ -267,7 +268,7 @@ const std::vector<Case>& cases() {
       {.name = "fsdp_branches", .branches = true},
       {.name = "fsdp_branches_prefetch", .world = 3, .fsdp = {.prefetch = 2}, .branches = true, .accumulates = true},
       {.name = "fsdp_activations_towers", .checkpointed = true, .activations = true, .towers = true},
-      // Gradients of both streams wait together until the end: that what is not used will get none is not known before.
+      // Gradients of both streams wait until the end of backward: only then is it known which parameters are unused.
       {.name = "fsdp_one_unit_towers", .checkpointed = true, .side_stream = true, .towers = true, .one_unit = true},
       {.name = "sdp", .wrapper = Case::kSdp},
       {.name = "sdp_three_ranks", .wrapper = Case::kSdp, .world = 3, .clips = true, .accumulates = true},

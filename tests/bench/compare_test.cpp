@@ -1,4 +1,4 @@
-// The comparison with Python's wrappers, without those: what it runs of ours, its verdict, and where it writes.
+// The comparison with Python's wrappers, without Python: the commands that it runs, its verdict, its output files.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -43,7 +43,7 @@ TEST(Compare, AQuickRunHasAVerdictAndLeavesTheDocumentationAsItIs) {
   fs::remove_all(out);
 }
 
-// Ours run in each round; of a stage's peers the two fastest that train as they should, and no others.
+// Our wrappers run in each round; of a stage's peers, only the two fastest that train correctly.
 TEST(Compare, LaterRoundsHaveTheFastestPeersOfAStage) {
   const std::string script = R"(
 import compare

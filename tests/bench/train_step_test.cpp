@@ -44,13 +44,13 @@ class TrainStep : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Models, TrainStep, ::testing::Values("gpt", "deep", "recipe", "mlp"),
                          [](const auto& traced) { return traced.param; });
 
-// All with the GPT, each with another model; in the full matrix each with each.
+// Returns all wrappers for the GPT, one for other models; in the full matrix all for each.
 std::vector<std::string> wrappers_of(const std::string& model) {
   if (model == "gpt" || has_full_matrix()) return {"local", "ddp", "oss", "sdp", "fsdp"};
   return {"ddp", model == "deep" ? "fsdp" : model == "recipe" ? "sdp" : "oss"};
 }
 
-// SGD is pointwise and every element gets the same operations in every wrapper: equal bits.
+// SGD is elementwise, and every wrapper computes the same operations for each element: results are bit-equal.
 TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
   constexpr int kRanks = 2;
   std::map<std::string, json> lines;
@@ -86,11 +86,11 @@ TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
       EXPECT_EQ(params, model) << wrapper;
       EXPECT_EQ(grads, model) << wrapper;
     }
-    // Sent a step, as docs/zero.md has it; in SDP and FSDP some bytes for the agreement on what was used.
+    // Bytes sent in a step, as in docs/zero.md. SDP and FSDP send some more to agree on used parameters.
     if (wrapper == "local") {
       EXPECT_EQ(sent, 0);
     } else if (wrapper == "fsdp") {
-      // Padding comes on top: of buckets, and of units to whole cache lines for each rank.
+      // Padding is added: of buckets, and of units to whole cache lines for each rank.
       EXPECT_GE(params, model / kRanks);
       EXPECT_LE(params, model / kRanks * 1.05 + 4096);
       EXPECT_EQ(grads, params);
@@ -132,7 +132,7 @@ struct Span {
   std::string category, name;
 };
 
-// Spans on one line of the picture lie within one another or apart.
+// Spans on one line of the display must be nested or disjoint.
 void expect_nested(std::vector<Span> spans, const std::string& where) {
   std::sort(spans.begin(), spans.end(),
             [](const Span& a, const Span& b) { return a.begin != b.begin ? a.begin < b.begin : a.end > b.end; });

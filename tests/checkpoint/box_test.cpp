@@ -1,4 +1,4 @@
-// Boxes against a loop over all elements.
+// Compares boxes with a loop over all elements.
 #include "checkpoint/format/box.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::box_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -17,7 +18,7 @@ std::vector<int64_t> draw_sizes(std::mt19937& random) {
   return sizes;
 }
 
-// Strides of the sizes in some order of the dimensions.
+// Strides for the sizes, with the dimensions in a random order.
 std::vector<int64_t> draw_strides(const std::vector<int64_t>& sizes, std::mt19937& random) {
   std::vector<size_t> order(sizes.size());
   for (size_t d = 0; d < order.size(); ++d) order[d] = d;

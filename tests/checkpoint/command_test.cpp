@@ -1,9 +1,9 @@
-// The `tessera` command, run as a user does.
+// Runs the `tessera` command as a user does.
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 #include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/built.h"
@@ -12,6 +12,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::command_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -86,7 +87,7 @@ TEST_F(Command, ReshardedIsTheSameAndSound) {
     torch::optim::AdamW optimizer(fsdp.parameters(), 1);
     EXPECT_EQ(load_checkpoint(folder_ / "b", fsdp, optimizer)["step"], 4);
   });
-  // Onto itself: nothing else is left.
+  // A checkpoint can be resharded onto itself.
   EXPECT_EQ(tessera_command({"reshard", at("b"), at("b"), "--ranks", "3"}).code, 0);
   EXPECT_EQ(tessera_command({"diff", at("a"), at("b")}).code, 0);
   std::set<std::string> names;
@@ -171,7 +172,7 @@ TEST_F(Command, MistakesAreExplained) {
     expect_contains(result.output, message);
   }
   expect_contains(tessera_command({"inspect", at("full.safetensors")}).output, " in 1 file\n");
-  EXPECT_EQ(tessera_command({"verify", at("a")}).code, 0);  // none of it has changed anything
+  EXPECT_EQ(tessera_command({"verify", at("a")}).code, 0);  // none of them changed it
 }
 
 TEST_F(Command, TellsItsVersionAndHelp) {

@@ -1,4 +1,4 @@
-// Saves that fail or are killed: all ranks are told, nothing is lost, nothing is half there.
+// Saves that fail or are killed: all ranks get the error, and no checkpoint is lost or incomplete.
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
@@ -22,8 +22,8 @@
 #include <thread>
 
 #include "checkpoint/format/entries.h"
-#include "checkpoint/save/group_saves.h"
 #include "checkpoint/load/offline.h"
+#include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/save_coordinator.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
@@ -31,15 +31,16 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::faults_test {
+using namespace internal;
 
 using testing_support::FileCall;
 using testing_support::observed;
 using testing_support::path_of;
 
 std::mutex synced_mutex;
-std::set<std::filesystem::path> synced;  // files and directories of which this program has asked fsync
+std::set<std::filesystem::path> synced;  // files and directories that this program has synced
 
-// Of each file and directory that was changed, by its inode: whether all of it is on the disk.
+// By inode of each changed file and directory: whether all of it is durable.
 std::map<ino_t, bool> is_durable;
 std::vector<std::string> named_too_early;
 
@@ -48,7 +49,7 @@ ino_t inode_of(int fd) {
   return ::fstat(fd, &status) == 0 ? status.st_ino : 0;
 }
 
-// What a power cut could take from a directory: everything that was not synced after it was last changed.
+// Checks that a power cut cannot take anything from a directory: all changes were synced.
 void check_durable(const std::filesystem::path& directory) {
   const std::lock_guard lock(synced_mutex);
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {
@@ -61,12 +62,11 @@ void check_durable(const std::filesystem::path& directory) {
     named_too_early.push_back(directory.string());
 }
 
-// What becomes of the files of a rank: -1 for none.
+// The rank whose file writes fail; -1: none.
 std::atomic<int> failing_rank = -1;
-std::atomic<int> slow_syncs_of_rank_1 = 0, slow_ms = 0;  // how many are still to be so slow
-std::atomic<int> reading_fails_with = 0;                 // an errno, of the files of ranks
-// As on NFS: renameat2() knows no flags, and a file that is open gets another name instead of being removed, until it
-// is closed.
+std::atomic<int> slow_syncs_of_rank_1 = 0, slow_ms = 0;  // number of slow syncs left
+std::atomic<int> reading_fails_with = 0;                 // an errno for reads of rank files
+// As on NFS: renameat2() supports no flags, and removing an open file renames it until it is closed.
 std::atomic<bool> is_like_nfs = false;
 std::atomic<int> renamed_instead = 0;
 
@@ -77,7 +77,7 @@ bool is_open(const std::filesystem::path& path) {
   return false;
 }
 
-// In the place of the system's.
+// Replaces the system's function.
 extern "C" int fsync(int fd) {
   const std::filesystem::path path = path_of(fd);
   {
@@ -175,7 +175,7 @@ namespace {
 
 using namespace testing_support;
 
-// While it lives, no file can grow beyond this: what a full disk looks like to a program.
+// Limits the size of files during its lifetime, like a full disk.
 class FileLimit {
  public:
   explicit FileLimit(rlim_t bytes) {
@@ -226,7 +226,7 @@ TEST(CheckpointFaults, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingIsLo
   });
 }
 
-// Of the last save of a program, say, which no other follows.
+// No later save reports the error, for example after a program's last save.
 TEST(CheckpointFaults, ASaveThatFailedAndNobodyWaitedForIsAWarning) {
   struct Warnings : c10::WarningHandler {
     void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
@@ -253,9 +253,9 @@ TEST(CheckpointFaults, ASaveThatFailedAndNobodyWaitedForIsAWarning) {
   });
 }
 
-// The others get to know at once, by name, and the group is as good as before.
+// The other ranks get the error at once, and the group still works.
 TEST(CheckpointFaults, OneRankThatCannotWriteInTheBackgroundIsNamedAtOnce) {
-  for (int world : {3, 5}) {  // rank 0 reads what each rank wrote; what each group of ranks wrote
+  for (int world : {3, 5}) {  // rank 0 reads the ranks' descriptions; those of subgroups
     const TemporaryFolder folder;
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       Replicated model(torch::nn::Linear(30, 30).ptr(), comm);
@@ -282,7 +282,7 @@ TEST(CheckpointFaults, OneRankThatCannotWriteInTheBackgroundIsNamedAtOnce) {
   }
 }
 
-// A rank may write for longer than the others wait for a collective operation.
+// A rank may write longer than the timeout of a collective operation.
 TEST(CheckpointFaults, OneRankMayBeSlowerThanTheGroupsTimeout) {
   const TemporaryFolder folder;
   run_ranks(2,
@@ -305,7 +305,7 @@ TEST(CheckpointFaults, OneRankMayBeSlowerThanTheGroupsTimeout) {
             {.timeout = std::chrono::milliseconds(1000)});
 }
 
-// But one that gets no further is named to the others, who do not wait for it.
+// The others get an error that names a stuck rank, and do not wait for it.
 TEST(CheckpointFaults, ARankThatIsStuckIsNamedToTheOthers) {
   const TemporaryFolder folder;
   slow_ms = 6000;
@@ -333,7 +333,7 @@ TEST(CheckpointFaults, ARankThatIsStuckIsNamedToTheOthers) {
   background.get();
 }
 
-// All have thrown alike and go on, or one has failed: what was told to be saved is there, and nobody waits for long.
+// All ranks throw and continue, or one fails: the save completes, and no rank waits for long.
 TEST(CheckpointFaults, AnExceptionBesideASaveTakesNothingOfIt) {
   for (const int thrower : {-1, 0, 1}) {  // -1: all
     const TemporaryFolder folder;
@@ -360,7 +360,7 @@ TEST(CheckpointFaults, AnExceptionBesideASaveTakesNothingOfIt) {
   }
 }
 
-// Whoever hurries waits for a rank that is at work, and not for one that is lost.
+// A hurried save waits for a working rank, but not for a lost one.
 TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
   const auto rank_0_is_told = [](std::chrono::milliseconds timeout,
                                  const std::function<void(SaveCoordinator&)>& rank_1) {
@@ -388,7 +388,7 @@ TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
 }
 
-// One that fails tells it by its name and may end before it has read how all went.
+// A failing rank reports its error, and may end before it reads the result.
 TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
   const auto began = std::chrono::steady_clock::now();
   run_ranks(2,
@@ -408,8 +408,8 @@ TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
 }
 
-// Whatever has become of a manifest, it is said, an older checkpoint is loaded, and training goes on: its name is taken
-// again, and keep_last does not keep it.
+// A damaged manifest is reported, and an older checkpoint loads. Training then continues: a new save may take the name,
+// and keep_last removes the damaged one.
 TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
   const auto replaced = [](const std::string& text, const std::string& from, const std::string& to) {
     return std::string(text).replace(text.find(from), from.size(), to);
@@ -454,7 +454,7 @@ TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
     EXPECT_FALSE(std::filesystem::exists(name(1)));
     EXPECT_EQ(entries(folder.path()), 3);
   }
-  // A folder of somebody else's is left as it is.
+  // A folder without files of a save is not changed.
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder / "a");
   std::ofstream(folder / "a/tessera.json") << "{}";
@@ -463,9 +463,9 @@ TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
     Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "a", model); }), "something else");
     save_checkpoint(folder / "b", model, {}, {.keep_last = 1});
-    EXPECT_EQ(load_checkpoint(folder / "b", model).value("step", 7), 7);  // `{}` is an object without entries
+    EXPECT_EQ(load_checkpoint(folder / "b", model).value("step", 7), 7);  // `{}` is an empty object
     save_checkpoint(folder / "c", model, {}, {.keep_last = 1});
-    // Checksums of each 16 bytes do not fit in a header.
+    // Checksums of every 16 bytes exceed the header's limit.
     Replicated large(torch::nn::Linear(5000, 5000).ptr(), comm);
     expect_contains(
         error_of<std::invalid_argument>([&] { save_checkpoint(folder / "d", large, {}, {.block_bytes = 16}); }),
@@ -474,7 +474,7 @@ TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
   EXPECT_TRUE(std::filesystem::exists(folder / "a/notes.txt"));
 }
 
-// What one process cannot do here and now says nothing of the newest checkpoint: an older one would undo what it has.
+// A failure that proves no damage must not load an older checkpoint, which would lose progress.
 TEST(CheckpointFaults, WhatIsNoDamageDoesNotGoBackToAnOlderCheckpoint) {
   const TemporaryFolder folder;
   struct OutOfMemory : Stateful {
@@ -526,7 +526,7 @@ TEST(CheckpointFaults, AFileSystemThatCannotReplaceSaysSoBeforeAnythingIsWritten
   });
 }
 
-// What is removed there must be closed, or the folder that it is in stays.
+// Files must be closed before they are removed, or the folder stays.
 TEST(CheckpointFaults, OnNfsOldCheckpointsAndSavesThatFailedGoWhole) {
   const TemporaryFolder folder;
   folder.write(".left.saving-0123456789abcdef/.manifest", "of a process that was killed\n");
@@ -585,7 +585,7 @@ TEST(CheckpointFaults, OneJobAtATimeHasAFolder) {
   for (const std::string& part : {std::string("in use by process "), std::to_string(::getpid())})
     expect_contains(error, part);
   lock.reset();
-  std::ofstream(folder / "out/.tessera.lock") << "process 1 on elsewhere\n";  // of one that was killed
+  std::ofstream(folder / "out/.tessera.lock") << "process 1 on elsewhere\n";  // of a killed process
   FolderLock(folder / "out");
   EXPECT_TRUE(is_of_ended_process("process 999999999 on " + process_name().substr(process_name().rfind(' ') + 1)));
   EXPECT_FALSE(is_of_ended_process(process_name()));
@@ -593,13 +593,14 @@ TEST(CheckpointFaults, OneJobAtATimeHasAFolder) {
   EXPECT_FALSE(is_of_ended_process("{"));
 }
 
-// A data loader's process, say, forked while the parent still removes old checkpoints: that thread is not its own.
+// For example, a data loader's process forked while the parent removes old checkpoints: the child does not have that
+// thread.
 TEST(CheckpointFaults, AForkedChildDoesNotWaitForTheParentsRemoval) {
   std::promise<void> go_on;
   Removal removal([gone = go_on.get_future().share()] { gone.wait(); }, nullptr);
   const pid_t child = ::fork();
   if (child == 0) {
-    ::alarm(20);  // ends it by SIGALRM
+    ::alarm(20);  // terminates it by SIGALRM
     removal.join();
     ::_exit(7);
   }
@@ -611,15 +612,14 @@ TEST(CheckpointFaults, AForkedChildDoesNotWaitForTheParentsRemoval) {
   EXPECT_TRUE(removal.has_ended());
 }
 
-// A power cut takes what was written since the last sync, in any order: by then a checkpoint must have all of it behind
-// it, or not its name.
+// A power cut takes writes since the last sync, in any order: a checkpoint must be durable before it gets its name.
 TEST(CheckpointFaults, EverythingIsOnTheDiskBeforeItHasItsName) {
   const TemporaryFolder folder;
   {
     const std::lock_guard lock(synced_mutex);
     named_too_early.clear();
   }
-  for (const auto& [world, width] : {std::pair(5, 30), {2, 2200}})  // the latter's files have their blocks first
+  for (const auto& [world, width] : {std::pair(5, 30), {2, 2200}})  // large files have their blocks allocated first
     on_ranks(world, [&, width = width](std::shared_ptr<Communicator> comm) {
       FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(width, width)), comm);
       for (const char* name : {"a", "b", "a"}) {
@@ -635,7 +635,7 @@ TEST(CheckpointFaults, EverythingIsOnTheDiskBeforeItHasItsName) {
   EXPECT_TRUE(is_durable[status.st_ino]) << "the name itself";
 }
 
-// A model that one rank cannot show.
+// A model whose state one rank cannot read.
 struct Broken : Replicated {
   using Replicated::Replicated;
   std::vector<NamedShard> named_shards() const override {
@@ -691,7 +691,7 @@ TEST(CheckpointFaults, NewFoldersAreAsDurableAsWhatIsInThem) {
   });
   const std::lock_guard lock(synced_mutex);
   for (const char* name : {"", "run", "run/a", "run/a/checkpoints", "run/full"}) {
-    const auto path = *name == '\0' ? folder.path() : folder / name;  // whose new entry is to last
+    const auto path = *name == '\0' ? folder.path() : folder / name;  // its new entry must be durable
     EXPECT_TRUE(synced.contains(std::filesystem::canonical(path))) << path;
   }
 }

@@ -12,21 +12,21 @@
 
 namespace tessera::testing_support {
 
-// What this program asks of the file system, as faults_test.cpp, which stands in for the system's functions, sees it.
+// A file system call of this program, observed by faults_test.cpp, which replaces the system's functions.
 struct FileCall {
   enum Kind : uint8_t { kCreate, kMakeFolder, kWrite, kResize, kSync, kRename, kExchange, kRemove };
   Kind kind;
-  std::string path;      // as it was named at that moment
+  std::string path;      // at the time of the call
   std::string to{};      // of a rename
   std::string data{};    // of a write
-  int64_t position = 0;  // of a write; the new length
+  int64_t position = 0;  // of a write; or the new length
 };
 
 inline std::mutex file_calls_mutex;
 inline std::atomic<bool> is_told = false;
 inline std::function<void(const FileCall&)> tell_call;
 
-// From here on `tell` is told of each call that went well, one at a time, in their order; no more with a null one.
+// From now on, calls `tell` for each successful call, one at a time, in order; null: stops.
 inline void tell_file_calls(std::function<void(const FileCall&)> tell) {
   const std::lock_guard lock(file_calls_mutex);
   tell_call = std::move(tell);
@@ -36,8 +36,8 @@ inline void tell_file_calls(std::function<void(const FileCall&)> tell) {
 inline std::atomic<bool> is_asked = false;
 inline std::function<int(const FileCall&)> refuse_call;
 
-// From here on `refuse` is asked before each call, one at a time, what it is to fail with: an errno, or 0 for nothing.
-// What it does to files itself is not asked about. No more with a null one.
+// From now on, calls `refuse` before each call; it returns an errno, or 0 to allow the call. Its own file system calls
+// are exempt. Null: stops.
 inline void refuse_file_calls(std::function<int(const FileCall&)> refuse) {
   const std::lock_guard lock(file_calls_mutex);
   refuse_call = std::move(refuse);
@@ -46,7 +46,7 @@ inline void refuse_file_calls(std::function<int(const FileCall&)> refuse) {
 
 inline thread_local bool is_observing = false;
 
-// Does it, unless it is refused, and tells of it.
+// Runs the call unless it is refused, and reports it.
 template <class Act, class Describe>
 auto observed(Act act, Describe describe) {
   if ((!is_told && !is_asked) || is_observing) return act();

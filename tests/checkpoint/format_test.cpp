@@ -1,23 +1,24 @@
-// Damaged and hostile files are refused, with the file, the tensor and the reason.
+// Damaged and hostile files are refused with the file, the tensor and the reason.
 #include <fstream>
 #include <iterator>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/save/commit.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/shard_writer.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "tests/support/built.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::format_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -89,7 +90,7 @@ TEST(SafetensorsHeader, ALengthThatTheFileDoesNotHaveIsRefused) {
   }
 }
 
-// Three pieces of two tensors in two files, and a manifest: of version 1, or of version 2.
+// Three pieces of two tensors in two files, and a manifest of version 1 or 2.
 struct Sample {
   explicit Sample(const std::filesystem::path& target, int version = 1) : directory(target) {
     const at::Tensor a = at::arange(24, at::kFloat).view({4, 6}), b = at::arange(5, at::kLong);
@@ -103,14 +104,14 @@ struct Sample {
     };
     const auto partial = PartialCheckpoint::begin(directory);
     Manifest manifest{.world_size = 1, .extra = {{"step", 3}}};
-    // A part of a row, whole rows, a part of a row; the last two are not there in version 1's.
+    // A part of a row, whole rows, a part of a row; version 1 has only the first.
     std::vector<Piece> pieces{piece("a", a, {{0, 0}, {3, 6}}, a.narrow(0, 0, 3), {0, 18}),
                               piece("b", b, whole_box({5}), b, {0, 5}),
                               piece("a", a, {{3, 0}, {1, 6}}, a.narrow(0, 3, 1), {18, 24})};
     if (version == 1) {
       manifest.saved = write_pieces(partial->path(), "rank-00000", pieces, 32);
       manifest.rng.push_back({{"cpu", "\x01\xff"}});
-    } else {  // rank 0 has a row and a half, rank 1 the rest
+    } else {  // rank 0 has one and a half rows, rank 1 the rest
       manifest.world_size = 2;
       manifest.beside["sampler"] = {{"taken", int64_t{5}}, {"scale", 2.0}, {"on", true}, {"seed", std::string("7")}};
       auto half = a.select(0, 1);
@@ -133,13 +134,13 @@ struct Sample {
 };
 
 void put_bytes(const std::filesystem::path& path, const std::string& bytes) {
-  // In place: ext4 writes a file out at once that is cut to nothing first, thousands of times here.
+  // Overwrites in place: ext4 flushes a truncated file at once, thousands of times here.
   if (!std::filesystem::exists(path)) std::ofstream(path).close();
   std::fstream(path, std::ios::in | std::ios::out | std::ios::binary) << bytes;
   std::filesystem::resize_file(path, bytes.size());
 }
 
-// Whether anything is found wrong.
+// Returns whether verification finds an error.
 bool is_refused(const std::filesystem::path& directory) {
   try {
     return !verify_checkpoint(directory).empty();
@@ -170,12 +171,12 @@ TEST(Format, EveryFlippedBitIsFound) {
     ASSERT_FALSE(is_refused(sample.directory));
     for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
       const std::string whole = file_bytes(entry.path());
-      // Of version 2, whose files are more, every fifth: so each bit of a byte has its turn.
+      // Version 2 has more files, so every fifth bit: each bit of a byte gets its turn.
       for (size_t bit = 0; bit < 8 * whole.size(); bit += version == 1 ? 1 : 5) {
         std::string damaged = whole;
         damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ (1 << bit % 8));
         put_bytes(entry.path(), damaged);
-        // White space between the fields of the manifest may differ: JSON does not care.
+        // White space between the fields of the manifest may differ.
         const bool harmless = entry.path().extension() == ".json" && [&] {
           try {
             return json::parse(damaged) == json::parse(whole);
@@ -208,7 +209,7 @@ TEST(Format, EveryTruncationIsFound) {
   }
 }
 
-// Changes the manifest's JSON, with a checksum that is right, and returns the error.
+// Changes the manifest's JSON, corrects its checksum, and returns the error.
 std::string changed(const Sample& sample, const std::function<void(json&)>& change) {
   json manifest = json::parse(file_bytes(sample.directory / kManifestName));
   change(manifest);
@@ -308,7 +309,7 @@ TEST(Format, HostileManifestsByRankAreRefused) {
   expect("'beside' is not an object", [](json& m) { m["beside"] = 1; });
 }
 
-// The files of two checkpoints, or of two ranks, are not taken for each other, though each is sound.
+// Sound files of another checkpoint or rank are refused.
 TEST(Format, FilesOfOthersAreRefused) {
   const TemporaryFolder folder;
   const Sample one(folder / "a", 2), other(folder / "b", 2);
@@ -326,13 +327,13 @@ TEST(Format, FilesOfOthersAreRefused) {
                   "is not what the manifest says");
 }
 
-// A world of many ranks is told in a few runs, however the parts come together.
+// Many ranks become a few runs, in any order of merging.
 TEST(Format, RunsOfRanksAreJoined) {
   constexpr int64_t kRanks = 1000, kEach = 7, kNumel = kRanks * kEach - 3;
   std::vector<RankRun> runs;
   for (int64_t rank = kRanks; rank-- > 0;)
     runs.push_back({rank, 0, 1, rank * kEach, std::min(kEach, kNumel - rank * kEach)});
-  std::vector<RankRun> groups;  // as groups of 10 ranks would tell it
+  std::vector<RankRun> groups;  // as subgroups of 10 ranks send it
   for (int64_t group = 0; group < 100; ++group) {
     std::vector<RankRun> own;
     for (const auto& run : runs)
@@ -357,7 +358,7 @@ TEST(Format, RunsOfRanksAreJoined) {
   }
 }
 
-// What Tessera 0.1 wrote.
+// Files written by Tessera 0.1.
 TEST(Format, VersionOneIsReadAndWrittenAnewAsVersionTwo) {
   const std::filesystem::path data = testing_support::built(TESSERA_CHECKPOINT_DATA);
   const TemporaryFolder folder;

@@ -1,5 +1,5 @@
-// Whole models in safetensors files, from any layout and to any.
-#include "checkpoint/full_file/full_file.h"
+// Saves and loads whole models as safetensors files, from and to any layout.
+#include <tessera/full_file.h>
 
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -15,6 +15,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::full_file_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -75,7 +76,7 @@ TEST(FullFile, FilesAreAsLargeAsAskedAndNothingIsLeftOver) {
                                           "m.safetensors.index.json"}));
 }
 
-// Fewer files, more, one: what is there is always one model, whole.
+// Saves as fewer files, more, and one: each replaces the whole model.
 TEST(FullFile, NothingOfAnOlderModelStaysAndNoFileOfItIsOverwritten) {
   const TemporaryFolder folder;
   auto names = [&] {
@@ -128,7 +129,7 @@ TEST(FullFile, ManyFilesNeedFewDescriptors) {
   EXPECT_EQ(find_full_tensors(folder.path()).files.size(), 120U);
 }
 
-// As /dev/null is.
+// For example /dev/null.
 TEST(FullFile, WhatIsNoRegularFileIsNotReplaced) {
   const TemporaryFolder folder;
   ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
@@ -138,7 +139,7 @@ TEST(FullFile, WhatIsNoRegularFileIsNotReplaced) {
     expect_contains(error_of<CheckpointError>([&] { save_full(folder / "pipe", model); }),
                     "pipe: exists and is no regular file");
     expect_contains(error_of<std::invalid_argument>([&] { save_full("", model); }), "is not a name for a file");
-    save_full(folder / "m.safetensors", model);  // and the group goes on
+    save_full(folder / "m.safetensors", model);  // the group still works
   });
   EXPECT_TRUE(std::filesystem::is_fifo(folder / "pipe"));
 }
@@ -165,7 +166,7 @@ TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
   });
 }
 
-// What torch.distributed.checkpoint writes: slices of the same name in several files.
+// torch.distributed.checkpoint writes slices of a tensor to several files.
 TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
   const TemporaryFolder folder;
   const at::Tensor whole = torch::arange(15, at::kFloat).view({5, 3});
@@ -194,7 +195,7 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
   expect_contains(error, "tensor 'weight': its slices have 6 of its 15 elements");
 }
 
-// A model of another program: other names, transposed weights, another dtype, a head of its own.
+// Another program's model: other names, transposed weights, another dtype, its own head.
 TEST(FullFile, NamesAreMappedWeightsTransposedAndDtypesConverted) {
   const TemporaryFolder folder;
   const at::Tensor weight = torch::arange(15, at::kFloat).view({3, 5}), bias = torch::arange(5, at::kFloat);
@@ -287,7 +288,7 @@ TEST(FullFile, ThatIsNotStrictTellsWhatItLeft) {
   });
 }
 
-// models--x/snapshots/<revision>/<name> -> ../../blobs/<hash>, and a file beside it that the index does not know.
+// models--x/snapshots/<revision>/<name> -> ../../blobs/<hash>, and a file beside it that the index does not list.
 TEST(FullFile, CachesOfModelHubsOpenAndTheirIndexDecides) {
   const TemporaryFolder folder;
   const auto snapshot = folder / "snapshots/abc", blobs = folder / "blobs";

@@ -1,5 +1,5 @@
-// What becomes of a save where the disk is full, the folder is read-only or gone, a second job writes to it, or the
-// clock goes back: each rank is told within seconds, by rank and path, and the older checkpoint loads.
+// Saves on a full disk, in a read-only or removed folder, beside a second job, or with a clock set back: each rank gets
+// the error within seconds, with rank and path, and the older checkpoint loads.
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -20,11 +20,11 @@
 #include <system_error>
 #include <thread>
 
-#include "checkpoint/save/commit.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/offline.h"
-#include "core/comm/agreement.h"
+#include "checkpoint/save/commit.h"
 #include "checkpoint/storage/file_lock.h"
+#include "core/comm/agreement.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/matrix.h"
@@ -32,9 +32,10 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::hostile_test {
+using namespace internal;
 
 std::atomic<int64_t> wall_clock_is_ahead_s = 0;
-std::atomic<bool> no_locks = false;  // as a file system may have none
+std::atomic<bool> no_locks = false;  // simulates a file system without locks
 
 extern "C" int fcntl(int fd, int command, ...) {
   va_list more;
@@ -45,7 +46,7 @@ extern "C" int fcntl(int fd, int command, ...) {
   return static_cast<int>(::syscall(SYS_fcntl, fd, command, argument));
 }
 
-// In the place of the system's: the time of day as this program sees it.
+// Replaces the system's function: this program's time of day.
 extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
   const auto result = static_cast<int>(::syscall(SYS_clock_gettime, clock, time));
   if (clock == CLOCK_REALTIME) time->tv_sec += wall_clock_is_ahead_s;
@@ -58,13 +59,13 @@ using namespace testing_support;
 namespace fs = std::filesystem;
 using testing_support::FileCall;
 
-constexpr auto kSeconds = std::chrono::seconds(20);  // on a machine that does much else
+constexpr auto kSeconds = std::chrono::seconds(20);  // on a busy machine
 
-// A disk of its own, or without the right to mount one an imitation: writes to its folder fail once they were so many.
+// A mounted disk; without permission to mount, writes to its folder fail after this number of bytes.
 class SmallDisk {
  public:
   explicit SmallDisk(int64_t bytes) {
-    // What is mounted is seen by this thread and those that it starts, and ends with them.
+    // Mounts are visible to this thread and its children, and end with them.
     is_real_ = ::unshare(CLONE_NEWNS | CLONE_FS) == 0 &&
                ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
                ::mount("tmpfs", path().c_str(), "tmpfs", 0, size_of(bytes).c_str()) == 0;
@@ -84,14 +85,13 @@ class SmallDisk {
   SmallDisk& operator=(const SmallDisk&) = delete;
 
   const fs::path& path() const { return folder_.path(); }
-  // From now on it is so large.
   void resize(int64_t bytes) {
     if (is_real_)
       remount(0, bytes);
     else
       room_bytes_ = written_bytes_ + bytes;
   }
-  // By a file of this name, to the last byte.
+  // Fills the disk with a file of this name.
   void fill(const std::string& name) {
     std::ofstream rest(path() / name);
     if (!is_real_) room_bytes_ = written_bytes_.load();
@@ -107,7 +107,7 @@ class SmallDisk {
 
  private:
   static std::string size_of(int64_t bytes) { return "size=" + std::to_string(bytes); }
-  // Once nobody has files there open for writing: a save's lock goes with what it replaced, on a thread.
+  // Waits until no file is open for writing: a save's lock is released by its removal thread.
   void remount(unsigned long flags, int64_t bytes) {
     for (int i = 0; ::mount("tmpfs", path().c_str(), "tmpfs", MS_REMOUNT | flags, size_of(bytes).c_str()) != 0; ++i) {
       if (errno != EBUSY || i == 500) throw std::system_error(errno, std::generic_category(), "remounting");
@@ -136,7 +136,7 @@ void on_small_disk(int64_t bytes, const std::function<void(SmallDisk&)>& body) {
   }).get();
 }
 
-// What a rank is told, "" if nothing; within seconds.
+// Returns the error of a save on this rank, or ""; checks that it takes seconds at most.
 template <class Save>
 std::string told_by(Save save) {
   const auto began = std::chrono::steady_clock::now();
@@ -161,7 +161,7 @@ std::string save_either_way(bool in_background, const fs::path& path, Model& mod
   });
 }
 
-// With the rank and the path, and the system's reason.
+// The error must have the rank, the path, and the system's reason.
 void expect_told(const std::string& told, const fs::path& path, int reason) {
   for (const std::string& part : {std::string("rank "), path.string(), std::string(std::strerror(reason))})
     expect_contains(told, part);
@@ -171,7 +171,7 @@ int64_t entries(const fs::path& folder) {
   return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
 }
 
-// What is in a folder, but for names that contain `but`, once that is `expected`, or after some seconds.
+// Returns a folder's names, except those that contain `but`, once they equal `expected` or after some seconds.
 std::set<std::string> names_at_the_end(const fs::path& folder, const std::set<std::string>& expected,
                                        const std::string& but = "/") {
   std::set<std::string> names;
@@ -252,7 +252,7 @@ TEST(HostileSave, AFolderThatTurnsReadOnlyIsToldToAllRanksAndLoads) {
   });
 }
 
-// The disk is full for one rank alone: a quota, or its host's.
+// The disk is full for one rank only: a quota, or its host's disk.
 TEST(HostileSave, OneRanksFullDiskIsToldByItsName) {
   const TemporaryFolder folder;
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
@@ -278,7 +278,7 @@ TEST(HostileSave, OneRanksFullDiskIsToldByItsName) {
   });
 }
 
-// One call after the other of those that a save makes fails; or it and all that follow.
+// Makes one call of a save fail, the next one in each save; or that call and all later ones.
 class Refusal {
  public:
   void begin(fs::path folder, int from, bool goes_on, int reason) {
@@ -291,7 +291,7 @@ class Refusal {
       return reason;
     });
   }
-  // Whether any was refused.
+  // Returns whether any call was refused.
   bool end() {
     refuse_file_calls(nullptr);
     return refused_ > 0;
@@ -319,7 +319,7 @@ TEST(HostileSave, WhicheverCallFailsAllRanksKnowAndACheckpointLoads) {
         comm->barrier();
         if (comm->rank() == 0) refusal.begin(folder.path(), n - 1, goes_on, reason);
         comm->barrier();
-        // By turns a new name, and one that is there.
+        // Alternates a new name and an existing one.
         const auto path = folder / ("step-" + std::to_string(n % 2 == 0 ? last : n));
         const auto told = gather_texts(
             *comm, save_either_way(in_background, path, trained.fsdp, trained.optimizer, n, {.keep_last = 2}),
@@ -347,7 +347,7 @@ TEST(HostileSave, WhicheverCallFailsAllRanksKnowAndACheckpointLoads) {
       save_checkpoint(folder / "last", trained.fsdp, trained.optimizer, {}, {.keep_last = 1});  // waits for the removal
     });
     EXPECT_GT(failed_count, 10);
-    // What was not yet locked when it failed stays for some minutes, lest somebody is just making it.
+    // A directory that failed before it was locked stays for minutes, because another save may be creating it.
     EXPECT_EQ(names_at_the_end(folder.path(), {"last"}, ".making-"), std::set<std::string>{"last"});
   }
 }
@@ -402,7 +402,7 @@ TEST(HostileSave, AClockThatGoesBackOrAheadChangesNothing) {
         comm->barrier();
         const auto path = folder / ("at-" + std::to_string(++step));
         ASSERT_EQ(save_either_way(in_background, path, trained.fsdp, trained.optimizer, step, {.keep_last = 2}), "");
-        // What files show, too.
+        // Also the times of files.
         if (comm->rank() == 0) {
           const auto time = fs::file_time_type::clock::now();
           fs::last_write_time(path / "tessera.json", time);
@@ -414,7 +414,7 @@ TEST(HostileSave, AClockThatGoesBackOrAheadChangesNothing) {
     comm->barrier();
     wall_clock_is_ahead_s = 0;
   });
-  const std::set<std::string> last{"at-7", "at-8"};  // that were saved
+  const std::set<std::string> last{"at-7", "at-8"};  // saved checkpoints
   EXPECT_EQ(names_at_the_end(folder.path(), last), last);
 }
 
@@ -455,7 +455,7 @@ TEST(HostileSave, WithoutLocksOldCheckpointsGoAndWhatDeadSavesLeft) {
   no_locks = false;
 }
 
-// Without a FolderLock, and with the same names: who comes second may be refused, and nothing is ever half there.
+// Without a FolderLock and with equal names: the second job may fail, but no checkpoint is ever incomplete.
 TEST(HostileSave, TwoJobsWithOneFolderLeaveWholeCheckpoints) {
   const TemporaryFolder folder;
   std::atomic<int> saved = 0, refused = 0;
@@ -488,8 +488,7 @@ TEST(HostileSave, TwoJobsWithOneFolderLeaveWholeCheckpoints) {
   EXPECT_LE(entries(folder.path()), 3);
 }
 
-// Whoever clears a folder asks for a lock, for a moment, to know whether a temporary directory has been left. That may
-// be the moment in which its owner locks it.
+// Another job's cleanup locks a draft briefly to check whether it is abandoned, possibly just when its owner locks it.
 TEST(HostileSave, ADraftIsLockedThoughAnotherJobLooksAtItMeanwhile) {
   const TemporaryFolder folder;
   FileLock other;
@@ -512,7 +511,7 @@ TEST(HostileSave, ADraftIsLockedThoughAnotherJobLooksAtItMeanwhile) {
   EXPECT_EQ(entries(folder.path()), 1);
 }
 
-// Two jobs that keep the last of one folder may be about to remove the same: what is gone is removed.
+// Two jobs with keep_last in one folder may remove the same checkpoint; a missing one counts as removed.
 TEST(HostileSave, AnOldCheckpointThatAnotherJobRemovesMeanwhileIsNoError) {
   const TemporaryFolder folder;
   on_ranks(1, [&](std::shared_ptr<Communicator> comm) {

@@ -1,4 +1,4 @@
-// A program that saves over and over is killed at random moments; what is left is always whole.
+// Kills a program that saves repeatedly at random moments; a complete checkpoint always remains.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -11,21 +11,22 @@
 #include <random>
 #include <thread>
 
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/free_port.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::kill_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
-// Saves over and over, until it is killed. Writes a byte to `started` when it begins.
+// Saves until it is killed. Writes a byte to `started` when it begins.
 void save_for_ever(const std::filesystem::path& folder, int started) {
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(1);
@@ -48,14 +49,14 @@ void save_for_ever(const std::filesystem::path& folder, int started) {
   });
 }
 
-// Forked, not started anew: loading libtorch would take longer than the test. So this process starts
-// no thread and no thread pool, which a child could miss.
+// Forks instead of starting a program, because loading libtorch takes longer than the test. So this process must not
+// start threads or thread pools, which a child would lack.
 TEST(CheckpointKilled, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
   const TemporaryFolder folder;
   std::mt19937 random(7);
   const int rounds = std::getenv("TESSERA_TEST_TREES") == nullptr ? 150 : 15;
   int found = 0;
-  unsigned moments_us = 40000;  // from the child's start: to be as long as some saves take
+  unsigned moments_us = 40000;  // from the child's start; should cover several saves
   double last = 0;
   for (int round = 0; round < rounds; ++round) {
     int started[2];
@@ -100,7 +101,8 @@ TEST(CheckpointKilled, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
   EXPECT_GT(found, rounds / 2) << "the children hardly ever got as far as a save";
 }
 
-// What is there is a whole checkpoint, of one value, the optimizer's state too.
+// Checks that the newest checkpoint is complete and all its values, optimizer state included, are equal; returns the
+// value.
 double value_of_newest(const std::filesystem::path& folder) {
   const auto latest = latest_checkpoint(folder);
   if (!latest) return 0;
@@ -115,7 +117,7 @@ double value_of_newest(const std::filesystem::path& folder) {
   return value;
 }
 
-// This process, forked for that, is the rank.
+// Makes this forked process the rank.
 std::shared_ptr<Communicator> join(int rank, int world, int port, std::chrono::milliseconds timeout) {
   ::setenv("RANK", std::to_string(rank).c_str(), 1);
   ::setenv("WORLD_SIZE", std::to_string(world).c_str(), 1);
@@ -126,15 +128,14 @@ std::shared_ptr<Communicator> join(int rank, int world, int port, std::chrono::m
   return init({.timeout = timeout});
 }
 
-// One rank in a process of its own: goes on from the newest checkpoint and saves over and over, until another one is
-// gone.
+// Runs one rank in its own process: resumes from the newest checkpoint and saves until another rank is lost.
 void save_until_alone(const std::filesystem::path& folder, int rank, int world, int port) {
   const auto comm = join(rank, world, port, std::chrono::seconds(4));
   FullyShardedDataParallel fsdp(torch::nn::Linear(24, 24), comm);
   torch::optim::Adam adam(fsdp.parameters(), torch::optim::AdamOptions(0.1));
   const auto loaded = load_newest_checkpoint(folder, fsdp, adam);
   int value = loaded ? loaded->extra["value"].get<int>() : 0;
-  // The parameters and their moments.
+  // Visits the parameters and their moments.
   auto for_each_tensor = [&](const std::function<void(const at::Tensor&)>& visit) {
     for (const auto& shard : fsdp.parameters()) {
       auto& state = static_cast<torch::optim::AdamParamState&>(*adam.state().at(shard.unsafeGetTensorImpl()));
@@ -161,7 +162,7 @@ void save_until_alone(const std::filesystem::path& folder, int rank, int world, 
   }
 }
 
-// The others end by themselves, and what was saved last is loaded by another number of ranks.
+// The other ranks end by themselves, and another number of ranks loads the last checkpoint.
 TEST(CheckpointKilled, OneOfSeveralProcessesAtATime) {
   const TemporaryFolder folder;
   std::mt19937 random(11);
@@ -177,7 +178,7 @@ TEST(CheckpointKilled, OneOfSeveralProcessesAtATime) {
       try {
         save_until_alone(folder.path(), rank, world, port);
       } catch (const std::exception&) {
-        ::_exit(1);  // the others are gone
+        ::_exit(1);  // the others are lost
       }
     }
     const auto began = std::chrono::steady_clock::now();
@@ -209,7 +210,7 @@ TEST(CheckpointKilled, OneOfSeveralProcessesAtATime) {
   EXPECT_GT(last, rounds) << "hardly anything was saved";
 }
 
-// Before the timeout of the group, which is minutes elsewhere: who waits for a save knows that a rank is no more.
+// A waiting rank detects the death before the group's timeout, which is minutes in production.
 TEST(CheckpointKilled, ARankThatDiesInAnAsynchronousSaveIsNamed) {
   const TemporaryFolder folder;
   constexpr int kWorld = 3, kVictim = 1;
@@ -222,7 +223,7 @@ TEST(CheckpointKilled, ARankThatDiesInAnAsynchronousSaveIsNamed) {
     try {
       const auto comm = join(rank, kWorld, port, std::chrono::seconds(4));
       FullyShardedDataParallel fsdp(torch::nn::Linear(1000, 1000), comm);
-      const rlimit little{1 << 16, 1 << 16};  // of a file: by SIGXFSZ the process ends as it writes, at once
+      const rlimit little{1 << 16, 1 << 16};  // SIGXFSZ ends the process at its first write
       if (rank == kVictim) ::setrlimit(RLIMIT_FSIZE, &little);
       save_checkpoint_async(folder / "one", fsdp).wait();
     } catch (const std::exception& caught) {

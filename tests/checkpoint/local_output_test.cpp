@@ -1,5 +1,4 @@
-// A new local file has what was given to it, of any length, whatever the file system can; and a disk that is full or
-// fails is told of.
+// A local file has the written bytes, of any length and on any file system; a full or failing disk gives an error.
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::local_output_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -24,7 +24,7 @@ using testing_support::FileCall;
 
 constexpr int64_t kBuffer = int64_t{8} << 20;
 
-// A word at a time.
+// Generated word by word.
 std::string random_bytes(int64_t bytes) {
   std::mt19937_64 random(1);
   std::vector<uint64_t> words(static_cast<size_t>(bytes) / sizeof(uint64_t) + 1);
@@ -32,7 +32,7 @@ std::string random_bytes(int64_t bytes) {
   return {reinterpret_cast<const char*>(words.data()), static_cast<size_t>(bytes)};
 }
 
-// In parts of so many bytes.
+// Writes in parts of this size.
 void write_in_parts(const std::filesystem::path& path, const std::string& start, const std::string& rest,
                     size_t part_bytes) {
   const auto file = storage_of(path).create(path, static_cast<int64_t>(start.size()),
@@ -64,7 +64,7 @@ TEST(LocalOutput, HasWhatItWasGivenWhateverTheFileSystemCan) {
   }
 }
 
-// Of a large file; a small one costs no more calls.
+// For a large file; a small one needs no more calls.
 TEST(LocalOutput, ClaimsTheDisksBlocksBeforeItWrites) {
   const TemporaryFolder folder;
   auto calls_of = [&](const std::string& name, int64_t bytes) {
@@ -103,7 +103,7 @@ TEST(LocalOutput, AFullDiskIsToldOfBeforeAnythingIsWritten) {
   }
 }
 
-// Whichever write it is.
+// For each write in turn.
 TEST(LocalOutput, AWriteThatFailsIsTold) {
   const TemporaryFolder folder;
   const std::string start(64, 's'), rest(3 * kBuffer + 100, 'x');

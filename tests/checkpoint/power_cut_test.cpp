@@ -1,5 +1,4 @@
-// A power cut takes of what was not synced whatever it likes, in pages, files and names; what is left is the old state
-// or the new one.
+// Simulates power cuts, which lose any unsynced pages, files and names: the old state or the new one must remain.
 #include <chrono>
 #include <functional>
 #include <map>
@@ -14,15 +13,16 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::power_cut_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 namespace fs = std::filesystem;
 
-// A folder as a disk has it, and what was done to it since. A copy is a disk of its own.
+// A folder as it is on disk, and the changes since. A copy is a separate disk.
 class Disk {
  public:
-  // All that is in it now is on the disk.
+  // Its current content is durable.
   explicit Disk(fs::path root) : root_(std::move(root)) {
     nodes_.push_back({.is_folder = true});
     read(root_, 0);
@@ -58,10 +58,10 @@ class Disk {
     }
   }
 
-  // What a power cut may leave.
+  // Writes one possible state after a power cut.
   void write_what_is_left(const fs::path& to, uint64_t seed) const {
     std::mt19937_64 random(seed);
-    // Now and then all of it, or nothing.
+    // Sometimes keeps everything, or nothing.
     const uint64_t share = std::vector<uint64_t>{0, 1, 5, 9, 10}[random() % 5];
     auto is_lucky = [&] { return random() % 10 < share; };
     Disk left = *this;
@@ -79,7 +79,7 @@ class Disk {
 
   struct Write {
     int64_t position;
-    std::optional<std::string> data;  // none: the new length
+    std::optional<std::string> data;  // none: sets the length
     void to(std::string& content) const {
       const size_t end = static_cast<size_t>(position) + (data ? data->size() : 0);
       if (!data || content.size() < end) content.resize(end);
@@ -88,7 +88,7 @@ class Disk {
   };
   struct Node {
     bool is_folder = false;
-    std::string content;                              // of a file, on the disk
+    std::string content;                              // of a file, on disk
     std::vector<Write> pending;                       // since the last sync
     std::map<std::string, int> names, durable_names;  // of a folder
   };
@@ -97,7 +97,7 @@ class Disk {
     std::string name;
     int node;
   };
-  using Names = std::vector<Name>;  // that change together
+  using Names = std::vector<Name>;  // change atomically together
 
   void read(const fs::path& folder, int node) {
     for (const auto& entry : fs::directory_iterator(folder)) {
@@ -152,7 +152,7 @@ class Disk {
 struct Model {
   explicit Model(const std::shared_ptr<Communicator>& comm)
       : fsdp(torch::nn::Linear(48, 48), comm), adam(fsdp.parameters(), torch::optim::AdamOptions(0.1)) {}
-  // The parameters and their moments are `value`.
+  // Sets the parameters and their moments to `value`.
   void set(double value) {
     for (auto& shard : fsdp.parameters()) shard.mutable_grad() = torch::ones_like(shard);
     adam.step();
@@ -179,11 +179,11 @@ struct Model {
 };
 
 using Save = std::function<void(const fs::path& folder, Model& model, int value)>;
-// Says what there is: 1 or 2, or 0 for anything else.
+// Returns the loaded state: 1 or 2, or 0 for anything else.
 using Load = std::function<int(const fs::path& folder, Model& model)>;
 
-// Saves 1 and then 2, cuts the power before, after and between the calls of the second, and loads what is left. Returns
-// how often it was what.
+// Saves 1 and then 2, cuts the power before, between and after the calls of the second save, and loads. Returns how
+// often each state was found.
 std::map<int, int> cut(const Save& save, const Load& load, bool syncs) {
   const TemporaryFolder folder;
   std::vector<FileCall> calls;

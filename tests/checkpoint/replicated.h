@@ -11,10 +11,10 @@
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
-// A module that every rank holds whole (as under DDP), or in `group_numel` parts that groups of
-// ranks hold alike (as under hybrid sharding): the smallest ModelShards that show such layouts. It moves the module to
-// the rank's device.
+// A minimal ModelShards: every rank holds the whole module (as under DDP), or groups of ranks hold equal parts of
+// `group_numel` elements (as under hybrid sharding). Moves the module to the rank's device.
 class Replicated : public ModelShards {
  public:
   Replicated(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<Communicator> comm)
@@ -52,7 +52,7 @@ class Replicated : public ModelShards {
   std::shared_ptr<Communicator> comm_;
 };
 
-// Even halves of every parameter, each held by every second rank: 1-D, in the order of memory.
+// Even halves of every parameter, each held by every second rank: 1-D, in memory order.
 class Hybrid : public ModelShards {
  public:
   Hybrid(const Replicated& whole, int parts) : comm_(whole.comm()), buffers_(whole.named_buffers()) {
@@ -85,7 +85,7 @@ class Hybrid : public ModelShards {
   std::vector<NamedShard> shards_;
 };
 
-// An optimizer over whole parameters of which each rank owns every so-manyth: the shape of OSS.
+// An optimizer over whole parameters that ranks own round-robin, like OSS.
 class OwnerAdam : public torch::optim::Optimizer, public OptimizerShards {
  public:
   OwnerAdam(const std::vector<at::Tensor>& parameters, int rank, int world, torch::optim::AdamOptions options)

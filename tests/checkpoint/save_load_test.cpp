@@ -1,4 +1,4 @@
-// What is saved by one layout on some ranks and loaded by another on others is the same state.
+// A state saved with one layout and number of ranks is equal when loaded with another.
 #include <atomic>
 #include <chrono>
 #include <fstream>
@@ -8,12 +8,12 @@
 #include <optional>
 #include <thread>
 
-#include "checkpoint/save/commit.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "core/comm/fingerprint.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
@@ -21,6 +21,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::save_load_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -35,7 +36,7 @@ std::set<std::string> names_in(const std::filesystem::path& folder) {
   return names;
 }
 
-// What a save makes needless is removed while nobody waits.
+// Superseded files are removed in the background.
 void expect_eventually(const std::filesystem::path& folder, const std::set<std::string>& names) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (names_in(folder) != names && std::chrono::steady_clock::now() < end)
@@ -43,7 +44,7 @@ void expect_eventually(const std::filesystem::path& folder, const std::set<std::
   EXPECT_EQ(names_in(folder), names);
 }
 
-// A random tree made by `seed`, with other values in its parameters and buffers.
+// A random module tree made by `seed`, with parameters and buffers from `values`.
 RandomNet make_net(unsigned seed, uint64_t values) {
   return seeded(seed, [&] {
     RandomNet net(seed);
@@ -57,7 +58,7 @@ RandomNet make_net(unsigned seed, uint64_t values) {
   });
 }
 
-// Gives every parameter that the optimizer keeps here a state, with random values: what some steps leave.
+// Gives every parameter that the optimizer keeps here a random state, as after some steps.
 void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& optimizer, uint64_t seed) {
   const at::NoGradGuard no_grad;
   const auto* owners = dynamic_cast<const OptimizerShards*>(&optimizer);
@@ -72,7 +73,7 @@ void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& 
       const auto index = static_cast<int64_t>(Fingerprint().add(shard->fqn).value() % 10000);
       values.numbers = {{"step", 1 + index % 7}};
       for (const char* key : {"exp_avg", "exp_avg_sq"}) {
-        // The whole tensor's values, of which each rank takes its part.
+        // The whole tensor's values; each rank takes its part.
         const at::Tensor whole = seeded(seed + static_cast<uint64_t>(index) + (key[7] != 0), [&] {
           return at::rand({numel_of(shard->sizes)}, at::TensorOptions(parameter.scalar_type()));
         });
@@ -89,7 +90,7 @@ void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& 
     }
 }
 
-// The whole training state by name, row-major, from a checkpoint.
+// Returns the whole training state of a checkpoint by name, row-major.
 std::map<std::string, at::Tensor> contents(const std::filesystem::path& dir) {
   const Manifest manifest = read_manifest(dir);
   SliceReader reader(manifest.saved);
@@ -112,7 +113,7 @@ void expect_same(const std::map<std::string, at::Tensor>& a, const std::map<std:
 
 enum class Layout { kFsdp, kReplicated, kOwner, kHybrid };
 
-// Runs `body(model, optimizer)` with the tree under a layout.
+// Runs `body(model, optimizer)` with the tree in a layout.
 template <class Body>
 void under(Layout layout, int world, unsigned seed, uint64_t values, Body body) {
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -234,7 +235,7 @@ TEST(Checkpoint, AFsdpCheckpointContinuesReplicatedAndBack) {
   expect_same(values("a"), values("c"), "c ");
 }
 
-// They stay whole on every rank.
+// Ignored modules stay whole on every rank.
 TEST(Checkpoint, HasTheParametersOfIgnoredModules) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -301,7 +302,7 @@ TEST(Checkpoint, EachRankReadsOnlyWhatItNeeds) {
       int64_t own = 0, ends = 0;
       for (const auto& shard : fsdp.named_shards()) {
         own += static_cast<int64_t>(shard.tensor.nbytes());
-        // A box may begin and end inside a block; a shard is 3 boxes at most, from 4 slices of 3.
+        // A box may begin and end inside a block; a shard has at most 3 boxes, from 4 slices of 3.
         ends += shard.held.numel() > 0 ? 2 * 3 : 0;
       }
       EXPECT_GE(bytes_read, own);
@@ -347,7 +348,7 @@ TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
     torch::optim::SGD sgd(model.parameters(), 0.1);
     expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", model, sgd); }),
                     "is Adam, this is SGD");
-    // Not strict: what both have.
+    // Not strict: loads the common names.
     auto third = std::make_shared<NetImpl>(5, true, at::kFloat);
     Replicated lenient(third, comm);
     {
@@ -363,7 +364,7 @@ TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
   });
 }
 
-// In another number of groups each keeps its own options, for which what was saved may be too little.
+// With another number of groups, each keeps its own options, which may need more state than was saved.
 template <class Optimizer, class Options>
 void step_after_loading_into_two_groups(const std::shared_ptr<Communicator>& comm, const std::filesystem::path& folder,
                                         const Options& before, const Options& after) {
@@ -440,7 +441,7 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     expect_contains(
         error_of<std::invalid_argument>([&] { auto save = save_checkpoint_async(folder / "a", model, std::nan("")); }),
         "`extra` is nan");
-    // What would come back as something else, or not at all.
+    // Values that would change or be lost.
     expect_contains(error_of<std::invalid_argument>(
                         [&] { save_checkpoint(folder / "a", model, {{"key", nlohmann::json::binary({1, 2})}}); }),
                     "`extra/key` is binary");
@@ -458,7 +459,7 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
         "the ranks disagree about where to save");
     EXPECT_FALSE(latest_checkpoint(folder.path()));
     comm->barrier();
-    save_checkpoint(folder / "a", model);  // the group is as good as before
+    save_checkpoint(folder / "a", model);  // the group still works
     EXPECT_EQ(latest_checkpoint(folder.path()), folder / "a");
     Adam adam(model.parameters(), AdamOptions(1));
     save_checkpoint(folder / "a", model, adam);
@@ -473,7 +474,7 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
   });
 }
 
-// Fine-tuning: the body under other names with its moments, and a head that is new.
+// Fine-tuning: a body with new names and its moments, and a new head.
 TEST(Checkpoint, LoadsWithAnOptimizerWhereNamesDifferAndSomeAreNew) {
   struct Net : torch::nn::Module {
     Net(const char* body, const char* head) {
@@ -532,8 +533,8 @@ TEST(Checkpoint, LoadsWithAnOptimizerWhereNamesDifferAndSomeAreNew) {
   });
 }
 
-// A module's parameters() has a tied one under each name, and so have optimizers that are built from it. Checkpoints
-// may have it as often.
+// parameters() lists a tied parameter under each name, and so do optimizers built from it. Checkpoints may also have it
+// several times.
 TEST(Checkpoint, ATiedParameterThatAGroupListsTwiceIsOne) {
   struct Tied : torch::nn::Module {
     Tied() {
@@ -645,7 +646,7 @@ TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
     const ReadLock hold(folder / "a"), replaced(folder / "b");
     save("c", 1);
     expect_eventually(folder.path(), {"a", "b", "c", "newest"});
-    save("b", 0);  // the new one is there, the old one's files stay for whoever reads them
+    save("b", 0);  // the old one's files stay for its readers
     EXPECT_EQ(names_in(folder.path()).size(), 5u);
   }
   save("d", 1);
@@ -653,7 +654,7 @@ TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
   EXPECT_EQ(latest_checkpoint(folder.path()), folder / "d");
 }
 
-// Of a job that evaluates the newest, say, while another trains.
+// For example, one job evaluates the newest while another trains.
 TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadAgain) {
   const TemporaryFolder folder;
   std::atomic<int> replacements = 0;
@@ -698,7 +699,7 @@ TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadAgain) {
   });
 }
 
-// They would be taken for what a dead save has left, or make a checkpoint of their folder.
+// Such names would look like leftovers of a killed save, or make their folder look like a checkpoint.
 TEST(Checkpoint, NamesThatMeanSomethingElseAreRefused) {
   const TemporaryFolder folder;
   on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
@@ -728,7 +729,7 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }),
                     "not a directory");
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
-    // As the system reads it: beside the link's target.
+    // The system resolves it beside the link's target.
     save_checkpoint(folder / "runs/../behind", model, {{"step", 7}});
     EXPECT_EQ(load_checkpoint(folder / "runs/../behind", model)["step"], 7);
     EXPECT_EQ(load_checkpoint(folder / "disk/behind", model)["step"], 7);
@@ -737,7 +738,7 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
   expect_eventually(folder / "a", {"b"});
 }
 
-// A configuration that a program puts beside the weights, say: in whatever has the checkpoint's name then.
+// For example, a configuration file beside the weights: it must stay in the checkpoint of that name.
 TEST(Checkpoint, WhatNoSaveHasWrittenIsNeverRemoved) {
   const TemporaryFolder folder;
   auto save = [&](const std::string& name, int keep = 0) {
@@ -766,21 +767,21 @@ TEST(Checkpoint, WhatNoSaveHasWrittenIsNeverRemoved) {
   EXPECT_EQ(names_in(folder / "last"), with_own);
   EXPECT_TRUE(is_own("last"));
   {
-    const ReadLock hold(folder / "last");  // who reads the old one is no reason to hide them
+    const ReadLock hold(folder / "last");  // a reader of the old one must not hide them
     save("last");
     EXPECT_TRUE(is_own("last"));
   }
   save("last");
   EXPECT_EQ(verify_checkpoint(folder / "last"), std::vector<std::string>());
   expect_eventually(folder.path(), {"last", "step-1"});
-  // Killed after the exchange, the save had not got to them.
+  // As if the save was killed right after the exchange.
   std::filesystem::rename(folder / "step-1", folder / ".last.saving-0123456789abcdef");
   std::filesystem::remove_all(folder / "last/eval");
   std::filesystem::remove(folder / "last/config.json");
   save("last");
   EXPECT_TRUE(is_own("last"));
   expect_eventually(folder.path(), {"last"});
-  // What is removed for others leaves them where it was.
+  // Removing a checkpoint leaves the user's files at its path.
   save("step-2", 1);
   expect_eventually(folder / "last", {"config.json", "eval"});
   EXPECT_TRUE(is_own("last"));
@@ -821,10 +822,10 @@ TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
   });
 }
 
-// A program that resumes would begin anew; nor is it one that has no checkpoint yet.
+// A program that resumes would start anew; the folder is not empty either.
 TEST(Checkpoint, TheNewestInACheckpointIsRefusedByName) {
   const TemporaryFolder folder;
-  folder.write("mine/tessera.json", "{}");  // somebody else's: no checkpoint, nor anything wrong
+  folder.write("mine/tessera.json", "{}");  // of another program: no checkpoint, and no error
   folder.write("mine/notes.txt", "mine");
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
@@ -836,7 +837,7 @@ TEST(Checkpoint, TheNewestInACheckpointIsRefusedByName) {
     EXPECT_FALSE(load_newest_checkpoint(folder / "mine", {model}));
     EXPECT_TRUE(load_newest_checkpoint(folder.path(), {model}));
     comm->barrier();
-    if (comm->rank() == 0) std::filesystem::resize_file(folder / "last/tessera.json", 5);  // damaged, and one still
+    if (comm->rank() == 0) std::filesystem::resize_file(folder / "last/tessera.json", 5);  // damaged; still the newest
     comm->barrier();
     expect_contains(
         error_of<CheckpointError>([&] { static_cast<void>(load_newest_checkpoint(folder / "last", {model})); }),
@@ -844,7 +845,7 @@ TEST(Checkpoint, TheNewestInACheckpointIsRefusedByName) {
   });
 }
 
-// One unit is summoned; the other could be written to.
+// One unit is summoned; the other would be writable.
 TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   const TemporaryFolder folder;
   const auto refuses = [&](std::shared_ptr<Communicator> comm, const CpuOffload& offload) {
@@ -870,7 +871,7 @@ TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   });
 }
 
-// Nobody can write to all of its elements, which are one.
+// Its elements share memory, so they cannot all be written.
 TEST(CheckpointLoad, ABufferThatIsExpandedIsLoadedOrRefusedBeforeAnythingHasChanged) {
   const TemporaryFolder folder;
   struct NetImpl : torch::nn::Module {
@@ -899,7 +900,7 @@ TEST(CheckpointLoad, ABufferThatIsExpandedIsLoadedOrRefusedBeforeAnythingHasChan
   });
 }
 
-// Columns of a table, and one value that a shape shows several times.
+// Columns of a table, and an expanded value.
 struct OddlyLaidImpl : torch::nn::Module {
   explicit OddlyLaidImpl(double value, bool is_expanded = true) : table(torch::full({4, 3}, value)) {
     columns = register_parameter("columns", table.slice(1, 0, 2));
@@ -951,7 +952,7 @@ TEST(CheckpointSave, ParametersOfAnyStridesAreSavedDenseAndLoaded) {
   });
 }
 
-// Tensors whose memory has other values than operators see; large enough to travel alone when they are wrapped.
+// Tensors whose memory differs from the values that operators see; large enough to be wrapped alone.
 struct LazyImpl : torch::nn::Module {
   LazyImpl(double value, bool is_lazy) {
     const auto made = [&](const at::Tensor& tensor) { return is_lazy ? tensor : tensor.clone(); };
@@ -1029,7 +1030,7 @@ TEST(CheckpointSave, ASparseBufferIsRefusedByName) {
   });
 }
 
-// Whose buffer was made where autograd's bookkeeping is off.
+// A module whose buffer was created in inference mode.
 struct EvaluatedImpl : torch::nn::Module {
   explicit EvaluatedImpl(double value) {
     weight = register_parameter("weight", torch::full({3}, value));
@@ -1070,7 +1071,7 @@ TEST(CheckpointLoad, WritesToBuffersThatWereMadeUnderInferenceMode) {
   });
 }
 
-// Found before anything is written.
+// Detected before anything is written.
 TEST(CheckpointLoad, ABufferThatNobodyCanWriteToIsNamedAndNothingChanges) {
   struct Zeros : torch::nn::Module {
     explicit Zeros(double value) {
@@ -1090,7 +1091,7 @@ TEST(CheckpointLoad, ABufferThatNobodyCanWriteToIsNamedAndNothingChanges) {
   });
 }
 
-// What they show is saved, also what came by set_data() and no forward has seen.
+// Saves the visible values, also those set by set_data() before any forward.
 TEST(CheckpointSave, HasWhatTheModulesParametersShow) {
   const TemporaryFolder folder;
   for (const bool on_disk : {false, true})
@@ -1165,7 +1166,7 @@ TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
   expect_same(contents(folder / "a"), contents(folder / "b"), "");
 }
 
-// The optimizer's state is copied on the thread, and the optimizer goes on at once.
+// The thread copies the optimizer's state while the optimizer continues.
 TEST(CheckpointAsync, AStepRightAfterTheCallChangesNothingOfWhatIsSaved) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -1214,7 +1215,7 @@ TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) 
     pending.copied();
     adam.step();
     pending.wait();
-    // Writes that come too early are found, whichever of the two is faster, also those behind autograd's back.
+    // Early writes are detected in either order, also those that bypass autograd.
     for (const bool through_data : {false, true}) {
       bool found = false;
       for (int i = 0; i < 200 && !found; ++i) {
@@ -1229,7 +1230,8 @@ TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) 
       }
       EXPECT_TRUE(found) << through_data;
     }
-    torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(0.1));  // its writes do not count: copied at once
+    // its writes are not counted, so it is copied at once
+    torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(0.1));
     auto safe = save_checkpoint_async(folder / "d", fsdp, sgd, {}, {.copy_in_background = true});
     sgd.step();
     safe.wait();
@@ -1238,7 +1240,7 @@ TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) 
   expect_same(contents(folder / "a"), contents(folder / "b"), "");
 }
 
-// As a loop saves right after it has evaluated.
+// As in a loop that saves right after evaluation.
 TEST(CheckpointAsync, BegunUnderInferenceModeIsAsOneOutsideIt) {
   for (const bool on_disk : {false, true}) {
     const TemporaryFolder folder;
@@ -1261,7 +1263,7 @@ TEST(CheckpointAsync, BegunUnderInferenceModeIsAsOneOutsideIt) {
           pending.emplace(save_checkpoint_async(folder / name, fsdp, adam, {}, save_options));
         }
         pending->wait();
-        // In the memory that it has left.
+        // Reuses the memory.
         save_checkpoint_async(folder / (name + "-next"), fsdp, adam, {}, save_options).wait();
       }
     });
@@ -1283,7 +1285,7 @@ TEST(CheckpointAsync, ASecondSaveWaitsForTheFirstAndNobodyNeedsToWait) {
   });
 }
 
-// An upload behind each save, while the loop goes on to the next one, which waits for the same.
+// An upload waits for each save, while the next save waits for it too.
 TEST(CheckpointAsync, AThreadMayWaitForASaveWhileTheNextBegins) {
   for (int world : {1, 2}) {
     const TemporaryFolder folder;
@@ -1305,7 +1307,7 @@ TEST(CheckpointAsync, AThreadMayWaitForASaveWhileTheNextBegins) {
   }
 }
 
-// What was told to be saved is there for whoever loads next, and what is still being copied is not overwritten.
+// A load finds a save in flight, and does not overwrite data that is being copied.
 TEST(CheckpointAsync, ALoadWaitsForTheSaveThatIsUnderWay) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {

@@ -1,4 +1,4 @@
-// Checkpoints on other storage than local folders: in memory, where what an object store does, and does not do, holds.
+// Checkpoints in memory storage, which has the guarantees of an object store.
 #include <thread>
 
 #include "checkpoint/format/entries.h"
@@ -9,12 +9,13 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::storage_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 namespace fs = std::filesystem;
 
-// A folder in memory of a test's own.
+// Uses a separate folder in memory.
 class CheckpointStorage : public ::testing::Test {
  protected:
   CheckpointStorage()
@@ -27,7 +28,7 @@ class CheckpointStorage : public ::testing::Test {
   const fs::path folder_;
 };
 
-// Trained a step, with AdamW.
+// Trained for one step of AdamW.
 struct Trained {
   Trained(const std::shared_ptr<Communicator>& comm, uint64_t seed)
       : net(seeded(seed, [] { return torch::nn::Sequential(torch::nn::Linear(40, 30), torch::nn::Linear(30, 3)); })),
@@ -47,7 +48,7 @@ struct Trained {
   torch::optim::AdamW adam;
 };
 
-// Older ones are removed beside the loop, which may take their names again meanwhile.
+// Old checkpoints are removed in the background, while new ones may take their names.
 TEST_F(CheckpointStorage, NamesAreTakenAgain) {
   const TemporaryFolder local;
   for (const fs::path& folder : {folder_, local.path()})
@@ -135,13 +136,13 @@ TEST_F(CheckpointStorage, KeepsTheNewestAndClearsAwayWhatDeadSavesLeft) {
   const std::vector<std::string> expected{"step-2/", "step-3/", "step-5/"};
   for (int i = 0; i < 500 && list() != expected; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   EXPECT_EQ(list(), expected);
-  EXPECT_EQ(list("step-5"), std::vector<std::string>{"0123456789abcde0/"});  // somebody may be at work on it
+  EXPECT_EQ(list("step-5"), std::vector<std::string>{"0123456789abcde0/"});  // it may be in use
   for (int i = 0; i < 500 && list("step-3").size() > 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  EXPECT_EQ(list("step-3").size(), 2U);  // its own folder, the manifest
+  EXPECT_EQ(list("step-3").size(), 2U);  // its own folder, and the manifest
   EXPECT_EQ(verify_checkpoint(at("step-3")), std::vector<std::string>());
 }
 
-// A model that one rank cannot show.
+// A model whose state one rank cannot read.
 struct Broken : Replicated {
   using Replicated::Replicated;
   std::vector<NamedShard> named_shards() const override {
@@ -177,7 +178,7 @@ TEST_F(CheckpointStorage, WhatNoSaveHasWrittenIsNeverRemoved) {
     save_checkpoint(at("step-1"), model);
   });
   const Storage& storage = storage_of(folder_);
-  // Copied from a local folder, with what is in it.
+  // Copied from a local folder with all its files.
   for (const auto& entry : fs::directory_iterator(local / "a"))
     storage.put(at("copied") / entry.path().filename(), file_bytes(entry.path()), true);
   for (const char* name : {"copied", "step-1"}) storage.put(at(name) / "model.safetensors", "mine", true);
@@ -209,14 +210,14 @@ TEST_F(CheckpointStorage, TheCommandsFunctionsTakeAnyStorage) {
     EXPECT_EQ(verify_checkpoint(path), std::vector<std::string>());
   consolidate_checkpoint(at("a"), local / "m.safetensors", false);
   EXPECT_EQ(diff_checkpoints(at("a"), local / "m.safetensors", {.only_parameters = true}).size(), 0U);
-  // Copied as any program copies a folder, either way.
+  // Copied file by file, in both directions.
   for (const auto& name : storage_of(local.path()).list(local / "c"))
     storage_of(folder_).put(at("e") / name, read_text(local / "c" / name, 1 << 20), true);
   EXPECT_EQ(differences(at("e"), at("a")), 0U);
   reshard_checkpoint(at("b"), at("e"), 2);
   EXPECT_EQ(differences(at("e"), at("a")), 0U);
   EXPECT_EQ(list("e").size(), 2U);
-  // Damage is found, and named.
+  // Damage is detected and reported with its file.
   const std::string name = "e/" + list("e")[0] + rank_file_name(1, 0);
   std::string bytes = read_text(at(name), 1 << 20);
   bytes[bytes.size() - 3] = static_cast<char>(bytes[bytes.size() - 3] + 1);

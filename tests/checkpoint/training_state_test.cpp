@@ -1,5 +1,5 @@
-// What is beside the model and its optimizer is saved and loaded with them, by one call.
-#include "checkpoint/state/training_state.h"
+// Saves and loads Stateful objects with the model and its optimizer, in one call.
+#include <tessera/training_state.h>
 
 #include <torch/optim/schedulers/step_lr.h>
 
@@ -11,11 +11,12 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::training_state_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
-// A user's own, sharded as the model's parameters: a Stateful with tensors.
+// A user's Stateful with tensors, sharded like the parameters.
 class Averages : public Stateful {
  public:
   Averages(const ModelShards& model, double value) : shards_(model.named_shards()) {
@@ -82,7 +83,7 @@ TEST(TrainingState, IsSavedByOneCallAndGoesOnOnAnyNumberOfRanks) {
         const auto items = sampler.next();
         std::copy(items.begin(), items.end(), seen.begin() + static_cast<long>(step * kInStep + comm.rank() * of_rank));
       }
-      // Three steps were done: the fifth halves the rate.
+      // After three steps; the fifth halves the rate.
       auto rate = [&] { return static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).lr(); };
       const double before = rate();
       scheduler.step();
@@ -102,14 +103,14 @@ TEST(TrainingState, IsSavedByOneCallAndGoesOnOnAnyNumberOfRanks) {
     load_checkpoint(folder / "b", {fsdp, sgd, sampler, averages}, {.strict = false, .report = &report});
     EXPECT_EQ(report.missing, std::vector<std::string>{"the state 'sampler'"});
     EXPECT_EQ(averages.updates, 9);
-    load_checkpoint(folder / "a", fsdp, sgd);  // what is beside may be left out
+    load_checkpoint(folder / "a", fsdp, sgd);  // Stateful objects may be omitted
     DistributedSampler other(kItems + 1, comm.rank(), comm.size(), {.seed = 3});
     expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "a", {fsdp, sgd, other}); }),
                     "of other data: 'items' differs");
   });
 }
 
-// The list as a program writes it; each link of the chain has another wrapper and another number of ranks.
+// A list as in a program; each link of the chain uses another wrapper and number of ranks.
 TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
   const TemporaryFolder folder;
   auto under = [&](int stage, int world, auto body) {
@@ -155,7 +156,7 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
       for (size_t i = 0; link + 1 == chain.size() && i < 2; ++i) EXPECT_TRUE(own[i].allclose(expected[i]));
       model.comm()->barrier();
     });
-  // Without the averages; with a model that has them; and as a model of another program.
+  // Without the averages; with a model that has them; and as another program's model.
   const auto last = name(chain.size() - 1);
   consolidate_checkpoint(last, folder / "m.safetensors", /*state=*/false);
   under(2, 2, [&](auto& model, auto&, Ema& ema) {
@@ -167,7 +168,7 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
     DistributedDataParallel plain(on_rank_device(torch::nn::Linear(7, 5)), model.comm());
     load_full(folder / "m.safetensors", plain);
     EXPECT_TRUE(plain.full_state_dict()["weight"].cpu().allclose(expected[0]));
-    // While the model has the averages they would be saved as its own.
+    // While swapped in, the averages would be saved as parameters.
     {
       auto averaged = ema.swap_in();
       for (const auto& error : {error_of<std::invalid_argument>([&] { save_checkpoint(folder / "no", {model, ema}); }),
@@ -183,7 +184,7 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
   });
 }
 
-// Averages, as the optimizer's state, are of the parameter that they were saved with, under whatever name that is now.
+// Averages follow the parameter that they were saved with, whatever its name is now.
 TEST(TrainingState, AveragesFollowTheirParametersToOtherNames) {
   struct Net : torch::nn::Module {
     Net(const char* first, const char* second) {
@@ -219,7 +220,7 @@ TEST(TrainingState, AveragesFollowTheirParametersToOtherNames) {
     fill(saved, "a", 5);
     fill(saved, "b", 6);
     save_checkpoint(folder / "x", {saved, adam, ema});
-    // The names have changed places, or one is new.
+    // The names are swapped, or one is new.
     Replicated swapped(std::make_shared<Net>("a", "b"), comm), renamed(std::make_shared<Net>("trunk", "b"), comm);
     Ema of_swapped(swapped), of_renamed(renamed);
     const auto swap = [](const std::string& name) { return (name[0] == 'a' ? "b" : "a") + name.substr(1); };
@@ -230,7 +231,7 @@ TEST(TrainingState, AveragesFollowTheirParametersToOtherNames) {
     const auto rename = [](const std::string& name) { return name[0] == 'a' ? "trunk" + name.substr(1) : name; };
     load_checkpoint(folder / "x", {renamed, of_renamed}, {.rename = rename});
     EXPECT_TRUE(all_are(average(of_renamed, renamed, "trunk.weight"), 1));
-    // What is left out is new here, though it has the old name.
+    // A skipped parameter is new here, although it has the old name.
     Replicated fresh(std::make_shared<Net>("a", "b"), comm);
     fill(fresh, "a", 7);
     Ema of_fresh(fresh);
@@ -274,7 +275,7 @@ TEST(TrainingState, MistakesAreRefused) {
   EXPECT_THROW(DistributedSampler(4, 0, 1, {.batch_numel = 0}), std::invalid_argument);
 }
 
-// A manifest has no form for it: found before anything is written, not when rank 0 commits.
+// A manifest cannot hold it: detected before anything is written, not when rank 0 commits.
 TEST(TrainingState, TextsThatAreNotUtf8AreRefusedByName) {
   struct Mine : Stateful {
     StateValues values;

@@ -10,6 +10,7 @@
 #include <vector>
 
 namespace tessera::clock_exchange_test {
+using namespace internal;
 namespace {
 
 std::vector<Trace::Run> agree(const std::vector<std::string>& clocks, const std::vector<int64_t>& skews_ns) {

@@ -20,6 +20,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::collectives_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

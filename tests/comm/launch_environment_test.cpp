@@ -10,6 +10,7 @@
 #include "core/launch/device_choice.h"
 
 namespace tessera::launch_environment_test {
+using namespace internal;
 namespace {
 
 using Environment = std::map<std::string, std::string>;

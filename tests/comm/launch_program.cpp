@@ -37,12 +37,12 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <tessera/errors.h>
+#include <tessera/launch.h>
 #include "core/comm/backend_all_reduce.h"
-#include "core/comm/errors.h"
-#include "core/comm/notes.h"
 #include "core/comm/gloo/reduction_pipeline.h"
+#include "core/comm/notes.h"
 #include "core/comm/watchdog/stall_watch.h"
-#include "core/launch/launch.h"
 
 namespace {
 
@@ -103,7 +103,7 @@ at::Tensor torn() {
   void* memory =
       ::mmap(nullptr, kLargeNumel * sizeof(float), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("mmap");
-  ::mprotect(static_cast<char*>(memory) + tessera::kChunkBytes / 2, ::sysconf(_SC_PAGESIZE), PROT_NONE);
+  ::mprotect(static_cast<char*>(memory) + tessera::internal::kChunkBytes / 2, ::sysconf(_SC_PAGESIZE), PROT_NONE);
   return torch::from_blob(memory, {kLargeNumel}, torch::kFloat);
 }
 
@@ -129,10 +129,10 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
 [[noreturn]] void wait_by_beats(tessera::Communicator& comm, bool dies) {
   std::promise<void> cut;
   std::once_flag once;
-  const auto store = dynamic_cast<tessera::HasStore&>(comm).store();
-  tessera::StallWatch watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
-                            {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
-                            {.beat_every = tessera::StallWatch::kLookEvery});
+  const auto store = dynamic_cast<tessera::internal::HasStore&>(comm).store();
+  tessera::internal::StallWatch watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
+                                      {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
+                                      {.beat_every = tessera::internal::StallWatch::kLookEvery});
   watch.started(0, "a kernel");
   watch.begin_wait();
   if (dies) std::this_thread::sleep_for(std::chrono::seconds(2));

@@ -30,6 +30,7 @@
 #include "tests/support/trace_events.h"
 
 namespace tessera::launch_test {
+using namespace internal;
 namespace {
 
 using std::chrono::seconds;

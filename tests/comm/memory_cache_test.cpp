@@ -23,9 +23,9 @@
 #include <thread>
 #include <vector>
 
-#include "core/launch/launch.h"
+#include <tessera/launch.h>
+#include <tessera/peak_memory.h>
 #include "core/memory/container_limits.h"
-#include "core/memory/peak_memory.h"
 #include "tests/support/temporary_folder.h"
 
 namespace {
@@ -46,7 +46,7 @@ constexpr bool kHasThreadSanitizer = false;
 // ---- the cache by itself -----------------------------------------------------------------------
 
 TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   void* const first = cache.take(3 * kMiB);
   void* const second = cache.take(3 * kMiB);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % (2 * kMiB), 0u);
@@ -62,7 +62,7 @@ TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
 }
 
 TEST(MemoryCache, TakesNoBlockThatIsMoreThanAnEighthTooLarge) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   cache.give(cache.take(9 * kMiB));
   cache.give(cache.take(8 * kMiB - 4096));  // may be where the other was: that is the system's to choose
   EXPECT_EQ(cache.stats().reused, 0);
@@ -70,7 +70,7 @@ TEST(MemoryCache, TakesNoBlockThatIsMoreThanAnEighthTooLarge) {
 }
 
 TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   void* const a = cache.take(8 * kMiB);
   void* const b = cache.take(4 * kMiB);
   void* const c = cache.take(2 * kMiB);
@@ -89,7 +89,7 @@ TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
 
 // What is to go becomes what is asked for: its pages stay, which a mark in each shows.
 TEST(MemoryCache, CutsOrGrowsWhatItWouldUnmap) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   const auto take_marked = [&](size_t bytes) {
     auto* const block = static_cast<std::byte*>(cache.take(bytes));
     std::memset(block, 7, bytes);
@@ -134,7 +134,7 @@ bool is_mapped(void* page) {
 // In huge pages, which are much cheaper for another rank to read; each goes by itself.
 TEST(MemoryCache, BlocksBelowAHugePageLieSideBySide) {
   constexpr size_t kBytes = kMiB / 4;
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   std::vector<std::byte*> blocks;
   for (int i = 0; i < 8; ++i) {
     blocks.push_back(static_cast<std::byte*>(cache.take(kBytes)));
@@ -159,7 +159,7 @@ TEST(MemoryCache, BlocksBelowAHugePageLieSideBySide) {
 }
 
 TEST(MemoryCache, KnowsWhatIsNotItsOwn) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   int local = 0;
   EXPECT_FALSE(cache.give(&local));
   void* const block = cache.take(1);
@@ -168,7 +168,7 @@ TEST(MemoryCache, KnowsWhatIsNotItsOwn) {
 }
 
 TEST(MemoryCache, HasNothingWhereTheSystemHasNothing) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   void* const block = cache.take(kMiB);
   EXPECT_EQ(cache.take(size_t{1} << 60), nullptr);
   EXPECT_EQ(cache.take(SIZE_MAX), nullptr);
@@ -181,7 +181,7 @@ TEST(MemoryCache, StaysBelowItsBoundAndKeepsBlocksApart) {
   for (int seed = 0; seed < 20; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
-    tessera::MemoryCache cache;
+    tessera::internal::MemoryCache cache;
     std::map<void*, std::pair<size_t, unsigned char>> live;
     size_t live_bytes = 0, most_bytes = 0;
     const auto give_one = [&] {
@@ -216,9 +216,9 @@ TEST(MemoryCache, StaysBelowItsBoundAndKeepsBlocksApart) {
 }
 
 TEST(MemoryCache, StopsAtItsNumberOfBlocks) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   std::vector<void*> blocks;
-  for (size_t i = 0; i < tessera::MemoryCache::kMostBlocks; ++i) blocks.push_back(cache.take(1));
+  for (size_t i = 0; i < tessera::internal::MemoryCache::kMostBlocks; ++i) blocks.push_back(cache.take(1));
   EXPECT_EQ(std::count(blocks.begin(), blocks.end(), nullptr), 0);
   EXPECT_EQ(cache.take(1), nullptr);
   for (void* block : blocks) cache.give(block);
@@ -228,7 +228,7 @@ TEST(MemoryCache, StopsAtItsNumberOfBlocks) {
 }
 
 TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
-  tessera::MemoryCache cache;
+  tessera::internal::MemoryCache cache;
   std::mutex mutex;
   std::vector<int*> passed_on;
   const auto work = [&](int rank) {
@@ -258,19 +258,19 @@ TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
 
 TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
   const tessera::testing_support::TemporaryFolder folder;
-  const tessera::ControlGroups groups{"0::/job/step\n", folder.path()};
-  EXPECT_EQ(tessera::cpu_quota(groups), std::nullopt);
+  const tessera::internal::ControlGroups groups{"0::/job/step\n", folder.path()};
+  EXPECT_EQ(tessera::internal::cpu_quota(groups), std::nullopt);
   folder.write("job/step/cpu.max", "max 100000\n");
   folder.write("job/step/memory.max", "max\n");
-  EXPECT_EQ(tessera::cpu_quota(groups), std::nullopt);
-  EXPECT_FALSE(tessera::memory_limit(groups).has_value());
+  EXPECT_EQ(tessera::internal::cpu_quota(groups), std::nullopt);
+  EXPECT_FALSE(tessera::internal::memory_limit(groups).has_value());
   folder.write("job/cpu.max", "250000 100000\n");
   folder.write("cpu.max", "400000 100000\n");
   folder.write("job/memory.max", "1000\n");
   folder.write("job/memory.current", "900\n");
   folder.write("job/memory.stat", "anon 500\ninactive_file 300\nactive_file 100\n");
-  EXPECT_EQ(tessera::cpu_quota(groups), 2.5);
-  const auto limit = tessera::memory_limit(groups);
+  EXPECT_EQ(tessera::internal::cpu_quota(groups), 2.5);
+  const auto limit = tessera::internal::memory_limit(groups);
   ASSERT_TRUE(limit.has_value());
   EXPECT_EQ(limit->limit_bytes, 1000);
   EXPECT_EQ(limit->needed_bytes(), 600);
@@ -279,20 +279,20 @@ TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
 // As Docker shows it: the group's name is the host's, its folder is mounted at the top.
 TEST(ContainerLimits, OfVersion1InAContainer) {
   const tessera::testing_support::TemporaryFolder folder;
-  const tessera::ControlGroups groups{
+  const tessera::internal::ControlGroups groups{
       "5:memory:/docker/c0ffee\n4:cpu,cpuacct:/docker/c0ffee\n3:cpuset:/docker/c0ffee\n0::/\n", folder.path()};
   folder.write("cpu,cpuacct/cpu.cfs_quota_us", "-1\n");
   folder.write("cpu,cpuacct/cpu.cfs_period_us", "100000\n");
   folder.write("memory/memory.limit_in_bytes", "9223372036854771712\n");
-  EXPECT_EQ(tessera::cpu_quota(groups), std::nullopt);
-  EXPECT_FALSE(tessera::memory_limit(groups).has_value());
+  EXPECT_EQ(tessera::internal::cpu_quota(groups), std::nullopt);
+  EXPECT_FALSE(tessera::internal::memory_limit(groups).has_value());
   folder.write("cpu,cpuacct/cpu.cfs_quota_us", "150000\n");
   folder.write("memory/memory.limit_in_bytes", "4096\n");
   folder.write("memory/memory.usage_in_bytes", "1024\n");
   folder.write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 24\n");
-  EXPECT_EQ(tessera::cpu_quota(groups), 1.5);
-  ASSERT_TRUE(tessera::memory_limit(groups).has_value());
-  EXPECT_EQ(tessera::memory_limit(groups)->needed_bytes(), 1000);
+  EXPECT_EQ(tessera::internal::cpu_quota(groups), 1.5);
+  ASSERT_TRUE(tessera::internal::memory_limit(groups).has_value());
+  EXPECT_EQ(tessera::internal::memory_limit(groups)->needed_bytes(), 1000);
 }
 
 // What the system may take of this process's memory, -1 if it does not say.
@@ -306,7 +306,7 @@ int64_t lazily_freed_kib() {
 TEST(MemoryCache, LetsTheSystemTakeWhatIsIdleOnceHalfOfTheLimitIsNeeded) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto usage = folder.write("memory.current", "400");
-  tessera::MemoryCache cache(tessera::MemoryLimit{1000, usage, folder / "memory.stat"});
+  tessera::internal::MemoryCache cache(tessera::internal::MemoryLimit{1000, usage, folder / "memory.stat"});
   const auto use = [&] {
     void* const block = cache.take(34 * kMiB);
     std::memset(block, 1, 34 * kMiB);
@@ -333,7 +333,7 @@ TEST(MemoryCache, LooksInAForkedChildToo) {
   if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
   const tessera::testing_support::TemporaryFolder folder;
   const auto usage = folder.write("memory.current", "400");
-  tessera::MemoryCache cache(tessera::MemoryLimit{1000, usage, folder / "memory.stat"});
+  tessera::internal::MemoryCache cache(tessera::internal::MemoryLimit{1000, usage, folder / "memory.stat"});
   const auto use = [&] { cache.give(std::memset(cache.take(34 * kMiB), 1, 34 * kMiB)); };
   use();
   cache.before_fork();
@@ -368,7 +368,8 @@ TEST(MemoryCache, ItsThreadTakesNoSignals) {
   };
   const tessera::testing_support::TemporaryFolder folder;
   const int before = threads_that_take(SIGUSR1);
-  tessera::MemoryCache cache(tessera::MemoryLimit{1000, folder.write("memory.current", "400"), folder / "memory.stat"});
+  tessera::internal::MemoryCache cache(
+      tessera::internal::MemoryLimit{1000, folder.write("memory.current", "400"), folder / "memory.stat"});
   cache.give(cache.take(34 * kMiB));
   std::this_thread::sleep_for(std::chrono::milliseconds(50));  // glibc's threads begin with all signals blocked
   EXPECT_EQ(threads_that_take(SIGUSR1), before);
@@ -404,7 +405,8 @@ void expect_lives_under_a_limit(int idle_blocks, const std::function<void()>& ta
   const pid_t child = ::fork();
   if (child == 0) {
     if (!group.join()) ::_exit(77);
-    tessera::MemoryCache cache(tessera::memory_limit(tessera::ControlGroups::of_this_process()));
+    tessera::internal::MemoryCache cache(
+        tessera::internal::memory_limit(tessera::internal::ControlGroups::of_this_process()));
     std::vector<void*> blocks;
     for (int i = 0; i < idle_blocks; ++i) blocks.push_back(std::memset(cache.take(10 * kMiB), 1, 10 * kMiB));
     for (void* block : blocks) cache.give(block);
@@ -470,7 +472,7 @@ TEST(CachedTensors, UseMemoryAgain) {
   if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
   const auto older = torch::full({1 << 20}, 3.0);
   tessera::run_ranks(1, [](const auto&) {});
-  EXPECT_EQ(c10::GetCPUAllocator(), tessera::memory_cache_allocator());
+  EXPECT_EQ(c10::GetCPUAllocator(), tessera::internal::memory_cache_allocator());
 
   auto tensor = torch::ones({1 << 20});
   const void* const memory = tensor.const_data_ptr();
@@ -514,7 +516,7 @@ TEST(CachedTensors, OfOneRankStayWhenAnotherReleasesItsOwn) {
 }
 
 TEST(CachedTensors, HaveTheRawInterfaceToo) {
-  auto* const allocator = tessera::memory_cache_allocator();
+  auto* const allocator = tessera::internal::memory_cache_allocator();
   const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
   for (size_t bytes : {size_t{64}, kMiB, size_t{0}}) {
     void* const memory = allocator->raw_allocate(bytes);

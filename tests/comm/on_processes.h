@@ -13,6 +13,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // Ranks as processes, forked from this one; gives what they exited with, 128 + signal where one ended them.
 inline std::vector<int> on_processes(int world,

@@ -11,10 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/gradients/shard_norm.h"
 #include <tessera/tessera.h>
+#include "core/gradients/shard_norm.h"
 
 namespace tessera::parallel_over_test {
+using namespace internal;
 namespace {
 
 // Number of threads that took part, each element having been visited once.

@@ -24,6 +24,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::peer_memory_test {
+using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;

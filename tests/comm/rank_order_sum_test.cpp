@@ -10,6 +10,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::rank_order_sum_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

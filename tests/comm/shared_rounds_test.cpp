@@ -18,6 +18,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::shared_rounds_test {
+using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;

@@ -17,6 +17,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::split_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -13,6 +13,7 @@
 #include <vector>
 
 namespace tessera::stall_watch_test {
+using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;

@@ -10,6 +10,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // The first error of three ranks of which rank 1 is stuck until the others have given up `collective`.
 inline std::string error_beside_a_stuck_rank(const InitOptions& options,

@@ -11,6 +11,7 @@
 #include <vector>
 
 namespace tessera::wait_graph_test {
+using namespace internal;
 namespace {
 
 using Waits = std::vector<std::vector<GroupWait>>;

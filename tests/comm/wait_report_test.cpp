@@ -1,10 +1,11 @@
 // Who is waited for, and in what.
 #include <thread>
 
-#include "core/comm/watchdog/wait_report.h"
+#include <tessera/wait_report.h>
 #include "tests/support/reference.h"
 
 namespace tessera::wait_report_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <exception>
 
-// The consumer is built with no build type, so this can only have come from tessera::tessera.
+// The consumer has no build type, so tessera::tessera must define NDEBUG.
 #ifndef NDEBUG
 #error "libtorch's headers need NDEBUG"
 #endif
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kSteps = 60;
 
-// The mean of the ranks' losses.
+// Returns the mean of the ranks' losses.
 double mean_loss(const at::Tensor& loss, tessera::Communicator& comm) {
   at::Tensor mean = loss.detach().clone();
   comm.all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();

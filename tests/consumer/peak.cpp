@@ -1,9 +1,9 @@
-// What a user writes who wants one of the libraries alone: how much memory a computation takes.
+// A user's program with one of the libraries: measures the memory of a computation.
 #include <ATen/ops/ones.h>
 
 #include <cstdio>
 
-#include "core/memory/peak_memory.h"
+#include <tessera/peak_memory.h>
 
 #ifndef NDEBUG
 #error "libtorch's headers need NDEBUG"

@@ -1,4 +1,4 @@
-// What a user writes who wants ranks and collectives, and none of the wrappers.
+// A user's program with ranks and collectives, without wrappers.
 #include <ATen/ops/full.h>
 
 #include <atomic>
@@ -6,8 +6,8 @@
 #include <exception>
 #include <memory>
 
-#include "core/comm/communicator.h"
-#include "core/launch/launch.h"
+#include <tessera/communicator.h>
+#include <tessera/launch.h>
 
 int main() {
   try {

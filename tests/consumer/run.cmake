@@ -3,7 +3,7 @@
 #   cmake -DTESSERA_SOURCE_DIR=... -DTESSERA_BINARY_DIR=... -DWORK_DIR=... -DGENERATOR=... -DCXX_COMPILER=...
 #         -DTORCH_DIR=... [-DLAUNCHER=...] -P run.cmake
 #
-# WORK_DIR is kept, so that a second run compiles only what has changed.
+# WORK_DIR is kept, so that a second run compiles only changes.
 cmake_minimum_required(VERSION 3.25)
 
 function(run)
@@ -11,24 +11,23 @@ function(run)
 endfunction()
 
 set(build "${WORK_DIR}/add_subdirectory")
-# Neither a build type nor flags, as a first-time user has it; the library's own need must get through.
+# No build type and no flags, like a first-time user; the flags that the library needs must be inherited.
 set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING --no-warn-unused-cli)
-if(LAUNCHER) # ccache, if there is one; what another clone has compiled serves here
+if(LAUNCHER)  # ccache, if there is one; shares objects of other clones
   list(APPEND arguments "-DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}")
   set(ENV{CCACHE_BASEDIR} "${TESSERA_SOURCE_DIR}")
   set(ENV{CCACHE_NOHASHDIR} 1)
 endif()
 
 list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
-  # Nor a precompiled header: it would cost more than it saves here, and without it a library has to include
-  # what it uses.
+  # No precompiled header: it would cost more than it saves, and hide missing includes.
   -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
-  # What only Tessera's own tests, benchmarks and examples need must not be asked for.
+  # Dependencies of Tessera's own tests, benchmarks and examples must not be required.
   -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
   -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
 
-# All libraries once more would take minutes: every target of theirs is configured, one is built, and a program that
-# takes it alone. The program that takes all is compiled, and linked below with the libraries that are there.
+# Building all libraries again would take minutes. This configures all targets, and builds one with a program that links
+# only that. The program that uses all is compiled, and linked below with the existing libraries.
 run(${CMAKE_COMMAND} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${build}" ${arguments})
 run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target peak)
 run("${build}/peak")

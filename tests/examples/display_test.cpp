@@ -54,7 +54,7 @@ TEST(Progress, WithoutATerminalAFewLinesAndNoEscapes) {
   EXPECT_NE(out.str().find("step 1000/1000  loss 2.500  1.5k tokens/s"), std::string::npos) << out.str();
 }
 
-// By the steps of this process: those before it took other time.
+// Estimates from this process' steps: earlier ones may have taken another time.
 TEST(Progress, ARunThatGoesOnShowsTheTimeThatItsOwnStepsTake) {
   std::ostringstream out;
   const auto progress = make_progress(out, /*terminal=*/false, 1000);

@@ -47,7 +47,7 @@ TEST(Gpt, TiedWeightsAreOneTensor) {
   EXPECT_FALSE(names.contains("head.weight"));
   EXPECT_EQ(names.size() + 1, untied->named_parameters().size());
 
-  // The row of a token that is not in the input matters to that token's logits alone.
+  // The row of a token that is not in the input affects only that token's logits.
   const torch::NoGradGuard no_grad;
   const int64_t absent = 10;
   const auto tokens = random_tokens(1, 4).remainder(absent);

@@ -1,4 +1,4 @@
-// train_gpt --plan: what it says is what a training with data takes.
+// train_gpt --plan predicts the memory and time of a training with data.
 #include "plan.h"
 
 #include <gtest/gtest.h>
@@ -9,11 +9,12 @@
 #include <string>
 #include <vector>
 
+#include <tessera/plan.h>
+#include <tessera/plan/dry_run.h>
+#include <tessera/tessera.h>
 #include "gpt2_files.h"
 #include "model.h"
 #include "options.h"
-#include "plan/record/dry_run.h"
-#include <tessera/tessera.h>
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"
@@ -95,7 +96,7 @@ TEST(TrainGptPlan, PrintsRanksAndTrainsNothing) {
   EXPECT_FALSE(std::filesystem::exists(out));
 }
 
-// `make demo` builds train_gpt without what plans.
+// `make demo` builds train_gpt without the planner.
 TEST(TrainGptPlan, SaysWhatBuildsIt) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto copy = folder / "train_gpt";

@@ -10,7 +10,7 @@
 namespace train_gpt {
 namespace {
 
-// The windows of one step, over all ranks and micro-batches, in global order.
+// Returns the windows of one step, over all ranks and micro-batches, in global order.
 std::vector<int64_t> global_starts(int64_t text_numel, int64_t context, uint64_t seed, BatchShape shape, int64_t step) {
   std::vector<int64_t> all;
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
@@ -44,8 +44,8 @@ TEST(Sampler, EveryShapeWithTheSameProductSeesTheSameSequences) {
   }
 }
 
-// Over many sizes: within an epoch no two windows of any ranks or steps share a token, all lie in
-// the text, and each window comes once.
+// For many sizes: within an epoch, windows of all ranks and steps share no token, are inside the text, and are visited
+// once.
 TEST(Sampler, AnEpochVisitsEveryWindowOnceAndWindowsDoNotOverlap) {
   for (const int64_t context : {1, 7, 32}) {
     for (const int64_t text_numel : {context + 1, context + 2, 2 * context + 1, 3 * context, 1000 + context}) {

@@ -18,13 +18,13 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/checkpoint.h>
+#include <tessera/full_file.h>
+#include <tessera/tessera.h>
+#include "checkpoint/format/slice_reader.h"
 #include "gpt2_files.h"
 #include "options.h"
 #include "run_rank.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/format/slice_reader.h"
-#include <tessera/tessera.h>
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"
@@ -62,7 +62,7 @@ std::vector<nlohmann::json> metrics_in(const std::filesystem::path& folder) {
   return lines;
 }
 
-// What is printed while it lives.
+// Captures std::cout while it is alive.
 class Captured {
  public:
   ~Captured() { std::cout.rdbuf(terminal_); }
@@ -73,7 +73,7 @@ class Captured {
   std::streambuf* const terminal_ = std::cout.rdbuf(text_.rdbuf());
 };
 
-// With ranks that are threads: a process takes half a second to load libtorch, and the training here much less.
+// Trains with ranks as threads: a process takes half a second to load libtorch, which is longer than the training.
 std::vector<nlohmann::json> train(const std::string& arguments) {
   const TemporaryFolder out;
   const bool has_rate = arguments.find("--lr") != std::string::npos;
@@ -137,7 +137,7 @@ TEST(TrainGpt, OneProcessWritesMetricsPlotAndSample) {
   }
 }
 
-// 12 sequences a step, however they are spread.
+// 12 sequences a step in every layout.
 TEST(TrainGpt, LossesDoNotDependOnHowTheBatchIsSpread) {
   const auto expected = train("--wrapper local --batch 12 --val-batches 2 --sample 0");
   for (const char* other : {
@@ -177,7 +177,7 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
   }
 }
 
-// Each optimizer, spread over ranks in one of the stages, as in one process.
+// Each optimizer, in one stage over ranks, compared with one process.
 TEST(TrainGpt, OptimizersDoNotDependOnHowTheBatchIsSpread) {
   const std::vector<std::pair<std::string, std::string>> spreads{{"adamw8bit --lr 1e-3", "fsdp"},
                                                                  {"muon --lr 1e-3", "fsdp"},
@@ -195,7 +195,7 @@ TEST(TrainGpt, OptimizersDoNotDependOnHowTheBatchIsSpread) {
   }
 }
 
-// Killed in the middle, and started again with other ranks and another wrapper.
+// Killed during training, and resumed with other ranks and another wrapper.
 TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
   const std::string common =
       " --layers 2 --width 24 --heads 3 --context 16 --steps 14 --lr 1e-2 --val-every 4 --threads 1 --val-batches 2 "
@@ -222,7 +222,7 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
       const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
       while (!std::filesystem::exists(out / "checkpoints/step-000006") && std::chrono::steady_clock::now() < end)
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      ::kill(-child.pid(), SIGKILL);  // the ranks too, which are of its session
+      ::kill(-child.pid(), SIGKILL);  // with its ranks, which are in its session
       child.wait();
     }
     const auto latest = tessera::latest_checkpoint(out / "checkpoints");
@@ -230,7 +230,7 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
     const auto all = train_to(out, std::string(next) + " --save-every 3 --resume auto");
     expect_same_losses(all, expected);
     EXPECT_EQ(tessera::latest_checkpoint(out / "checkpoints"), out / "checkpoints/step-000014");
-    // Once more: there is nothing left to do, and nothing is lost.
+    // Resumed again: no steps are left, and no data are lost.
     EXPECT_EQ(train_to(out, std::string(next) + " --resume auto").size(), 14u);
   }
   const auto refused = run(common + " --wrapper local --batch 5 --resume auto --out " + (folder / "out-f").string());
@@ -238,7 +238,7 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
   EXPECT_NE(refused.output.find("sequences_per_step"), std::string::npos) << refused.output;
 }
 
-// What a run goes on with is what it was, or what the user said it should be, and never something else in silence.
+// A resumed run keeps its options or takes the user's new ones, and reports each change.
 TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   const TemporaryFolder folder;
   const std::string model =
@@ -285,7 +285,7 @@ TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   const auto changed = with(base + "--lr 1e-2 --steps 16 --weight-decay 0 --allow-changes");
   EXPECT_EQ(changed.exit_code, 0) << changed.output;
   EXPECT_NE(changed.output.find("weight-decay is 0.0, was 0.2"), std::string::npos) << changed.output;
-  // And it is what the next checkpoint has, in all groups: Muon's, AdamW's matrices, the rest.
+  // The next checkpoint has the new value in all groups: Muon's, AdamW's matrices, the rest.
   EXPECT_EQ(with(base + "--lr 1e-2 --steps 16 --weight-decay 0").exit_code, 0);
   const auto manifest = nlohmann::json::parse(std::ifstream(folder / "a/checkpoints/step-000016/tessera.json"));
   ASSERT_EQ(manifest["optimizer"]["groups"].size(), 3U);
@@ -309,7 +309,7 @@ TEST(TrainGpt, ADamagedNewestCheckpointIsPassedOverAndSaid) {
   for (const char* part : {"passed over: ", "damaged", "goes on from ", "step-000004"})
     EXPECT_NE(result.output.find(part), std::string::npos) << part << " in\n" << result.output;
   EXPECT_EQ(metrics_in(folder / "a").size(), 6u);
-  // What all ranks find out is said by one of them.
+  // An error found by all ranks is printed by one.
   const auto refused = run(common + " --lr 3 ");
   EXPECT_EQ(refused.exit_code, 2) << refused.output;
   const auto first = refused.output.find("lr is 3.0, was");
@@ -350,7 +350,7 @@ TEST(TrainGpt, OfTwoJobsThatBeginAtOnceOneIsRefused) {
   EXPECT_TRUE(other.await("step", 1)) << other.output();
 }
 
-// Its checkpoint cannot be written: that is said once, within seconds, and the run goes on from the one before.
+// The checkpoint cannot be written: the run reports it once, within seconds, and resumes from the previous checkpoint.
 TEST(TrainGpt, ADiskThatIsFullEndsARunThatGoesOnLater) {
   const TemporaryFolder folder;
   const std::string common = kShortRun + ("--ranks 2 --lr 1e-2 --batch 2 --resume auto --out " +
@@ -370,7 +370,7 @@ TEST(TrainGpt, ADiskThatIsFullEndsARunThatGoesOnLater) {
   EXPECT_EQ(metrics_in(folder / "a").size(), 8u);
 }
 
-// A GPT-2 with other scales comes back as it went, and importing leaves its folder alone.
+// A GPT-2 with other scales is exported unchanged, and importing does not change its folder.
 TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
   const TemporaryFolder folder;
   GptOptions options{.vocabulary = 11, .layers = 2, .width = 12, .heads = 3, .context = 8};
@@ -418,8 +418,8 @@ TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
   std::filesystem::permissions(source, std::filesystem::perms::owner_all);
 }
 
-// Adapters on a base in 4 and 8 bit: the same losses on any ranks, a base that stays, and an export that computes what
-// was trained.
+// Adapters on a base in 4 and 8 bit: equal losses on any ranks, an unchanged base, and an export that computes the
+// trained model.
 TEST(TrainGpt, AdaptersAreTrainedBesideAFrozenBase) {
   const TemporaryFolder folder;
   const auto base = (folder / "base").string(), first = (folder / "first").string(),
@@ -441,21 +441,21 @@ TEST(TrainGpt, AdaptersAreTrainedBesideAFrozenBase) {
   train("--wrapper oss --ranks 2 --batch 6 --optimizer muon --quantize int8" + common);
   const auto norms = [](const std::string& name) { return name.find("ln_") != std::string::npos; };
   const auto read = [](const std::string& path, const std::string& name) {
-    const auto found = tessera::find_full_tensors(path + "/model.safetensors");
-    return tessera::SliceReader(found).read(name, tessera::whole_box(found.tensors.at(name).shape));
+    const auto found = tessera::internal::find_full_tensors(path + "/model.safetensors");
+    return tessera::internal::SliceReader(found).read(name, tessera::internal::whole_box(found.tensors.at(name).shape));
   };
-  const auto found = tessera::find_full_tensors(base + "/model.safetensors");
+  const auto found = tessera::internal::find_full_tensors(base + "/model.safetensors");
   for (const auto& [name, tensor] : found.tensors) {
     const bool adapted = name.find(".h.") != std::string::npos && name.ends_with(".weight") && !norms(name);
     EXPECT_TRUE(at::allclose(read(first, name), read(again, name), 1e-3, 1e-4)) << name;
     EXPECT_EQ(torch::equal(read(first, name), read(base, name)), !adapted) << name;
   }
-  // One more step begins where the adapters have ended, in full precision.
+  // One more step, in full precision, starts with the trained adapters' loss.
   const auto next = train("--wrapper local --batch 12 --val-batches 2 --sample 0 --lr 0 --import-gpt2 " + first);
   EXPECT_NEAR(next.back()["val_loss"].get<double>(), expected.back()["val_loss"].get<double>(), 1e-4);
 }
 
-// What TensorBoard makes of it: tests/interop/tensorboard_test.py.
+// tests/interop/tensorboard_test.py reads the files with TensorBoard.
 TEST(TrainGpt, WritesCurvesAndSaysWhoIsWaitedFor) {
   const TemporaryFolder curves;
   const auto metrics = train("--wrapper fsdp --ranks 2 --batch 4 --sample 0 --tensorboard " + curves.path().string());
@@ -472,7 +472,7 @@ TEST(TrainGpt, WritesCurvesAndSaysWhoIsWaitedFor) {
                           "memory/state_MiB", "memory/held_MiB", "memory/peak_MiB"})
     EXPECT_EQ(count(tag), 8) << tag;
   EXPECT_EQ(count("val/loss"), 2);
-  EXPECT_EQ(count("wait/"), 0);  // every 10 steps, where nothing is said
+  EXPECT_EQ(count("wait/"), 0);  // every 10 steps by default
   const auto report = run(kTiny + std::string("--wrapper fsdp --ranks 2 --batch 4 --sample 0 --report-every 4 --out ") +
                           (curves / "out").string());
   EXPECT_EQ(report.exit_code, 0) << report.output;

@@ -40,7 +40,7 @@ TEST(ZeroRecipe, AllStagesTrainAlikeAndNeedLessAndLess) {
     EXPECT_EQ(figures["param_sum"], lines["adam"]["param_sum"]) << wrapper;
     for (const auto& sum : figures["param_sums"]) EXPECT_EQ(sum, figures["param_sum"]) << wrapper;
   }
-  // In models; the states alone are 4, 3, 2.5 and 2.
+  // In multiples of the model's bytes; the states alone are 4, 3, 2.5 and 2.
   const std::map<std::string, double> most{{"adam", 4.37}, {"oss", 3.18}, {"sdp", 2.68}, {"fsdp", 2.18}};
   for (const auto& [wrapper, models] : most)
     EXPECT_LE(lines[wrapper]["after_step_bytes"].get<double>(), models * static_cast<double>(model_bytes)) << wrapper;

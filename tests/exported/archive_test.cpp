@@ -17,6 +17,7 @@
 #include "exported/graph/operators.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -48,7 +49,7 @@ std::string zip_of(const std::map<std::string, std::string>& members) {
   return zip;
 }
 
-// The members of an archive in data/, to be changed and written again.
+// The members of an archive in data/, to be modified and rewritten.
 struct Changed {
   std::map<std::string, std::string> members;
   json program;
@@ -124,7 +125,7 @@ TEST(Archive, UnknownThingsAreNamedWithNodeAndLine) {
   expect_contains(object.error(), "'as_custom_obj'");
 }
 
-// libtorch's warnings on this thread while it lives.
+// Collects libtorch's warnings on this thread during its lifetime.
 class Warnings {
  public:
   std::string text() const { return handler_.text; }
@@ -138,7 +139,7 @@ class Warnings {
   const c10::WarningUtils::WarningHandlerGuard guard_{&handler_};
 };
 
-// What tools/export_model.py has compared with Python, nobody has in archives of others.
+// tools/export_model.py compares with Python; archives of other tools lack the results.
 TEST(Archive, WhatNobodyHasCheckedIsRefused) {
   Changed decomposed("norms_decomposed");
   EXPECT_EQ(decomposed.error(), "");
@@ -166,7 +167,7 @@ TEST(Archive, WhatNobodyHasCheckedIsRefused) {
         {.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); }, .unchecked = unchecked});
   };
   EXPECT_NE(model_of("norms_decomposed", true), nullptr);
-  // Ties without memory, order without positions, modes with numbers that are drawn.
+  // Ties without memory, inputs without positions, modes with random operators.
   const Warnings warnings;
   auto untied = model_of("decoder_meta", true);
   EXPECT_EQ(warnings.text(), "");
@@ -233,12 +234,12 @@ TEST(Archive, TensorsStayInsideTheirStorage) {
   expect_contains(error_with([](json& meta) { meta["layout"] = 1; }), "is not an ordinary dense tensor");
 }
 
-// What opens files, or trusts sizes and indices that an archive could lie about.
+// Operators that open files, or that trust sizes and indices.
 TEST(Archive, DangerousOperatorsAreNotCalled) {
   for (const char* target : {"torch.ops.aten.from_file.default", "torch.ops.aten._reshape_alias.default",
                              "torch.ops.aten._sparse_coo_tensor_unsafe.default"})
     expect_contains(error_of<ExportedError>([&] { find_operator(target, {}); }), "may not call");
-  // No other operator of ATen takes the name of a file.
+  // No other operator of ATen takes a file name.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
@@ -259,7 +260,7 @@ TEST(Archive, DamageIsNoticed) {
   expect_contains(Changed::error_of_zip(zip_of({{"a/archive_format", "pt2"}})), "it has 0 programs");
   const TemporaryFolder temporary;
   expect_contains(error_of<ExportedError>([&] { load_exported(temporary / "none.pt2"); }), "No such file");
-  // Any one byte may be wrong: loading ends well or with an error of its own.
+  // With any byte wrong, loading succeeds or throws its own error.
   std::mt19937_64 random(3);
   for (int times = 0; times < 300; ++times) {
     std::string damaged = whole;
@@ -271,7 +272,7 @@ TEST(Archive, DamageIsNoticed) {
   }
 }
 
-// All values of a tree, but the tree itself.
+// All values of a tree except its root.
 void collect_values(json& tree, std::vector<json*>& values) {
   if (!tree.is_structured()) return;
   for (json& child : tree) {
@@ -280,7 +281,7 @@ void collect_values(json& tree, std::vector<json*>& values) {
   }
 }
 
-// Changes one value: to another one of the tree, to a number or a kind that may be meant for something else, or away.
+// Changes one value: to another of the tree, to a number or another kind, or removes it.
 void change(json& tree, std::mt19937_64& random) {
   std::vector<json*> values;
   collect_values(tree, values);
@@ -308,7 +309,7 @@ void change(json& tree, std::mt19937_64& random) {
   }
 }
 
-// Mostly of the graph; or of what tensors are like, of ranges and guards, or of what tools/export_model.py has written.
+// Usually changes the graph; sometimes tensor metadata, ranges and guards, or the record of tools/export_model.py.
 void change_part(Changed& archive, std::mt19937_64& random) {
   const auto change_member = [&](const std::string& name) {
     std::string& text = archive.members.at(archive.folder + name);
@@ -334,8 +335,8 @@ void change_part(Changed& archive, std::mt19937_64& random) {
   }
 }
 
-// A graph is refused by an error of its own when it is loaded, or runs, or an operator throws. For some hundreds of
-// changes, or as many seconds as `make fuzz` says.
+// A changed graph throws its own error when loaded or run, or an operator throws. Tries some hundred changes, or for
+// the seconds that `make fuzz` sets.
 TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
   const Warnings not_shown;
   const char* text = std::getenv("TESSERA_FUZZ_SECONDS");
@@ -347,7 +348,7 @@ TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
   int64_t loaded = 0, tried = 0;
   for (uint64_t seed = first_seed; text != nullptr ? std::chrono::steady_clock::now() < end : tried < 200; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    // Where to look if the process crashes (TESSERA_FUZZ_SEED begins there); thousands a second are tried.
+    // Shows the seed to start from after a crash (TESSERA_FUZZ_SEED); tries thousands a second.
     if (text != nullptr && (tried % 1024 == 0 || seed_text != nullptr)) std::cout << "from seed " << seed << std::endl;
     std::mt19937_64 random(seed);
     const std::string name =

@@ -7,24 +7,26 @@
 #include <memory>
 #include <string>
 
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/format/slice_reader.h"
+#include <tessera/exported.h>
+#include <tessera/full_file.h>
 #include <tessera/tessera.h>
+#include "checkpoint/format/slice_reader.h"
 #include "tests/support/built.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 
 inline std::filesystem::path data_file(const std::string& name) {
   return std::filesystem::path(testing_support::built(TESSERA_EXPORTED_DATA)) / name;
 }
 
-// An archive of make_data.py's; "decoder_meta" has its weights in a file of their own.
+// Loads an archive of make_data.py; "decoder_meta" has its weights in a separate file.
 inline std::shared_ptr<ExportedModule> load(const std::string& name, ExportedOptions options = {}) {
   if (name == "decoder_meta") options.weights = data_file("decoder_meta_weights.safetensors");
   return load_exported(data_file(name + ".pt2"), options);
 }
 
-// What Python computed with an archive: "input.x", "output.0", "grad.fc.weight", ...
+// Python's results for an archive: "input.x", "output.0", "grad.fc.weight", ...
 class Expected {
  public:
   explicit Expected(const std::string& name) {
@@ -34,7 +36,7 @@ class Expected {
   }
   const at::Tensor& at(const std::string& key) const { return tensors_.at(key); }
   bool has(const std::string& key) const { return tensors_.contains(key); }
-  // Those with the prefix, by what follows it.
+  // Entries with the prefix, keyed by the rest.
   std::map<std::string, at::Tensor> with(const std::string& prefix) const {
     std::map<std::string, at::Tensor> found;
     for (const auto& [key, tensor] : tensors_)
@@ -63,7 +65,7 @@ inline void collect_leaves(const ExportedValue& value, std::vector<ExportedValue
   for (size_t i = 0; i < value.size(); ++i) collect_leaves(value[i], leaves);
 }
 
-// As make_data.py's: the model's own, or the mean squares of all that may have gradients.
+// As in make_data.py: the model's loss, or the mean squares of all differentiable outputs.
 inline at::Tensor loss_of(const ExportedValue& outputs) {
   if (outputs.is_dict() && outputs.has("loss")) return outputs["loss"].tensor();
   std::vector<ExportedValue> leaves;
@@ -80,7 +82,7 @@ inline at::Tensor loss_of(const ExportedValue& outputs) {
 inline void expect_close(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
   ASSERT_EQ(got.sizes(), expected.sizes()) << what;
   ASSERT_EQ(got.scalar_type(), expected.scalar_type()) << what;
-  // Some gradients are rounding errors and nothing else: of a bias before a normalisation.
+  // Some gradients are only rounding errors: of a bias before a normalisation.
   constexpr double kRelative = 1e-4, kAbsolute = 5e-6;
   EXPECT_TRUE(at::allclose(got.to(at::kDouble), expected.to(at::kDouble), kRelative, kAbsolute))
       << what << " differs by " << (got.to(at::kDouble) - expected.to(at::kDouble)).abs().max();

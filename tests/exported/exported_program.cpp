@@ -1,14 +1,14 @@
-// The C++ side of the comparisons of archives with Python: runs one, and writes what came out.
+// Runs an archive and writes its results, for comparison with Python.
 //
 //   exported_program ARCHIVE INPUTS.safetensors RESULTS.safetensors [ranks=N] [steps=K] [classes=A,B] [checkpointed=A]
 //                    [weights=PATH] [stage=S] [forces=INPUT] [eval]
 //
-// INPUTS has "input.<name>" for each input that is a tensor, "number.<name>" and "text.<name>" (bytes) for others, and
-// "none.<name>"; elements of structures are "<name>/<key>", "<name>/<index>". RESULTS gets, of the first step,
-// "output.<leaf>", "loss" and "grad.<fqn>", and "loss.<step>" of AdamW's steps with a rate of 1e-3; with `eval`, the
-// outputs alone. With ranks, all of them get the same batch, so that the results are those of one process. With a stage
-// of ZeRO, 0 to 3, the losses alone, of steps of SGD with a rate of 1e-2. With forces, the loss is that of the
-// gradients of the outputs' sum with regard to the input, beside the outputs'.
+// INPUTS has "input.<name>" for each tensor input, "number.<name>" and "text.<name>" (bytes) for others, and
+// "none.<name>"; elements of structures are "<name>/<key>" or "<name>/<index>". RESULTS has "output.<leaf>", "loss" and
+// "grad.<fqn>" of the first step, and "loss.<step>" of AdamW's steps with a rate of 1e-3; with `eval`, only outputs.
+// All ranks get the same batch, so the results are those of one process. With a ZeRO stage, 0 to 3, RESULTS has only
+// the losses, of SGD steps with a rate of 1e-2. With `forces`, the loss also includes the gradients of the outputs' sum
+// by that input.
 
 #include <torch/torch.h>
 
@@ -19,9 +19,10 @@
 #include <sstream>
 #include <string>
 
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/format/slice_reader.h"
+#include <tessera/exported.h>
+#include <tessera/full_file.h>
 #include <tessera/tessera.h>
+#include "checkpoint/format/slice_reader.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ using Tensors = std::map<std::string, at::Tensor>;
 struct Settings {
   std::string archive, inputs, results;
   int ranks = 0;   // 0: no wrapper
-  int stage = -1;  // -1: FSDP, and gradients too
+  int stage = -1;  // -1: FSDP, with gradients
   std::string forces;
   int steps = 1;
   std::vector<std::string> classes;
@@ -75,10 +76,11 @@ Settings read_settings(const std::vector<std::string>& words) {
 }
 
 Tensors read_tensors_of(const std::string& file) {
-  const tessera::SavedTensors saved = tessera::find_full_tensors(file);
-  tessera::SliceReader reader(saved);
+  const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(file);
+  tessera::internal::SliceReader reader(saved);
   Tensors tensors;
-  for (const auto& [name, tensor] : saved.tensors) tensors[name] = reader.read(name, tessera::whole_box(tensor.shape));
+  for (const auto& [name, tensor] : saved.tensors)
+    tensors[name] = reader.read(name, tessera::internal::whole_box(tensor.shape));
   return tensors;
 }
 
@@ -94,7 +96,7 @@ void leaves_of(const tessera::ExportedValue& value, std::vector<tessera::Exporte
   for (size_t i = 0; i < value.size(); ++i) leaves_of(value[i], leaves);
 }
 
-// The model's own, or the mean squares of all that may have gradients: as make_data.py's loss_of().
+// The model's loss, or the mean squares of all differentiable outputs, as loss_of() in make_data.py.
 at::Tensor loss_of(const tessera::ExportedValue& outputs) {
   if (outputs.is_dict() && outputs.has("loss")) return outputs["loss"].tensor();
   std::vector<tessera::ExportedValue> leaves;
@@ -113,7 +115,7 @@ tessera::ExportedValue plain_value(const std::string& kind, const at::Tensor& te
   return tensor.item<int64_t>();
 }
 
-// A value, or a structure of them by keys; where keys are digits, a sequence.
+// A value, or a structure by keys; a sequence if the keys are digits.
 struct Tree {
   std::optional<tessera::ExportedValue> leaf;
   std::map<std::string, Tree> children;
@@ -206,7 +208,7 @@ std::shared_ptr<tessera::ExportedModule> load(const Settings& settings) {
   return model;
 }
 
-// The gradient of each parameter, put together from the ranks' shards.
+// The gradient of each parameter, joined from the ranks' shards.
 Tensors gather_gradients(tessera::FullyShardedModule& fsdp, tessera::Communicator& comm) {
   Tensors gradients;
   for (const tessera::NamedShard& shard : fsdp.named_shards()) {

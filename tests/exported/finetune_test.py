@@ -1,5 +1,5 @@
-"""examples/finetune goes on from a checkpoint as if it had not stopped, trains adapters (peft) beside a base that stays as
-it is, and GPT-2 on padded examples as Python does: `make interop` runs this.
+"""Tests examples/finetune: it resumes from a checkpoint bit for bit, trains adapters (peft) beside a frozen base, and
+trains GPT-2 on padded examples as Python does. `make interop` runs this.
 
     tools/python.sh --with peft tests/exported/finetune_test.py build/release/examples/finetune
 """
@@ -39,7 +39,7 @@ class Finetune(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def train(self, out, *options):
-        """The losses by step, and the trained model's values."""
+        """Returns the losses by step, and the trained model's values."""
         done = subprocess.run(
             [PROGRAM, "--archive", self.folder / "model.pt2", "--out", self.folder / out, "--length", "16", "--sample", "16",
              "--log-every", "1", *(() if "--rows" in options else ("--ids", self.folder / "ids.safetensors")), *options],
@@ -63,7 +63,7 @@ class Finetune(unittest.TestCase):
         import transformers
 
         self.export("--lora", "4", "--seed", "7")
-        torch.manual_seed(7)  # the model that was exported, once more
+        torch.manual_seed(7)  # the exported model, rebuilt
         config = transformers.AutoConfig.for_model("llama", **SETTINGS)
         model = export_model.add_lora(export_model.from_config(transformers.AutoModelForCausalLM, config), 4, None)
         export_model.without_cache(model)
@@ -81,7 +81,7 @@ class Finetune(unittest.TestCase):
         with torch.no_grad():
             torch.testing.assert_close(model.eval()(ours["ids"]).logits, ours["logits"], **same)
 
-        # peft opens the adapters beside a base of its own.
+        # peft loads the adapters onto its own base.
         import peft
 
         torch.manual_seed(7)
@@ -91,7 +91,7 @@ class Finetune(unittest.TestCase):
         with torch.no_grad():
             torch.testing.assert_close(opened.eval()(ours["ids"]).logits, ours["logits"], **same)
 
-        # A base in the folder that save_pretrained() has written, under the names that it had without adapters.
+        # The base is the folder of save_pretrained(), with its names from before the adapters.
         self.export("--lora", "4", "--no-weights", model=str(self.folder / "base"), settings={})
         losses, trained = self.train("folder", "--weights", self.folder / "base", "--ranks", "2", "--steps", "20", "--lr", "1e-2")
         self.assertLess(float(losses[20]), float(losses[1]))
@@ -101,13 +101,13 @@ class Finetune(unittest.TestCase):
         ours = load_file(self.folder / "folder/logits.safetensors")
         with torch.no_grad():
             torch.testing.assert_close(opened.eval()(ours["ids"]).logits, ours["logits"], **same)
-        # And goes on from what it has saved, under peft's names.
+        # Resumes from its own file, with peft's names.
         again, _ = self.train("again", "--weights", self.folder / "folder/trained/model.safetensors", "--ranks", "1",
                               "--steps", "1", "--lr", "1e-9")
         self.assertLess(float(again[1]), float(losses[1]))
 
     def tokenized(self):
-        """Examples of different lengths, by a tokenizer as one of the hub's."""
+        """Examples of different lengths, from a tokenizer like those of the hub."""
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -136,12 +136,12 @@ class Finetune(unittest.TestCase):
                         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
         rows = self.tokenized()
         self.export("--seed", "3", model="config:gpt2", settings=settings)
-        torch.manual_seed(3)  # the model that was exported, once more
+        torch.manual_seed(3)  # the exported model, rebuilt
         config = transformers.AutoConfig.for_model("gpt2", **settings)
         model = export_model.from_config(transformers.AutoModelForCausalLM, config)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         expected, ranks, batch, steps = {}, 2, 4, 6
-        for step in range(steps):  # gradients averaged over ranks, as DistributedDataParallel does
+        for step in range(steps):  # averages gradients over ranks, as DistributedDataParallel does
             losses = []
             for rank in range(ranks):
                 chosen = (torch.arange(batch) + (step * ranks + rank) * batch) % 19

@@ -1,11 +1,11 @@
-"""Makes the archives in tests/exported/data and what Python computes with them: tools/python.sh tests/exported/make_data.py
+"""Makes the archives in tests/exported/data with Python's results: tools/python.sh tests/exported/make_data.py
 
-Each NAME.pt2 has NAME.safetensors beside it: "input.*", and from a step in the mode of the export (seed 5, so that dropout
-draws the same numbers) "output.*" by leaf, "grad.*" of the loss, "buffer.*" afterwards; "eval.*" are eval()'s outputs.
-Archives are written again without what nobody reads, so that they stay small.
+Each NAME.pt2 has a NAME.safetensors: "input.*"; from a step in the mode of the export (seed 5, so that dropout draws
+equal numbers) "output.*" by leaf, "grad.*" of the loss, and "buffer.*" afterwards; "eval.*" are eval()'s outputs.
+Archives are rewritten without unused parts, to keep them small.
 
-`make_data.py --of-version` makes some of them once more by the torch that runs it, as NAME_2.9 and so on: with the oldest
-and the newest one whose archives are read, each in an environment of its own (torch==2.9.1 safetensors).
+`make_data.py --of-version` makes some of them again with the torch that runs it, as NAME_2.9 and so on: for the oldest
+and the newest supported version, each in its own environment (torch==2.9.1 safetensors).
 """
 
 import collections
@@ -30,7 +30,7 @@ from export_model import export, save, without_weights  # noqa: E402
 
 DATA = ROOT / "tests/exported/data"
 OF_VERSION = ("decoder", "norms", "control")
-suffix = ""  # of names, with --of-version
+suffix = ""  # of file names, with --of-version
 
 
 class Block(nn.Module):
@@ -117,8 +117,8 @@ class Control(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Loops over rows: of a state that is carried on, backwards too, and of a map that uses parameters. The state begins
-    as a parameter: of one that begins without a gradient torch 2.11's scan loses the gradients."""
+    """Loops over rows: with a carried state, also backwards, and a map that uses parameters. The initial state is a
+    parameter, because torch 2.11's scan loses the gradients of one without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ class Recurrent(nn.Module):
 
 
 class Energy(nn.Module):
-    """For forces, which need second derivatives: of pairs of points."""
+    """An energy of pairs of points; its forces need second derivatives."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class Energy(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained adapter beside it."""
+    """A frozen layer with a trained adapter."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ class Adapted(nn.Module):
 
 @dataclasses.dataclass
 class Parts:
-    """Results of a class, of which one is None."""
+    """A result class with a None field."""
 
     total: torch.Tensor
     unused: torch.Tensor | None
@@ -168,7 +168,7 @@ torch.export.register_dataclass(Parts, serialized_type_name="make_data.Parts")
 
 
 class Guarded(nn.Module):
-    """Branches on sizes, which leave nothing in the graph, and results in structures of Python's."""
+    """Branches on sizes, which leave no trace in the graph, and structured results."""
 
     def __init__(self):
         super().__init__()
@@ -192,8 +192,8 @@ class DropPath(nn.Module):
 
 
 class Random(nn.Module):
-    """What train() and eval() cannot switch, or should not: a dropout by hand, one that is always on; and batch norm in
-    graphs within the graph."""
+    """Things that train() and eval() cannot or should not switch: handwritten dropout, an always-on dropout, and batch
+    norm in nested graphs."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +207,7 @@ class Random(nn.Module):
 
 
 def loss_of(outputs):
-    """The model's own, or the mean squares of all that may have gradients."""
+    """The model's loss, or the mean squares of all differentiable outputs."""
     if isinstance(outputs, dict) and "loss" in outputs:
         return outputs["loss"]
     leaves = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -215,7 +215,7 @@ def loss_of(outputs):
 
 
 def expectations(model, inputs, training=True):
-    """What the model does with the inputs: see above."""
+    """The model's results for the inputs: see above."""
     tensors = {f"input.{name}": value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     tensors |= {f"input.{name}.{key}": tensor.clone() for name, value in inputs.items() if isinstance(value, dict)
                 for key, tensor in value.items()}
@@ -252,7 +252,7 @@ def expectations(model, inputs, training=True):
 
 
 def shrink(path):
-    """Without what only Python reads: sample inputs, most of the nodes' metadata, shapes of inner values."""
+    """Removes parts that only Python reads: sample inputs, most metadata of nodes, shapes of inner values."""
     def shrink_graph(graph, kept):
         names = {next(iter(i.values())).get("name") for i in graph["inputs"] if isinstance(next(iter(i.values())), dict)}
         graph["tensor_values"] = {n: m for n, m in graph["tensor_values"].items() if n in names} if kept else {}
@@ -276,7 +276,7 @@ def shrink(path):
                 program = json.loads(data)
                 shrink_graph(program["graph_module"]["graph"], True)
                 data = json.dumps(program, separators=(",", ":")).encode()
-            info = zipfile.ZipInfo(name)  # of 1980: the same bytes each time
+            info = zipfile.ZipInfo(name)  # dated 1980, so that the bytes are reproducible
             archive.writestr(info, data)
 
 

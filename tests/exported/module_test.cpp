@@ -1,4 +1,4 @@
-// One process: values, gradients and buffers are Python's; names, modes, and what is refused.
+// On one process: values, gradients and buffers equal Python's; names, modes and refused inputs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,13 +7,14 @@
 #include "tests/support/reference.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
 class Archives : public testing::TestWithParam<const char*> {};
 
-// A step in the mode of the export; dropout draws the numbers that it drew in Python.
+// A step in the mode of the export; dropout draws the same numbers as in Python.
 TEST_P(Archives, ComputeWhatPythonComputes) {
   const std::string name = GetParam();
   const Expected expected(name);
@@ -30,7 +31,7 @@ TEST_P(Archives, ComputeWhatPythonComputes) {
   size_t with_gradient = 0;
   for (const auto& parameter : model->named_parameters()) {
     if (name.starts_with("control") &&
-        parameter.key().starts_with("b.")) {  // of the branch that is not taken: Python's are 0
+        parameter.key().starts_with("b.")) {  // of the branch not taken: Python's gradients are 0
       EXPECT_FALSE(parameter.value().grad().defined());
       EXPECT_EQ(expected.at("grad." + parameter.key()).count_nonzero().item<int64_t>(), 0);
       ++with_gradient;
@@ -66,7 +67,7 @@ TEST_P(Archives, EvaluateAsPythonDoes) {
     for (const auto& [index, tensor] : expected.with("eval."))
       expect_close(leaves.at(std::stoul(index)).tensor(), tensor, name + ": output " + index);
   }
-  if (name.starts_with("control")) return;  // which counts its calls in either mode
+  if (name.starts_with("control")) return;  // counts its calls in both modes
   for (const auto& buffer : model->named_buffers())
     EXPECT_TRUE(at::equal(buffer.value(), before[buffer.key()])) << name << ": " << buffer.key();
 }
@@ -77,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(All, Archives,
                                          "guarded", "random"),
                          [](const auto& param) { return std::string(param.param); });
 
-// The oldest and the newest torch whose archives are read.
+// The oldest and the newest supported torch.
 INSTANTIATE_TEST_SUITE_P(OfVersions, Archives,
                          testing::Values("decoder_2.9", "norms_2.9", "control_2.9", "decoder_2.15", "norms_2.15",
                                          "control_2.15"),
@@ -100,7 +101,7 @@ TEST(ExportedModule, HasPythonsNamesAndClasses) {
 
   auto norms = load_exported(data_file("norms.pt2"));
   EXPECT_TRUE(norms->named_buffers().contains("scale"));
-  EXPECT_FALSE(norms->named_buffers().contains("offset"));  // not persistent: not in Python's state_dict either
+  EXPECT_FALSE(norms->named_buffers().contains("offset"));  // not persistent, so absent from Python's state_dict too
   auto adapted = load_exported(data_file("adapted.pt2"));
   EXPECT_FALSE(adapted->named_parameters()["base.weight"].requires_grad());
   EXPECT_TRUE(adapted->named_parameters()["up.weight"].requires_grad());
@@ -145,14 +146,14 @@ TEST(ExportedModule, SwitchesModesByModule) {
   auto modules = model->named_modules();
   EXPECT_TRUE(model->is_training());
   EXPECT_TRUE(modules["norm"]->is_training());
-  EXPECT_FALSE(modules["frozen"]->is_training());  // as Python had it
+  EXPECT_FALSE(modules["frozen"]->is_training());  // as in Python
   const at::Tensor x = Expected("norms").at("input.x");
   auto buffer = [&](const char* name) { return model->named_buffers()[name].clone(); };
   const at::Tensor mean = buffer("frozen.running_mean"), count = buffer("norm.num_batches_tracked");
   model->forward(x);
   EXPECT_TRUE(at::equal(mean, buffer("frozen.running_mean")));
   EXPECT_EQ(buffer("norm.num_batches_tracked").item<int64_t>(), count.item<int64_t>() + 1);
-  model->train();  // the model has a train() of its own in Python, which leaves it
+  model->train();  // its own train() in Python leaves it unchanged
   model->forward(x);
   EXPECT_TRUE(at::equal(mean, buffer("frozen.running_mean")));
   model->eval();
@@ -160,7 +161,7 @@ TEST(ExportedModule, SwitchesModesByModule) {
   model->forward(x);
   EXPECT_TRUE(at::equal(before, buffer("norm.running_mean")));
   EXPECT_EQ(buffer("norm.num_batches_tracked").item<int64_t>(), count.item<int64_t>() + 2);
-  // Exported in eval(), it can still be trained.
+  // A model exported in eval() can still be trained.
   auto evaluated = load_exported(data_file("norms_eval.pt2"));
   EXPECT_FALSE(evaluated->is_training());
   evaluated->train();
@@ -169,7 +170,7 @@ TEST(ExportedModule, SwitchesModesByModule) {
   EXPECT_FALSE(at::equal(own, evaluated->named_buffers()["norm.running_mean"]));
 }
 
-// Python's eval() does not draw where the graph does; nor does its dropout end that is always on.
+// Python's eval() does not draw where the graph does, and its always-on dropout does not stop.
 TEST(ExportedModule, ModesThatCannotBeSwitchedAreRefused) {
   auto model = load("random");
   const at::Tensor x = Expected("random").at("input.x");
@@ -184,7 +185,7 @@ TEST(ExportedModule, ModesThatCannotBeSwitchedAreRefused) {
   EXPECT_TRUE(at::equal(mean, model->named_buffers()["norm.running_mean"]));
   EXPECT_TRUE(at::equal(count, model->named_buffers()["norm.num_batches_tracked"]));
 
-  // Batch norm of eval() that is decomposed.
+  // Decomposed batch norm of eval().
   auto evaluated = load("norms_eval_decomposed");
   EXPECT_FALSE(evaluated->is_training());
   evaluated->train();
@@ -192,12 +193,12 @@ TEST(ExportedModule, ModesThatCannotBeSwitchedAreRefused) {
                   "is in train(), and was exported in eval(), from which it cannot be switched");
 }
 
-// Python's code has chosen by sizes, of which the graph has no trace.
+// Python branched on sizes, which the graph does not contain.
 TEST(ExportedModule, InputsForWhichPythonChoosesOtherwiseAreRefused) {
   auto model = load("guarded");
   const auto forward = [&](int64_t x, int64_t rows) {
     const auto y = ExportedValue::dict({{"rows", at::ones({rows, 4})}});
-    return model->forward(at::ones({x, 4}), y);  // as Python's forward() takes them; they were exported the other way
+    return model->forward(at::ones({x, 4}), y);  // in the order of Python's forward(); the export had the reverse
   };
   const auto error = [&](int64_t x, int64_t rows) {
     return error_of<std::invalid_argument>([&] { forward(x, rows); });
@@ -207,7 +208,7 @@ TEST(ExportedModule, InputsForWhichPythonChoosesOtherwiseAreRefused) {
   expect_contains(error(3, 4), "exported for inputs with L['x'].size()[0] > L['y']['rows'].size()[0]");
   expect_contains(error(7, 4), "% 7) != 0");
   expect_contains(error(20, 9), "math.ceil");
-  // Results of a class, and of a dictionary with defaults, have their names.
+  // Results of a class, and of a dictionary with defaults, keep their names.
   const ExportedValue parts = forward(5, 3);
   EXPECT_EQ(parts.items().size(), 2u);
   EXPECT_TRUE(at::allclose(parts["total"].tensor() * 3, parts["rows"]["a"][0].tensor()));
@@ -216,7 +217,7 @@ TEST(ExportedModule, InputsForWhichPythonChoosesOtherwiseAreRefused) {
 
 TEST(ExportedModule, ConvertsBuffersThatAreNotSaved) {
   auto model = load("norms_eval");
-  model->to(at::kDouble);  // its offset too, or the sum would be of two dtypes
+  model->to(at::kDouble);  // also converts its offset, or the sum would mix dtypes
   const at::NoGradGuard no_grad;
   const Expected expected("norms_eval");
   const at::Tensor y = model->forward(expected.at("input.x").to(at::kDouble))["y"].tensor();
@@ -224,7 +225,7 @@ TEST(ExportedModule, ConvertsBuffersThatAreNotSaved) {
   EXPECT_TRUE(at::allclose(y, expected.at("eval.0").to(at::kDouble), 1e-4, 1e-5));
 }
 
-// Values are freed when they are no longer needed: evaluating takes the memory of the widest point.
+// Frees values after their last use: evaluation takes the memory of the widest point.
 TEST(ExportedModule, FreesValuesAfterTheirLastUse) {
   const Expected expected("decoder_meta");
   auto model = load_exported(data_file("decoder_meta.pt2"), {.weights = data_file("decoder_meta_weights.safetensors")});
@@ -237,7 +238,7 @@ TEST(ExportedModule, FreesValuesAfterTheirLastUse) {
   const int64_t with_graph = peak_of();
   const at::NoGradGuard no_grad;
   const int64_t without = peak_of();
-  // 128 positions: up to 23 + 12 + 24 and 3 x 12 floats of each are alive at a time, with autograd of two blocks.
+  // 128 positions: at most 23 + 12 + 24 and 3 x 12 floats of each are alive, with autograd of two blocks.
   EXPECT_LT(without, 128 * 4 * 140);
   EXPECT_LT(without * 2, with_graph);
 }
@@ -252,7 +253,7 @@ TEST(ExportedModule, DifferentiatesTwiceThroughInputs) {
   forces.pow(2).sum().backward();
   const at::Tensor weight = model->named_parameters()["first.weight"];
   const at::Tensor analytic = weight.grad().clone();
-  // Against differences of the forces.
+  // Compares with finite differences of the forces.
   auto penalty = [&] {
     const at::Tensor again = positions.detach().clone().set_requires_grad(true);
     return torch::autograd::grad({model->forward(again).tensor().sum()}, {again})[0]

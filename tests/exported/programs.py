@@ -1,5 +1,5 @@
-"""Models of the zoo that are plain torch, as users write them: a class a model, whose inputs() are its example. Attributes
-`shapes` are dynamic_shapes; without them nothing is dynamic.
+"""The zoo's models in plain torch, written as users do: one class for each model, whose inputs() are its example. The
+attribute `shapes` has dynamic_shapes; without it all sizes are fixed.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Seq2Seq(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """nn.MultiheadAttention with all that it can have, and its weights as a result."""
+    """nn.MultiheadAttention with all options, and its weights as a result."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class CrossAttention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Both directions, projections, cells in a loop of Python's."""
+    """Both directions, projections, cells in a Python loop."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Recurrent(nn.Module):
 
 
 class Volumes(nn.Module):
-    """Convolutions of one and three dimensions and back, padded in each way, with norms that have statistics."""
+    """Convolutions and transposed ones of one and three dimensions, with every padding, and norms with statistics."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ class Volumes(nn.Module):
 
 
 class Images(nn.Module):
-    """Operators on images that take indices, grids and scales."""
+    """Image operators with indices, grids and scales."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class Parametrized(nn.Module):
 
 
 class Fourier(nn.Module):
-    """A Fourier neural operator, rotary positions as complex numbers, and spectra of sound."""
+    """A Fourier neural operator, rotary positions as complex numbers, and audio spectra."""
 
     shapes = {"x": {0: BATCH}, "sound": {0: BATCH}}
 
@@ -161,7 +161,7 @@ class Fourier(nn.Module):
 
 
 class GraphAttention(nn.Module):
-    """Messages along edges, with softmax over those that arrive: scatter, gather and their relatives."""
+    """Messages along edges with softmax over incoming ones: scatter, gather and related operators."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ class GraphAttention(nn.Module):
 
 
 class Flow(nn.Module):
-    """Branches, checkpointed parts, rows by vmap and map, a region of another dtype."""
+    """Branches, checkpointed parts, rows by vmap and map, a region with another dtype."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ class Flow(nn.Module):
         return {"x": torch.randn(3, 4)}
 
     def forward(self, x):
-        # Each branch uses both layers: of one that is not taken Python's gradients are 0, here there are none.
+        # Each branch uses both layers: Python's gradients of a branch not taken are 0; here there are none.
         x = torch.cond(x.sum() > -1000, lambda v: self.a(v).sin() + self.b(v), lambda v: self.b(v).cos() - self.a(v), (x,))
         x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
         with torch.autocast("cpu", torch.bfloat16):
@@ -204,7 +204,7 @@ class Flow(nn.Module):
 
 
 class Quantizer(nn.Module):
-    """A table of codes that forward itself updates, with gradients straight through it; weights as int8 has them."""
+    """A code table that forward updates, with straight-through gradients; weights quantized as in int8."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ class Quantizer(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Views that are written to, masks, indices."""
+    """Writes to views, masks, indices."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ class InPlace(nn.Module):
 
 
 class Lengths(nn.Module):
-    """Sizes that depend on data, and arithmetic on sizes that are known when it runs."""
+    """Sizes that depend on data, and arithmetic on sizes known at run time."""
 
     shapes = {"x": {0: BATCH, 1: torch.export.Dim("length", min=2, max=40)}, "rows": None, "mask": None}
 
@@ -313,7 +313,7 @@ class Algebra(nn.Module):
 
 
 class Norms(nn.Module):
-    """Norms of weights by the older functions, whose buffers forward changes while it trains."""
+    """The older weight and spectral norms, whose buffers forward changes in training."""
 
     def __init__(self):
         super().__init__()
@@ -329,8 +329,8 @@ class Norms(nn.Module):
 
 
 class Nested(nn.Module):
-    """Dictionaries of modules in dictionaries, one module under two names and called in a loop, a buffer that each call
-    changes, inputs that are numbers."""
+    """Nested dictionaries of modules, one module under two names and called in a loop, a buffer that each call changes,
+    numbers as inputs."""
 
     shapes = {"x": {0: BATCH}, "mask": {0: BATCH}}
 
@@ -352,7 +352,7 @@ class Nested(nn.Module):
 
 
 class Complex(nn.Module):
-    """Parameters that are complex numbers."""
+    """Complex parameters."""
 
     shapes = {"x": {0: BATCH}}
 
@@ -370,7 +370,7 @@ class Complex(nn.Module):
 
 
 class Rays(nn.Module):
-    """Volume rendering: encodings, cumulative products, samples that are drawn while it trains."""
+    """Volume rendering: encodings, cumulative products, samples drawn in training."""
 
     def __init__(self):
         super().__init__()
@@ -390,7 +390,7 @@ class Rays(nn.Module):
 
 
 class Ode(nn.Module):
-    """Steps of Runge-Kutta through one network, with a time."""
+    """Runge-Kutta steps through one network, with time as input."""
 
     shapes = {"x": {0: BATCH}}
 
@@ -415,7 +415,7 @@ class Ode(nn.Module):
 
 
 class Hyper(nn.Module):
-    """Weights that a network makes, one for each example: grouped convolution, batched products."""
+    """Weights generated by a network for each example: grouped convolution, batched products."""
 
     def __init__(self):
         super().__init__()
@@ -457,7 +457,7 @@ class FlowOfDensity(nn.Module):
 
 
 class Crf(nn.Module):
-    """Sums over all paths, by a loop over time, and the best of them."""
+    """Sums over all paths by a loop over time, and the best path."""
 
     def __init__(self):
         super().__init__()
@@ -479,7 +479,7 @@ class Crf(nn.Module):
 
 
 class Speech(nn.Module):
-    """Losses at each time. (torch.export takes neither ctc_loss nor gaussian_nll_loss.)"""
+    """Losses at each time. (torch.export supports neither ctc_loss nor gaussian_nll_loss.)"""
 
     def __init__(self):
         super().__init__()
@@ -497,7 +497,7 @@ class Speech(nn.Module):
 
 
 class While(nn.Module):
-    """A loop that torch.while_loop runs, and a branch in it; without gradients through it, as it has none in 2.11."""
+    """A loop of torch.while_loop with a branch; without gradients, which it lacks in 2.11."""
 
     def __init__(self):
         super().__init__()
@@ -516,7 +516,7 @@ class While(nn.Module):
 
 
 class Capsules(nn.Module):
-    """Routing by agreement, with detached logits; queues of features as momentum encoders have them."""
+    """Routing by agreement with detached logits; queues of features as in momentum encoders."""
 
     def __init__(self):
         super().__init__()
@@ -544,7 +544,7 @@ class Capsules(nn.Module):
 
 
 class Tied(nn.Module):
-    """An autoencoder whose decoder is its encoder transposed, contrastive losses, sorting, differentiable ranking."""
+    """An autoencoder with a tied, transposed decoder, contrastive losses, sorting, differentiable ranking."""
 
     shapes = {"x": {0: BATCH}}
 
@@ -566,7 +566,7 @@ class Tied(nn.Module):
 
 
 class Operator(nn.Module):
-    """A Fourier neural operator in two dimensions: complex weights on parts of a spectrum that is filled in place."""
+    """A 2-d Fourier neural operator: complex weights on parts of a spectrum that is filled in place."""
 
     shapes = {"x": {0: BATCH}}
 
@@ -592,7 +592,7 @@ class Operator(nn.Module):
 
 
 class Mesh(nn.Module):
-    """A mesh of any size: messages by scatter, inputs normalised by sums that forward itself keeps."""
+    """A mesh of any size: messages by scatter, inputs normalised by sums that forward accumulates."""
 
     shapes = {"nodes": {0: torch.export.Dim("node", min=2, max=50)}, "lengths": {0: torch.export.Dim("edge", min=2, max=50)},
               "edges": {1: torch.export.Dim("edge", min=2, max=50)}}
@@ -628,7 +628,7 @@ class Mesh(nn.Module):
 
 
 class Molecule(nn.Module):
-    """An energy of atoms by distances, as SchNet has it; the zoo takes its forces."""
+    """An energy of atoms by distances, as in SchNet; the zoo computes its forces."""
 
     shapes = {"positions": {0: torch.export.Dim("atom", min=2, max=20)}, "kinds": {0: torch.export.Dim("atom", min=2, max=20)}}
 
@@ -651,7 +651,7 @@ class Molecule(nn.Module):
 
 
 class Structures(nn.Module):
-    """Inputs as simulators give them: dictionaries, lists and dataclasses of tensors, numbers, texts and None."""
+    """Inputs as in simulators: dictionaries, lists and dataclasses of tensors, numbers, texts and None."""
 
     def __init__(self):
         super().__init__()
@@ -684,7 +684,7 @@ torch.export.register_dataclass(State, serialized_type_name="programs.State")
 
 
 class Weather(nn.Module):
-    """Fields on a globe: longitudes wrap around, latitudes weigh, windows are shifted."""
+    """Fields on a globe: longitudes wrap around, latitudes are weighted, windows are shifted."""
 
     shapes = {"now": {0: BATCH}, "later": {0: BATCH}}
 
@@ -706,7 +706,7 @@ class Weather(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts: tokens sorted by where they go, weights gathered, a balance that a buffer follows."""
+    """Experts: tokens sorted by expert, gathered weights, a load balance tracked by a buffer."""
 
     shapes = {"x": {0: torch.export.Dim("token", min=2, max=32)}}
 
@@ -732,7 +732,7 @@ class Routed(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Results whose sizes are in the data, and what comes back to known sizes."""
+    """Results with data-dependent sizes, also converted back to known sizes."""
 
     def __init__(self):
         super().__init__()
@@ -751,7 +751,7 @@ class Chosen(nn.Module):
 
 
 class FreeSizes(nn.Module):
-    """Sizes that torch.export itself finds to be free, an integer among the inputs, a size that is twice another."""
+    """Sizes that torch.export infers as dynamic, an integer input, a size that is twice another."""
 
     half = torch.export.Dim("half", min=2, max=8)
     shapes = {"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, "count": torch.export.Dim.DYNAMIC, "y": {0: half},
@@ -775,8 +775,8 @@ class FreeSizes(nn.Module):
 
 
 class Scans(nn.Module):
-    """A recurrence by scan, backwards in time, and one by associative_scan. The first value of what is carried has to need
-    a gradient: of another torch 2.11 leaves out, in Python, what goes through it."""
+    """A recurrence by scan, backwards in time, and one by associative_scan. The initial carry must require a gradient:
+    otherwise torch 2.11 omits gradients through it, in Python."""
 
     def __init__(self):
         super().__init__()
@@ -815,7 +815,7 @@ class Distributions(nn.Module):
 
 
 class Factors(nn.Module):
-    """More of linear algebra: factors, solutions, norms."""
+    """More linear algebra: factors, solutions, norms."""
 
     def __init__(self):
         super().__init__()
@@ -836,7 +836,7 @@ class Factors(nn.Module):
 
 
 class Integers(nn.Module):
-    """Inputs of the smaller integers, truth values, half precision; weights that are bytes and their scales."""
+    """Small integer, boolean and half-precision inputs; byte weights with scales."""
 
     def __init__(self):
         super().__init__()
@@ -866,7 +866,7 @@ PROGRAMS = {"transformer": Seq2Seq, "cross_attention": CrossAttention, "recurren
             "distributions": Distributions, "factors": Factors, "integers": Integers}
 
 
-# ---- what torch.export would change, and is refused for it -------------------------------------------
+# ---- models that torch.export would change, so they are refused --------------------------------------
 
 
 class Sign(torch.autograd.Function):
@@ -892,7 +892,7 @@ class Swish(torch.autograd.Function):
 
 
 class WithBackward(nn.Module):
-    """Of a function whose backward is not the derivative of its forward, or is; or of a hook."""
+    """A function whose backward is or is not the derivative of its forward, or a hook."""
 
     def __init__(self, act):
         super().__init__()
@@ -912,7 +912,7 @@ def reversed_gradient(x):
 
 
 def with_hook(register):
-    """Of a module whose parameter has had a hook since before it was exported."""
+    """A module whose parameter had a hook before the export."""
     net = WithBackward(torch.tanh)
     getattr(net.fc.weight, register)(lambda gradient: gradient * 0.5)
     return net

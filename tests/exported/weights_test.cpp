@@ -1,17 +1,18 @@
-// Where weights come from: the archive, files, a callback; under FSDP each rank reads its own part.
+// Sources of weights: the archive, files, a callback; under FSDP each rank reads only its shards.
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <fstream>
 #include <memory>
 
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 #include "exported/archive/weights.h"
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -31,7 +32,7 @@ TEST(Weights, AbsentOnesAreNamed) {
 
 TEST(Weights, ComeThroughLinksAndIndices) {
   const TemporaryFolder folder;
-  // As in a hub's cache: names that lead to blobs.
+  // As in a hub's cache: links to blobs.
   folder.write("blobs/one", file_bytes(meta_weights()));
   std::filesystem::create_directory(folder / "snapshot");
   std::filesystem::create_symlink("../blobs/one", folder / "snapshot/model.safetensors");
@@ -78,7 +79,7 @@ TEST(Weights, AreMadeByACallback) {
     fqn.ends_with("bias") ? tensor.zero_() : tensor.normal_(0, 0.02);
   };
   const auto plain = seeded(3, [&] { return load_exported(meta_archive(), {.init = init}); });
-  EXPECT_EQ(asked.size(), 28u);  // a tied one once
+  EXPECT_EQ(asked.size(), 28u);  // tied ones once
   asked.clear();
   const auto later = seeded(3, [&] { return deferred([&] { return load_exported(meta_archive(), {.init = init}); }); });
   EXPECT_TRUE(is_deferred(later->named_parameters()["embed.weight"]));
@@ -108,7 +109,7 @@ TEST(Weights, DeferredOnesAreFilledWithoutAWrapper) {
                std::logic_error);
 }
 
-// Each rank reads the bytes of its shards, and together the ranks read each byte once.
+// Each rank reads the bytes of its shards; together they read each byte once.
 TEST(Weights, RanksReadTheirShardsAndNoMore) {
   for (const bool from_files : {false, true}) {
     for (const int world : {1, 2, 3}) {
@@ -129,7 +130,7 @@ TEST(Weights, RanksReadTheirShardsAndNoMore) {
           EXPECT_EQ(own, shard_bytes);
         }
         expect_same_parameters(fsdp, *expected, "deferred");
-        // and it computes
+        // The model computes.
         model->eval();
         const Expected python(from_files ? "decoder_meta" : "decoder");
         expect_close(fsdp(python.inputs())["loss"].tensor(), python.at("eval.0"), "loss");
@@ -141,7 +142,7 @@ TEST(Weights, RanksReadTheirShardsAndNoMore) {
   }
 }
 
-// Of a file the pages are read in which the elements lie: of a part that begins and ends within rows three runs.
+// Reads only the pages that contain the elements: three runs for a part that begins and ends inside rows.
 TEST(Weights, OfAFileTheWantedPagesAreRead) {
   constexpr int64_t kRows = 1000, kColumns = 500, kPages = 3 * 2 * 4096;
   const TemporaryFolder folder;
@@ -162,7 +163,7 @@ TEST(Weights, OfAFileTheWantedPagesAreRead) {
   }
 }
 
-// Building a model sharded takes its shards, and of one unit no more than a part.
+// Building a sharded model needs the memory of its shards, and at most part of one unit.
 TEST(Weights, ShardedLoadingTakesTheMemoryOfTheShards) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     PeakMemory peak;

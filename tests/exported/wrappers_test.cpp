@@ -1,4 +1,4 @@
-// Archives under every wrapper: loops are those of one process, bit for bit.
+// Archives under every wrapper: loops are bit-identical to those of one process.
 #include <gtest/gtest.h>
 
 #include "tests/exported/expected.h"
@@ -9,6 +9,7 @@
 #endif
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -16,7 +17,7 @@ using Model = std::shared_ptr<ExportedModule>;
 
 constexpr int kSteps = 3;
 
-// A batch of a rank's own.
+// A separate batch for each rank.
 NamedInputs batch(const std::string& name, int rank, int step) {
   auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(100 * rank + step));
   auto text = [&] { return at::randint(23, {3, 5}, generator, at::kLong); };
@@ -34,7 +35,7 @@ at::Tensor loss_with(Net& net, const std::string& name, int rank, int step) {
   return loss_of(call(net, batch(name, rank, step)));
 }
 
-// Trains with the wrapper that `wrap` makes and in one process, and compares.
+// Trains with the wrapper that `wrap` returns and in one process, and compares.
 template <class Wrap>
 void expect_same_loop(const std::string& name, int world, Wrap wrap, ExportedOptions load_options = {}) {
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -70,7 +71,7 @@ TEST_P(Sharded, LoopsAreThoseOfOneProcess) {
 
 TEST_P(Sharded, ActivationsMayBeComputedAgain) {
   const std::string name = GetParam();
-  if (name == "energy") return;  // create_graph goes through checkpointed functions in no wrapper
+  if (name == "energy") return;  // no wrapper supports create_graph through checkpointed functions
   expect_same_loop(name, 2,
                    [&](Model model, std::shared_ptr<Communicator> comm) {
                      return FullyShardedDataParallel(model, comm, {.auto_wrap = wrap_classes(units_of(name))});
@@ -101,8 +102,7 @@ TEST(ExportedWrappers, OffloadHybridAndLateReleaseComputeTheSame) {
     });
 }
 
-// Linear nodes compute with frozen weights in 4 bit and adapters: the loop of one process, sharded, checkpointed or
-// not.
+// Linear nodes with frozen 4-bit weights and adapters: equals the loop of one process, sharded, checkpointed or not.
 TEST(ExportedWrappers, AdaptersTrainBesideQuantizedWeights) {
   auto quantized = [](const ExportedOptions& options = {}) {
     const Model model = load("decoder_meta", options);
@@ -111,7 +111,7 @@ TEST(ExportedWrappers, AdaptersTrainBesideQuantizedWeights) {
     EXPECT_EQ(model->named_parameters()[names[0] + ".weight"].scalar_type(), at::kByte);
     return model;
   };
-  // As a model that is too large for one rank is loaded: quantized inside deferred(), or after it.
+  // As for a model too large for one rank: quantized inside deferred(), or after it.
   auto quantized_later = [&](const ExportedOptions& options, bool inside) {
     return seeded(5, [&] {
       const auto quantize = [](const Model& model) { quantize_linears(*model, {.lora = {.rank = 2}}); };
@@ -151,8 +151,8 @@ TEST(ExportedWrappers, AdaptersTrainBesideQuantizedWeights) {
   }
 }
 
-// What a loop does beside training: it clears through the module, validates between backward and step, and goes on
-// after a batch that the archive refuses.
+// The loop clears gradients through the module, validates between backward and step, and continues after a batch that
+// the archive refuses.
 TEST(ExportedWrappers, ALoopWithAllItsHabitsIsTheSameInEveryStage) {
   const std::string name = "decoder_meta";
   const NamedInputs wrong{{"ids", at::zeros({3, 5, 2}, at::kLong)}, {"labels", at::zeros({3, 5}, at::kLong)}};
@@ -186,7 +186,7 @@ TEST(ExportedWrappers, ALoopWithAllItsHabitsIsTheSameInEveryStage) {
   for (const int stage : {0, 1, 2, 3}) on_ranks(2, [&](std::shared_ptr<Communicator> comm) { loop(stage, comm); });
 }
 
-// The graph computes in 16 bit, the optimizer has 32.
+// The graph computes in 16 bit, the optimizer in 32.
 TEST(ExportedWrappers, MixedPrecisionTrains) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     FsdpOptions options{.auto_wrap = wrap_classes({"Linear"})};
@@ -206,7 +206,7 @@ TEST(ExportedWrappers, MixedPrecisionTrains) {
   });
 }
 
-// Exported in 16 bit: the graph is as Python computes, parameters and gradients are of 32 bit.
+// Exported in 16 bit: the graph computes as in Python, parameters and gradients have 32 bit.
 TEST(ExportedWrappers, GraphsOf16BitTrainParametersOf32) {
   const Expected expected("adapted_bf16");
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -254,7 +254,7 @@ TEST(ExportedWrappers, SecondOrderThroughInputsGoesThroughEveryWrapper) {
 }
 
 #ifdef TESSERA_HAS_ACCELERATOR
-// What the archive has on the CPU, its constants and the tensors that its graph makes too, is on the communicator's
+// Tensors that the archive has on the CPU, its constants and those that its graph creates, move to the communicator's
 // device.
 TEST(ExportedWrappers, TrainsOnTheDeviceOfTheCommunicator) {
   const accelerator::Simulation simulation;
@@ -306,7 +306,7 @@ TEST(ExportedWrappers, CheckpointsAndFullFilesHavePythonsNames) {
     load_checkpoint(folder / "checkpoint", again, other);
     EXPECT_EQ(step(again, other, 1), expected);
   });
-  // What was saved is read as any weights are.
+  // A saved model is loaded like any weights.
   const Model trained = load_exported(data_file("decoder_meta.pt2"), {.weights = folder / "model.safetensors"});
   EXPECT_FALSE(
       at::equal(trained->named_parameters()["embed.weight"], load("decoder_meta")->named_parameters()["embed.weight"]));

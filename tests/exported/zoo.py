@@ -1,11 +1,11 @@
-"""Architectures that Python exports, compared with Python: `make zoo` runs all of them, `make interop` a few.
+"""Compares architectures that Python exports with Python: `make zoo` runs all of them, `make interop` a few.
 
     tools/python.sh tests/exported/zoo.py build/release/tests/exported/exported_program [--only gpt2 llama] [--quick]
 
-For each: the loss and every gradient against Python's eager, alone and under FSDP on 2 ranks, three steps of AdamW,
-eval() against Python's, and the outputs for inputs of other sizes where sizes are dynamic. Some with drop paths, whose
-eval() has to be refused, and with forces in their loss, under every wrapper. What torch.export would change without a
-word has to be refused. Prints a table; docs/zoo.md has the last one. Exits with 1 if a model fails that is not known to.
+For each: the loss and every gradient against eager Python, alone and under FSDP on 2 ranks; three steps of AdamW;
+eval(); and, if sizes are dynamic, outputs for other sizes. Some have drop paths, whose eval() must be refused; some
+have forces in their loss, under every wrapper. Models that torch.export changes silently must be refused. Prints a
+table; docs/zoo.md has the last one. Exits with 1 if a model fails unexpectedly.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # what is compared is small: threads of two ranks and of Python would wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are small: threads of two ranks and of Python would only wait
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -32,11 +32,12 @@ import export_model  # noqa: E402
 import programs  # noqa: E402
 
 STEPS = 3
-QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths", "physics")  # of `make interop`, which has no torchvision
+# of `make interop`, which has no torchvision
+QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths", "physics")
 FORCES = {"physics", "molecule"}
 DROPPING = {"swin_t_dropping", "timm_vit_dropping", "convnextv2_dropping"}  # with their drop paths
-EVALUATED_OTHERWISE = DROPPING | {"norms"}  # whose eval() is refused
-KNOWN_TO_FAIL = set()  # docs/zoo.md says why
+EVALUATED_OTHERWISE = DROPPING | {"norms"}  # their eval() is refused
+KNOWN_TO_FAIL = set()  # reasons are in docs/zoo.md
 MODELS = {}
 
 
@@ -217,7 +218,8 @@ def vision(model_type, class_name="AutoModelForImageClassification", **settings)
 
 PATCHES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
 MODELS["vit"] = vision("vit", **PATCHES)
-MODELS["deit"] = vision("deit", "DeiTForImageClassification", **PATCHES)  # the automatic one has a teacher, and no loss
+# the automatic choice has a teacher, and no loss
+MODELS["deit"] = vision("deit", "DeiTForImageClassification", **PATCHES)
 MODELS["beit"] = vision("beit", **PATCHES)
 MODELS["vit_msn"] = vision("vit_msn", **PATCHES)
 PYRAMID = dict(num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2])
@@ -350,7 +352,7 @@ TEXT = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atten
 
 
 def with_images(net, images, batch=2, **more):
-    """Of a model that reads `images` places of its text from an image."""
+    """A model that replaces `images` places of its text by an image."""
     export_model.without_cache(net)
     ids = torch.cat([torch.full((batch, images), 60), torch.randint(3, 59, (batch, 8))], 1)
     return net, {"input_ids": ids, "pixel_values": torch.randn(batch, 3, 32, 32), "attention_mask": torch.ones_like(ids),
@@ -663,7 +665,7 @@ def graph_network():
 @model("physics")
 def physics():
     class Net(nn.Module):
-        """A solution of a wave equation, whose residual needs derivatives through inputs: second order inside."""
+        """A wave equation, whose residual needs second derivatives through the inputs."""
 
         def __init__(self):
             super().__init__()
@@ -685,7 +687,7 @@ for name, make in programs.PROGRAMS.items():
     MODELS[name] = program(make)
 
 
-# ---- comparing --------------------------------------------------------------------------------
+# ---- comparison --------------------------------------------------------------------------------
 
 
 def loss_of(outputs):
@@ -696,7 +698,7 @@ def loss_of(outputs):
 
 
 def without_dropout(net):
-    """Each rank draws numbers of its own, so that under FSDP dropout could not be compared."""
+    """Disables dropout: each FSDP rank draws its own numbers, so results could not be compared."""
     for module in net.modules():
         if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)) or type(module).__name__ == "StochasticDepth":
             module.p = 0.0
@@ -719,7 +721,8 @@ def compare(name, got, expected, rtol=2e-4, atol=2e-5):
 
 
 def python_results(net, inputs):
-    """Of a step in training mode, the losses of STEPS steps, and eval()'s outputs of the values before."""
+    """Returns the results of a step in training mode, the losses of STEPS steps, and eval()'s outputs with the initial
+    values."""
     results = {}
     evaluated = copy.deepcopy(net).eval()
     with torch.no_grad():
@@ -748,7 +751,7 @@ def python_results(net, inputs):
 
 
 def resized(inputs, shapes):
-    """Inputs of other sizes, by rows that are there already; nothing if no size is dynamic."""
+    """Inputs of other sizes, made of existing rows; None if no size is dynamic."""
     named = [(name, place, dimension) for name, dims in (shapes or {}).items()
              if isinstance(dims, dict) and isinstance(inputs[name], torch.Tensor)
              for place, dimension in dims.items() if isinstance(dimension, torch.export.Dim)]
@@ -764,7 +767,7 @@ def resized(inputs, shapes):
 
 
 def check_forces(name, net, inputs, archive, program, folder):
-    """Second order: the gradient through an input is in the loss, which SGD then differentiates."""
+    """Second order: the loss includes the gradient through an input, and SGD differentiates it."""
     from safetensors.torch import load_file
 
     net, (through, value) = copy.deepcopy(net).train(), next(iter(inputs.items()))
@@ -797,7 +800,7 @@ def clones(inputs):
 
 
 def write_inputs(inputs, file):
-    """As exported_program reads them."""
+    """Writes inputs in the format of exported_program."""
     from safetensors.torch import save_file
 
     written = {}
@@ -823,7 +826,7 @@ def write_inputs(inputs, file):
 
 
 def check(name, program, folder):
-    """(nodes, largest relative difference of a gradient) or an exception."""
+    """Returns (nodes, largest relative difference of a gradient) or an exception."""
     from safetensors.torch import load_file
 
     torch.manual_seed(1)
@@ -848,10 +851,10 @@ def check(name, program, folder):
                 compare(f"{key} of other sizes", got[key], others[key].to(got[key].dtype))
     expected = python_results(net, inputs)
     worst = 0.0
-    # libtorch's AdamW squares complex gradients, where Python's squares their parts.
+    # libtorch's AdamW squares complex gradients; Python's squares their parts.
     steps = 1 if any(parameter.is_complex() for parameter in net.parameters()) else STEPS
     expected = {key: tensor for key, tensor in expected.items() if key[:5] != "loss." or int(key[5:]) < steps}
-    # Numbers are drawn by each rank, in the order of its own.
+    # Each rank draws its own random numbers.
     modes = [[f"steps={steps}"], ["eval"], *([] if name in DROPPING else [["ranks=2", f"steps={steps}"]])]
     for settings in modes:
         results = folder / f"{name}-results.safetensors"
@@ -866,7 +869,8 @@ def check(name, program, folder):
             raise AssertionError("eval() is not refused")
         run_program(command)
         got = load_file(results)
-        # AdamW divides by the gradients' size: where they are rounding errors, parameters go either way.
+        # AdamW divides by the gradients' size, so gradients that are rounding errors move parameters in either
+        # direction.
         for key, tensor in expected.items():
             if settings == ["eval"]:
                 if not key.startswith("eval."):

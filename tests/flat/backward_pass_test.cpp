@@ -11,9 +11,10 @@
 #include <thread>
 #include <vector>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 
 namespace tessera::backward_pass_test {
+using namespace internal;
 namespace {
 
 using Events = std::vector<std::string>;

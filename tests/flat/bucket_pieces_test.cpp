@@ -5,6 +5,7 @@
 #include <random>
 
 namespace tessera::bucket_pieces_test {
+using namespace internal;
 namespace {
 
 // Pieces lie one after the other and are all of the layout; a large parameter is one, and nothing else has one.

@@ -10,6 +10,7 @@
 #include "core/layout/flat_layout.h"
 
 namespace tessera::bucket_plan_test {
+using namespace internal;
 namespace {
 
 TEST(BucketPlan, EveryParameterIsInOneBucketOfItsKeyInTheOrderInWhichBucketsFill) {

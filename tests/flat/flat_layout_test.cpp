@@ -8,6 +8,7 @@
 #include <random>
 
 namespace tessera::flat_layout_test {
+using namespace internal;
 namespace {
 
 FlatLayout random_layout(std::mt19937& random, std::vector<int64_t>* numels) {

@@ -5,6 +5,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::flat_parameter_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -3,6 +3,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::optimizer_state_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -9,6 +9,7 @@
 #include "tests/support/random_net.h"
 
 namespace tessera::unit_plan_test {
+using namespace internal;
 namespace {
 
 struct BlockImpl : torch::nn::Module {

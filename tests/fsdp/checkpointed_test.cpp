@@ -36,6 +36,7 @@ struct Opaque {
 }  // namespace program
 
 namespace tessera::checkpointed_test {
+using namespace internal;
 namespace {
 
 using at::Tensor;

@@ -8,6 +8,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::deferred_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -3,6 +3,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::faults_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

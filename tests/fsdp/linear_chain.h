@@ -3,6 +3,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // Linear layers alone, so that each is a unit and its number its name.
 inline torch::nn::Sequential chain(int depth, int64_t width) {

@@ -18,6 +18,7 @@ void tessera_visit_tensors(Batch& batch, Visit&& visit) {
 }  // namespace program
 
 namespace tessera::mixed_precision_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

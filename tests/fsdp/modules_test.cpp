@@ -2,6 +2,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::modules_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -7,6 +7,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::parity_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

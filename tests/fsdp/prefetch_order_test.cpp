@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace tessera::prefetch_order_test {
+using namespace internal;
 namespace {
 
 using Units = std::vector<int>;

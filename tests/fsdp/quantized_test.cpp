@@ -8,6 +8,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::quantized_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

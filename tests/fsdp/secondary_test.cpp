@@ -4,6 +4,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::secondary_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -6,6 +6,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::unit_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -4,6 +4,7 @@
 #include "tests/fsdp/linear_chain.h"
 
 namespace tessera::unsharded_units_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

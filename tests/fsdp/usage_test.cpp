@@ -5,6 +5,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::usage_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -1,7 +1,7 @@
-"""tools/tessera-convert: a run that Python begins goes on in C++ with Python's losses, and back. `make interop` runs
-the suite Convert, `make interop-peers` the suite Peers, on files that DeepSpeed and FairScale have written.
+"""Tests tools/tessera-convert: a run started in Python continues in C++ with Python's losses, and the reverse. `make
+interop` runs the suite Convert; `make interop-peers` the suite Peers, on files of DeepSpeed and FairScale.
 
-    tools/python.sh tests/interop/convert_test.py build/release/tests/interop/interop_program \\
+    tools/python.sh tests/interop/convert_test.py build/release/tests/interop/interop_program \
       build/release/tools/tessera/tessera Convert
 """
 
@@ -60,7 +60,7 @@ def adamw(parameters):
 
 
 def on_ranks(work, *arguments, ranks=2):
-    """Runs work(rank, *arguments) in processes, and returns what rank 0 returned."""
+    """Runs work(rank, *arguments) in processes, and returns rank 0's result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +72,7 @@ def on_ranks(work, *arguments, ranks=2):
 def one_rank(rank, ranks, port, queue, work, arguments):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of what will be deprecated
+    warnings.simplefilter("ignore")  # of deprecations
     dist.init_process_group("gloo")
     result = work(rank, *arguments)
     if rank == 0:
@@ -138,7 +138,7 @@ def run_deepspeed(rank, stage, folder, before, after):
 
 
 def run_fairscale_fsdp(rank, file, before, after):
-    """Its gathering leaves the optimizer in a state that newer torch refuses: what comes after is another run's."""
+    """Gathering leaves the optimizer in a state that newer torch refuses, so a separate run gives the later losses."""
     sys.path.append(str(BENCH))
     from fairscale_on_cpu import without_streams
 
@@ -148,7 +148,7 @@ def run_fairscale_fsdp(rank, file, before, after):
     losses = steps(model, optimizer, before + after if file is None else before)
     if file is None:
         return losses
-    torch.Tensor.cpu = lambda self, *_: self.clone()  # it gathers into one buffer, and takes what cpu() gives for a copy
+    torch.Tensor.cpu = lambda self, *_: self.clone()  # it gathers into one buffer, and assumes that cpu() copies
     state, optimizer_state = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
     if rank == 0:
         torch.save({"model": state, "optimizer": optimizer_state}, file)
@@ -181,7 +181,7 @@ class Base(unittest.TestCase):
         return ran.stdout + ran.stderr
 
     def convert(self, *words, code=0):
-        """As the command does it, but in this process: to import torch takes longer than to convert. Returns its error."""
+        """Converts in this process, because importing torch takes longer than converting. Returns the error."""
         arguments, sys.argv = sys.argv, [str(CONVERT), *map(str, words)]
         told = ""
         try:
@@ -194,7 +194,7 @@ class Base(unittest.TestCase):
         return told
 
     def go_on(self, folder, ranks, count, save=None):
-        """The losses of `count` steps in C++ from a checkpoint of ours, which is whole and sound."""
+        """The losses of `count` steps in C++ from one of our checkpoints, after verifying it."""
         self.run_words(COMMAND, "verify", folder)
         told = self.run_words(PROGRAM, "continue", folder, ranks, count, save or "-")
         return [float(line) for line in told.splitlines()]
@@ -214,7 +214,7 @@ class Convert(Base):
         self.convert(self.path / "after", self.path / "back")
         self.assert_close(on_ranks(run_fsdp2, str(self.path / "back"), 3, None, 0), expected[6:])
         self.assertIn("is there already", self.convert(self.path / "after", self.path / "back", code=1))
-        # And once more to ours: nothing has changed on the way.
+        # Converts back once more: nothing changed on the way.
         self.convert(self.path / "back", self.path / "again")
         self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "after", self.path / "again", "--parameters"))
 
@@ -318,7 +318,7 @@ class Convert(Base):
         self.assertIn("has no 'none'", told("--model", "none"))
         self.assertIn("which unpickling would run as code", self.pickled())
         self.assertIn("is not there", self.convert(self.path / "nothing", self.path / "ours", code=1))
-        self.assertEqual([entry.name for entry in self.path.iterdir()], ["file.pt"])  # and nothing is left
+        self.assertEqual([entry.name for entry in self.path.iterdir()], ["file.pt"])  # nothing else is left
         self.convert(self.path / "file.pt", self.path / "ours", "--model", "ema", "--optimizer-kind", "AdamW")
         self.run_words(COMMAND, "verify", self.path / "ours")
 
@@ -331,7 +331,7 @@ class Convert(Base):
         return told
 
     def peak_mib(self, source, target):
-        """What a conversion had in memory of its own at most, beyond Python with torch."""
+        """The peak memory of a conversion, beyond Python with torch."""
         script = ("import runpy, sys, threading, time; sys.argv = sys.argv[1:]; import torch, torch.distributed.checkpoint\n"
                   "def own(): return int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1])\n"
                   "before, most = own(), [0]\n"
@@ -356,7 +356,8 @@ class Convert(Base):
         self.assertEqual(sorted(file.name for file in (self.path / "dcp").iterdir()), [".metadata", "__0_0.distcp"])
 
     def test_pieces_of_any_shape_come_back(self):
-        """As if a piece had 48 bytes: rows, parts of rows, scalars, nothing, and what is not in torch's order."""
+        """Pieces of 48 bytes: rows, parts of rows, scalars, empty tensors, and tensors that are not in torch's order.
+        """
         torch.manual_seed(1)
         weights = {"matrix": torch.randn(7, 5), "wide": torch.randn(2, 3, 29), "scalar": torch.tensor(3.0), "none": torch.empty(0, 4),
                    "vector": torch.arange(100, dtype=torch.int64), "bytes": torch.arange(97, dtype=torch.uint8), "half": torch.randn(3, 1, 1, 41).bfloat16()}
@@ -376,7 +377,7 @@ class Convert(Base):
 
 
 class Peers(Base):
-    """The packages' own files, which bench/compare/setup.sh installs: `make interop-peers`."""
+    """Files of the packages that bench/compare/setup.sh installs: `make interop-peers`."""
 
     def convert_deepspeed(self, stage):
         expected = on_ranks(run_deepspeed, stage, str(self.path / "python"), 3, 3)

@@ -1,12 +1,12 @@
-// The C++ side of `make interop`: writes what Python is to read, and reads what Python wrote.
+// Writes files for Python to read, and reads files that Python wrote, for `make interop`.
 //
-//   interop_program save DIR          a checkpoint of 3 ranks, and the same whole in DIR/whole.safetensors
+//   interop_program save DIR          a checkpoint of 3 ranks, and the same as one file DIR/whole.safetensors
 //   interop_program load FROM FILE    loads a directory of another program on 2 ranks, writes FILE whole
 //   interop_program export-gpt2 DIR   (or export-tied-gpt2) a GPT of 2 ranks, and its logits in DIR/logits.safetensors
 //   interop_program import-gpt2 DIR FILE   loads DIR, writes its logits to FILE
-//   interop_program train FOLDER RANKS STEPS   goes on from the newest checkpoint of a folder, of any storage, if there
-//                                 is one; prints each step's loss, and saves after each but the last
-//   interop_program continue DIR RANKS STEPS TO   goes on from a checkpoint of convert_test.py's model; prints each
+//   interop_program train FOLDER RANKS STEPS   resumes from the newest checkpoint of a folder, if any, on any storage;
+//                                 prints each step's loss, and saves after each but the last
+//   interop_program continue DIR RANKS STEPS TO   resumes from a checkpoint of convert_test.py's model; prints each
 //                                 step's loss, and saves to TO unless that is "-"
 
 #include <torch/torch.h>
@@ -15,16 +15,16 @@
 #include <exception>
 #include <string>
 
-#include "gpt2_files.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include <tessera/tessera.h>
+#include "checkpoint/load/find_checkpoints.h"
+#include "gpt2_files.h"
 
 namespace {
 
 using Comm = std::shared_ptr<tessera::Communicator>;
 
-// A model with a parameter of each kind that matters: matrices that are cut inside a row, 4
-// dimensions, none, no elements; and buffers.
+// A model with every relevant kind of parameter: matrices cut inside a row, 4 dimensions, none, no elements; and
+// buffers.
 struct SampleImpl : torch::nn::Module {
   SampleImpl() {
     register_module("first", torch::nn::Linear(7, 11));
@@ -111,7 +111,7 @@ void import_gpt2(const std::string& directory, const std::string& logits) {
 
 void train(const std::string& folder, int ranks, int steps) {
   tessera::run_ranks(ranks, [&](Comm comm) {
-    // 55 MB with AdamW's state: what one rank writes is more than an upload's part.
+    // 55 MB with AdamW's state: one rank writes more than a part of an upload.
     torch::nn::Sequential net(torch::nn::Linear(1000, 2300), torch::nn::Tanh(), torch::nn::Linear(2300, 1000));
     {
       const at::NoGradGuard no_grad;
@@ -145,12 +145,13 @@ void go_on(const std::string& from, int ranks, int steps, const std::string& to)
     torch::nn::Sequential net(torch::nn::Linear(20, 33), torch::nn::Tanh(), torch::nn::Linear(33, 7),
                               torch::nn::BatchNorm1d(7));
     tessera::FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
-    // All of one group, or matrices in the first and the rest in the second, as the checkpoint has them.
-    std::vector<torch::optim::OptimizerParamGroup> groups(tessera::read_manifest(from).optimizer->groups.size(),
-                                                          torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+    // One group, or matrices in the first and the rest in the second, as in the checkpoint.
+    std::vector<torch::optim::OptimizerParamGroup> groups(
+        tessera::internal::read_manifest(from).optimizer->groups.size(),
+        torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
     for (const auto& shard : fsdp.named_shards())
       groups[shard.sizes.size() > 1 ? 0 : groups.size() - 1].params().push_back(shard.tensor);
-    torch::optim::AdamW optimizer(groups, 0.5);  // all of which the checkpoint replaces
+    torch::optim::AdamW optimizer(groups, 0.5);  // replaced by the checkpoint's
     tessera::load_checkpoint(from, fsdp, optimizer);
     for (int step = 0; step < steps; ++step) {
       const auto loss = (fsdp(torch::linspace(-1, 1, 80).view({4, 20})) - 1).square().mean();

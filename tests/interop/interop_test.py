@@ -1,4 +1,4 @@
-"""What Tessera writes, Python reads, and the other way round: `make interop` runs this.
+"""Python reads files that Tessera wrote, and the reverse: `make interop` runs this.
 
     tools/python.sh tests/interop/interop_test.py build/release/tests/interop/interop_program
 """

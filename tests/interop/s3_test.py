@@ -1,7 +1,7 @@
-"""Checkpoints on S3, against a server that checks signatures, and through a proxy that breaks things: `make interop`
+"""Tests checkpoints on S3 with a server that checks signatures, through a proxy that injects faults: `make interop`
 runs this.
 
-    tools/python.sh --with s3 tests/interop/s3_test.py build/release/tests/interop/interop_program \\
+    tools/python.sh --with s3 tests/interop/s3_test.py build/release/tests/interop/interop_program \
       build/release/tools/tessera/tessera
 """
 
@@ -35,7 +35,7 @@ def free_port():
 
 
 class Faults(http.server.BaseHTTPRequestHandler):
-    """Hands each request on to the server as it is, unless the server object's `choose` names a fault for it."""
+    """Forwards each request to the server, unless the server object's `choose` names a fault for it."""
 
     protocol_version = "HTTP/1.1"
 
@@ -50,7 +50,7 @@ class Faults(http.server.BaseHTTPRequestHandler):
     def handle_one_request(self):
         try:
             super().handle_one_request()
-        except (ConnectionError, OSError, ValueError):  # the client, or a fault, has closed it
+        except (ConnectionError, OSError, ValueError):  # the client, or a fault, closed it
             self.close_connection = True
 
     def answer(self):
@@ -67,7 +67,7 @@ class Faults(http.server.BaseHTTPRequestHandler):
             self.wfile.write(SLOW_DOWN)
             return None
         if fault == "hang":
-            time.sleep(3)  # longer than the client waits
+            time.sleep(3)  # longer than the client's timeout
             return self.reset()
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream_port)
         upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -77,7 +77,7 @@ class Faults(http.server.BaseHTTPRequestHandler):
         upstream.endheaders(body)
         response = upstream.getresponse()
         content = response.read()
-        if fault == "lost":  # done, but the client does not get to know
+        if fault == "lost":  # completed, but without an answer
             return self.reset()
         self.send_response(response.status)
         for name, value in response.getheaders():
@@ -108,7 +108,7 @@ class S3(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.port = free_port()
-        # Of the requests, so many need no permission: those that make the user who then has it.
+        # The first requests, which create the user, need no permission.
         environment = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "4"}
         cls.log = tempfile.TemporaryFile()
         cls.server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(cls.port)],
@@ -160,7 +160,7 @@ class S3(unittest.TestCase):
         return [float(line.rsplit(" ", 1)[1]) for line in told.splitlines()]
 
     def expected(self):
-        """The losses of a run that nothing interrupts."""
+        """The losses of an uninterrupted run."""
         if not self.uninterrupted:
             with tempfile.TemporaryDirectory() as folder:
                 self.uninterrupted.extend(self.losses(folder, 2, 5))
@@ -229,12 +229,13 @@ class S3(unittest.TestCase):
         self.assertIn("has no tessera.json", self.run_words(COMMAND, "verify", "s3://bucket/commit/step-2", code=2))
         self.assertIn("step 2: loss", self.train("s3://bucket/commit", 2, 2))  # from step 1; saves step 2
         self.run_words(COMMAND, "verify", "s3://bucket/commit/step-2")
-        self.assertEqual(len({key.split("/")[2] for key in self.keys_of("commit/step-2/")}), 2)  # and the dead one is gone
+        # the killed one was removed
+        self.assertEqual(len({key.split("/")[2] for key in self.keys_of("commit/step-2/")}), 2)
 
     def test_no_older_checkpoint_is_taken_for_one_that_does_not_answer(self):
         self.train("s3://bucket/silent", 2, 3)
         for hidden in ("step-2/tessera.json", "step-2/"):
-            # Its beginning tells when it was saved; its data do not come.
+            # Its first bytes show the time of the save; the rest is not sent.
             def choose(method, path, hidden=hidden):
                 is_hidden = hidden in path and path.endswith(".json") == hidden.endswith(".json")
                 return "503" if method == "GET" and is_hidden else None
@@ -254,7 +255,7 @@ class S3(unittest.TestCase):
             return "lost"
         _, endpoint = self.proxy(choose)
         self.train("s3://bucket/lost", 2, 2, endpoint=endpoint, AWS_MAX_ATTEMPTS="2")
-        self.assertGreaterEqual(len(lost), 2)  # curl itself repeats what a kept connection has lost
+        self.assertGreaterEqual(len(lost), 2)  # curl itself repeats requests lost on a reused connection
         self.run_words(COMMAND, "verify", "s3://bucket/lost")
 
     def test_mistakes_are_told(self):

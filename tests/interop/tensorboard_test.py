@@ -1,4 +1,4 @@
-"""TensorBoard reads what train_gpt --tensorboard writes, with its own reader: `make interop` runs this.
+"""Reads the output of train_gpt --tensorboard with TensorBoard's own reader: `make interop` runs this.
 
     tools/python.sh --with tensorboard tests/interop/tensorboard_test.py build/release/examples/train_gpt
 """
@@ -26,7 +26,7 @@ class Tensorboard(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             self.train(folder, "--ranks", "2", "--steps", "8", "--save-every", "8", "--report-every", "4")
-            # On the run goes, in a file of its own.
+            # The resumed run has its own file.
             self.train(folder, "--ranks", "2", "--steps", "12", "--resume", "auto", "--report-every", "4")
             self.assertEqual(len(list((folder / "curves").iterdir())), 2)
             metrics = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
@@ -45,7 +45,7 @@ class Tensorboard(unittest.TestCase):
                 by_rank = [curve(f"memory/{name}_MiB_rank_{rank}") for rank in range(2)]
                 self.assertEqual([list(points) for points in by_rank], [[4, 8, 12]] * 2)
                 self.assertTrue(all(value > 0 for points in by_rank for value in points.values()), name)
-            # Both hold half of what there is to shard, and rank 0 the same as it says of itself.
+            # Both hold half of the sharded data; rank 0's curve equals its own.
             self.assertEqual(curve("memory/state_MiB_rank_0")[8], curve("memory/state_MiB")[8])
             for held, peak in zip(curve("memory/held_MiB").values(), curve("memory/peak_MiB").values()):
                 self.assertTrue(0 < held <= peak)

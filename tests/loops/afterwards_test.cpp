@@ -7,6 +7,7 @@
 #include "tests/loops/loops.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Afterwards, all_setups);

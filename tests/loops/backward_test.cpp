@@ -4,6 +4,7 @@
 #include "tests/loops/failing_backward.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Backward, all_setups);

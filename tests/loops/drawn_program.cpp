@@ -12,6 +12,7 @@
 #include "tests/support/random_net.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 // Two trees and a layer at each end, so that every output depends on something that is trained.

@@ -11,6 +11,7 @@
 // Each action can be done in any state (a backward without a forward before it does nothing), so that any part of a
 // program is a program, and one that fails can be cut down to what it fails by. The same seed draws the same program.
 namespace tessera::loops {
+using namespace internal;
 
 struct Player;
 

@@ -9,6 +9,7 @@
 #include "tests/loops/loops.h"
 
 namespace tessera::loops {
+using namespace internal;
 
 // backward() of this loss throws once, at fc2's output: fc3 has its gradients by then.
 inline at::Tensor failing_loss(Trainer& run, int step) {

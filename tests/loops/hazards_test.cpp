@@ -2,6 +2,7 @@
 #include "tests/loops/failing_backward.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Hazards, all_setups);

@@ -6,6 +6,7 @@
 #include <sstream>
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Layers, all_setups);

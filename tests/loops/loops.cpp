@@ -16,14 +16,15 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
-#include "core/layout/bucket_pieces.h"
+#include <tessera/detail/partial_step.h>
 #include "core/gradients/shard_norm.h"
-#include "optim/state/partial_step.h"
+#include "core/layout/bucket_pieces.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 // Models are small. Each gradient under FSDP travels from where it lies, as large ones do, but in a world of one; OSS

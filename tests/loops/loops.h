@@ -15,6 +15,7 @@
 // its part of the rows. Losses are means over rows, so the wrapper must do what the one process does, to
 // rounding in fp64, or refuse by name what it cannot do. Never anything else.
 namespace tessera::loops {
+using namespace internal;
 
 using namespace testing_support;
 

@@ -6,6 +6,7 @@
 #include "tests/loops/loops.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Practice, all_setups);

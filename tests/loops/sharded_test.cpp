@@ -9,6 +9,7 @@
 #include "tests/loops/loops.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 // Sanitizers keep what was freed, and notes of it.

@@ -2,6 +2,7 @@
 #include "tests/loops/loops.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(ZeroGrad, all_setups);

@@ -1,7 +1,8 @@
-// Inputs of checkpointed blocks in host memory: the same gradients, and memory that is let go.
+// Inputs of checkpointed blocks in host memory: equal gradients, and freed device memory.
 #include "tests/support/reference.h"
 
 namespace tessera::activation_offload_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -44,7 +45,7 @@ TEST(ActivationOffload, GivesTheSameGradients) {
   EXPECT_GT(activations.traffic().to_device_bytes, 3 * 3 * 32 * 16 * 4);
 }
 
-// At most the last few blocks' inputs are still there after forward.
+// After forward, at most the inputs of the last blocks are still on the device.
 TEST(ActivationOffload, DeviceMemoryIsLetGoInForward) {
   auto list = blocks(8);
   ActivationOffload activations(at::kCPU, {.min_bytes = 0});
@@ -88,11 +89,11 @@ TEST(ActivationOffload, KeepsStridesSmallTensorsAndRetainedGraphs) {
   }
 }
 
-// As autograd does for what it has saved itself; the error says which of the inputs it was.
+// Like autograd for tensors that it saves; the error names the input.
 TEST(ActivationOffload, AnInputThatIsChangedLaterIsNamedInBackward) {
   ActivationOffload activations(at::kCPU, {.min_bytes = 0});
   for (const bool is_offloaded : {false, true})
-    for (const int changed : {0, 1, 2}) {  // requires a gradient, requires none, a leaf
+    for (const int changed : {0, 1, 2}) {  // 0: requires a gradient, 1: requires none, 2: a leaf
       SCOPED_TRACE(std::to_string(changed) + (is_offloaded ? " offloaded" : ""));
       at::Tensor leaf = torch::ones({4}).requires_grad_();
       std::vector<at::Tensor> inputs{torch::ones({4}).requires_grad_() * 2, torch::full({4}, 3.0f), leaf};
@@ -111,7 +112,7 @@ TEST(ActivationOffload, AnInputThatIsChangedLaterIsNamedInBackward) {
     }
 }
 
-// Under InferenceMode tensors have no versions; they may be inputs all the same.
+// Tensors made under InferenceMode have no versions, but are valid inputs.
 TEST(ActivationOffload, KeepsTensorsWithoutVersions) {
   ActivationOffload activations(at::kCPU, {.min_bytes = 0});
   at::Tensor fixed, weight = torch::ones({4}).requires_grad_();

@@ -1,4 +1,4 @@
-// The copy engine where the CPU stands in for an accelerator: order, both directions at once, errors.
+// The copy engine with the CPU as a simulated accelerator: order, both directions at once, errors.
 #include "core/runtime/copy_engine.h"
 #include "offload/streams/simulated_link.h"
 
@@ -8,11 +8,12 @@
 #include "tests/support/reference.h"
 
 namespace tessera::copy_engine_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
-// Something that another thread says once, and how long a test waits for it before it gives up.
+// An event that another thread sets once; wait() has a timeout.
 class Signal {
  public:
   void give() { promise_.set_value(); }
@@ -50,7 +51,7 @@ TEST(CopyEngine, GoesOnBesideTheCaller) {
   const auto engine = engine_with({.before_copy = [&](CopyDirection, int64_t) { EXPECT_TRUE(computed.wait()); }});
   const at::Tensor host = torch::ones({10}), device = torch::zeros({10});
   Copy copy = engine->to_device(device, host);
-  computed.give();  // reached, although the copy cannot be over
+  computed.give();  // reached before the copy can be over
   copy.wait();
   EXPECT_TRUE(torch::equal(device, host));
 }

@@ -1,5 +1,5 @@
-// The disk tier: files that leave nothing, tensors that page in and out, FSDP whose shards and state lie
-// on a disk and whose results are the same bits.
+// The disk tier: files that leave nothing behind, tensors that page in and out, and FSDP with shards and state on disk,
+// with bit-equal results.
 #include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,12 +18,13 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::disk_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 namespace fs = std::filesystem;
 
-// A folder that must be empty at the end of the test, and always.
+// A folder that must be empty at the end of the test.
 class Folder {
  public:
   ~Folder() { EXPECT_TRUE(fs::is_empty(folder_.path())); }
@@ -36,7 +37,7 @@ class Folder {
 TEST(File, GivesBackWhatWasWritten) {
   const Folder folder;
   File file = offload_file(folder.path());
-  EXPECT_TRUE(fs::is_empty(folder.path()));  // it has no name
+  EXPECT_TRUE(fs::is_empty(folder.path()));  // the file has no name
   EXPECT_EQ(file.extend(2 * 4096), 0);
   EXPECT_EQ(file.extend(4096), 2 * 4096);
   alignas(4096) static char out[4096], in[4096];
@@ -107,7 +108,7 @@ TEST(File, AKilledProcessLeavesNothing) {
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }
 
-// Ten times as many tensors as buffers, used in all ways, against the same in memory.
+// Uses ten times as many tensors as buffers in every way, and compares with tensors in memory.
 TEST(DiskPager, TensorsOnDiskAreTensors) {
   const Folder folder;
   constexpr int kTensors = 30;
@@ -165,7 +166,7 @@ TEST(DiskPager, WritesOnlyWhatChanged) {
   EXPECT_EQ(pager.written_bytes(), written);
 }
 
-// What gone tensors had, in whatever state they went: together, and in parts.
+// Reuses the space of tensors released in any state, as a whole and in pieces.
 TEST(DiskPager, SpaceOfTensorsThatAreGoneIsTakenAgain) {
   const Folder folder;
   DiskPager pager({.directory = folder.path(), .buffer_bytes = 4 * 8192, .read_ahead = 2, .threads = 2});
@@ -189,7 +190,7 @@ TEST(DiskPager, SpaceOfTensorsThatAreGoneIsTakenAgain) {
   {
     const auto held = pager.hold(tensors[0], /*writes=*/true);
     tensors[0].reset();
-    make(1).fill_(1);  // not in the place of what is held
+    make(1).fill_(1);  // must not use the space of a held tensor
     EXPECT_TRUE(torch::equal(held.values(), torch::zeros({1024})));
   }
   EXPECT_EQ(pager.disk_bytes(), claimed);
@@ -254,7 +255,7 @@ TEST(DiskTier, TrainsBitEqualToMemory) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       for (int kind = 0; kind < fewer_on_devices(3, 1); ++kind) {
         FsdpOptions plain;
-        if (comm->device().is_cuda()) plain.offload = {.params = true, .grads = true};  // for the host's optimizers
+        if (comm->device().is_cuda()) plain.offload = {.params = true, .grads = true};  // the host optimizers need it
         if (kind == 1) plain.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
         FsdpOptions disk = plain;
         disk.offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = 24 * 8192};
@@ -279,7 +280,7 @@ TEST(DiskTier, TrainsBitEqualToMemory) {
   }
 }
 
-// Else forward would read the shard to make the copy anew, each time.
+// Otherwise each forward would read the shard to make the copy.
 TEST(DiskTier, ACopyIn16BitFollowsTheSteps) {
   const Folder folder;
   DiskPager pager({.directory = folder.path()});
@@ -302,7 +303,7 @@ TEST(DiskTier, ACopyIn16BitFollowsTheSteps) {
   follows("a step that was taken back");
 }
 
-// Shards and state of 24 MB through buffers of 9.
+// Shards and state of 24 MB, buffers of 9 MB.
 TEST(DiskTier, StateLargerThanItsMemoryTrains) {
   const Folder folder;
   on_ranks(1, [&](std::shared_ptr<Communicator> comm) {

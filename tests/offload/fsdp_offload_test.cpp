@@ -1,5 +1,5 @@
-// FSDP with shards and gradients in host memory: the same bits as without, less device memory, copies
-// beside computation.
+// FSDP with shards and gradients in host memory: bit-equal results, less device memory, copies that overlap
+// computation.
 #include <chrono>
 #include <condition_variable>
 #include <set>
@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::fsdp_offload_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -86,8 +87,8 @@ torch::nn::Sequential chain(int layers, int64_t width) {
   return seeded(3, [&] { return Chain(layers, width).net; });
 }
 
-// Everything that a training loop may do with gradients, in one: accumulation in both ways, clipping,
-// loss scaling with a step left out, a frozen layer that thaws.
+// All uses of gradients in one loop: both ways to accumulate, clipping, loss scaling with a skipped step, a frozen
+// layer that is unfrozen.
 template <class Optimizer, class Options>
 torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, FsdpOptions options,
                                                   Options adam) {
@@ -138,7 +139,7 @@ TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
         compare(train<torch::optim::AdamW>(comm, plain, adamw), train<torch::optim::AdamW>(comm, offloaded, adamw),
                 "torch's");
         compare(train<AdamW>(comm, plain, adamw), train<AdamW>(comm, offloaded, adamw), "fused");
-        if (comm->device().is_cuda()) continue;  // whose optimizers are not the host's
+        if (comm->device().is_cuda()) continue;  // its optimizers are not the host's
         compare(train<HostAdamW>(comm, plain, adamw), train<HostAdamW>(comm, offloaded, adamw), "host");
       }
     });
@@ -173,10 +174,10 @@ TEST(Offload, CopiesOfTheModelAverageBeforeGradientsLeave) {
   });
 }
 
-// Constructors allocate nothing, and each unit's values go to the host as soon as they are there.
+// Constructors allocate nothing; each unit's values move to the host as they are materialized.
 TEST(Offload, DeferredModelsAreFilledIntoHostMemory) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    // Behind a pointer, since there is nothing yet that could be moved to a device.
+    // Behind a pointer: there are no values to move to a device yet.
     auto model = seeded(
         3, [] { return std::make_unique<torch::nn::Sequential>(deferred([] { return Chain(4, kWidth).net; })); });
     FullyShardedDataParallel fsdp(
@@ -189,7 +190,7 @@ TEST(Offload, DeferredModelsAreFilledIntoHostMemory) {
   });
 }
 
-// The host optimizer writes the copy that travels; whoever else writes a shard makes it out of date.
+// The host optimizer writes the 16-bit copy; any other write to a shard makes the copy stale.
 TEST(Offload, TheCopyIn16BitFollowsTheShard) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = chain(2, kWidth);
@@ -248,23 +249,23 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
       const MemoryReport plain = train_memory({}), offloaded = train_memory({.params = true, .grads = true});
       const int64_t shards = kLayers * kUnitBytes / world;
       EXPECT_EQ(plain.shard_bytes, shards);
-      EXPECT_EQ(plain.device_bytes, 2 * shards);  // and gradients
+      EXPECT_EQ(plain.device_bytes, 2 * shards);  // with gradients
       EXPECT_EQ(plain.host_bytes, 0);
       EXPECT_EQ(offloaded.device_bytes, 0);
-      // Page-locked memory comes in pages.
+      // Page-locked memory has page granularity.
       const int64_t page_bytes = comm->device().is_cuda() ? 4096 : 1;
       const int64_t pinned = 2 * kLayers * ((kUnitBytes / world + page_bytes - 1) / page_bytes * page_bytes);
       EXPECT_EQ(offloaded.host_bytes, pinned);
       EXPECT_EQ(offloaded.pinned_bytes, pinned);
-      // One in use and one ahead; a shard on its way for each of these and one more, gradients for those
-      // that are reduced and those that leave.
+      // One unit in use and one prefetched. In flight: a shard for each of these and one more, gradients being reduced,
+      // and gradients being copied.
       EXPECT_LE(offloaded.peak_gathered_bytes, (world == 1 ? 3 : 2) * kUnitBytes);
       EXPECT_LE(offloaded.peak_staging_bytes, 7 * kUnitBytes / world);
       EXPECT_GT(offloaded.peak_staging_bytes, 0);
       const MemoryReport pageable = train_memory({.params = true, .grads = true, .pin_memory = false});
       EXPECT_EQ(pageable.host_bytes, 2 * shards);
       EXPECT_EQ(pageable.pinned_bytes, 0);
-      if (comm->device().is_cuda()) return;  // where it is both or neither
+      if (comm->device().is_cuda()) return;  // both or neither there
       const MemoryReport params_only = train_memory({.params = true});
       EXPECT_EQ(params_only.device_bytes, shards);
       EXPECT_EQ(params_only.host_bytes, shards);
@@ -296,8 +297,8 @@ TEST(Offload, RanksThatDisagreeAreNamed) {
   });
 }
 
-// ---- overlap, without a clock: a copy is held back until something happens that a wrapper which
-// waited for it would never get to.
+// ---- overlap, without a clock: a copy blocks until an event that would never happen if the wrapper waited for the
+// copy.
 
 class Events {
  public:
@@ -333,7 +334,7 @@ struct NoteBackward : torch::autograd::Function<NoteBackward> {
   }
 };
 
-// Linears of different widths, so that their copies are told apart by bytes.
+// Linears of different widths, so that bytes identify their copies.
 struct LabelledImpl : torch::nn::Module {
   explicit LabelledImpl(Events& shared) : events(&shared) {
     for (int i = 0; i < 4; ++i) {
@@ -346,7 +347,7 @@ struct LabelledImpl : torch::nn::Module {
     for (int i = 0; i < 4; ++i) {
       x = layers[i]->as<torch::nn::Linear>()->forward(x);
       events->note("forward " + std::to_string(i));
-      // Comes after the gradients of layer i + 1, and before those of layer i.
+      // Runs after the gradients of layer i + 1 and before those of layer i.
       x = NoteBackward::apply(x, reinterpret_cast<int64_t>(&notes[i]));
     }
     return x;
@@ -367,7 +368,7 @@ TEST(Offload, ShardsComeWhileTheUnitsBeforeThemCompute) {
   Events events;
   std::atomic<bool> armed = false;
   run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
-    // The copy of layer i goes on only when forward has computed layer i - 1, and so began before.
+    // The copy of layer i continues only after forward of layer i - 1, so it must have begun before.
     auto hold = [&](CopyDirection direction, int64_t bytes) {
       const int layer = layer_of(bytes);
       if (armed && direction == CopyDirection::kToDevice && layer > 1) {
@@ -381,7 +382,7 @@ TEST(Offload, ShardsComeWhileTheUnitsBeforeThemCompute) {
                                    .offload = {.params = true, .grads = true},
                                    .prefetch = 0,
                                    .keep_recent = 1});
-    fsdp(torch::ones({2, 8})).sum().backward();  // in which the order is learnt
+    fsdp(torch::ones({2, 8})).sum().backward();  // records the order
     events.forget();
     armed = true;
     torch::NoGradGuard no_grad;
@@ -393,7 +394,7 @@ TEST(Offload, ShardsComeWhileTheUnitsBeforeThemCompute) {
 TEST(Offload, GradientsLeaveWhileBackwardGoesOn) {
   Events events;
   run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
-    // The gradient of layer i leaves only when backward has come past layer i - 1.
+    // The gradient of layer i is copied only after backward of layer i - 1.
     auto hold = [&](CopyDirection direction, int64_t bytes) {
       const int layer = layer_of(bytes);
       if (direction == CopyDirection::kToHost && layer > 1) {

@@ -1,5 +1,5 @@
-// The host optimizers against the formula in double precision, against torch's, and their copy in 16 bit.
-#include "optim/host/host_adam.h"
+// The host optimizers against the formula in double and against torch's, and their 16-bit copy.
+#include <tessera/host_adam.h>
 
 #include <cmath>
 
@@ -7,6 +7,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::host_adam_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -109,7 +110,7 @@ TEST(HostAdam, StepsSomeParametersNowAndOthersLater) {
                   "1 of 2 tensors");
 }
 
-// All bit patterns of fp32 that matter to rounding: the neighbourhood of every 16-bit value.
+// All fp32 bit patterns that matter to rounding: the neighbours of every 16-bit value.
 TEST(HostAdam, RoundsTheLowPrecisionCopyAsTorchDoes) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     std::vector<at::Tensor> pieces;
@@ -119,14 +120,14 @@ TEST(HostAdam, RoundsTheLowPrecisionCopyAsTorchDoes) {
     at::Tensor values = torch::cat(pieces);
     const at::Tensor expected = values.to(dtype);
     at::Tensor rounded = torch::zeros_like(expected), state = torch::zeros({3, values.numel()});
-    AdamFactors still;  // a step of length 0: beta and decay leave the parameter as it is
+    AdamFactors still;  // a step of length 0: beta and decay leave the parameter unchanged
     still.decay = 1;
     still.eps = 1;
     AdamSpan span{values.mutable_data_ptr<float>(), state[0].const_data_ptr<float>(),
                   state[1].mutable_data_ptr<float>(), state[2].mutable_data_ptr<float>()};
     span.low_precision = static_cast<uint16_t*>(rounded.mutable_data_ptr());
     span.low_precision_dtype = dtype == at::kHalf ? LowPrecision::kHalf : LowPrecision::kBFloat16;
-    for (const int64_t begin : {int64_t{0}, int64_t{3}}) {  // vectors, and what they leave over
+    for (const int64_t begin : {int64_t{0}, int64_t{3}}) {  // full vectors, and their remainder
       span.numel = values.numel();
       adam_step(span.part(begin, values.numel()), still);
       const auto rest = at::indexing::Slice(begin);

@@ -1,8 +1,9 @@
-// OSS with its step in host memory: the same bits as on the device.
+// OSS with its step in host memory: bit-equal to the step on the device.
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
 namespace tessera::oss_offload_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -27,13 +28,13 @@ std::vector<at::Tensor> train(std::shared_ptr<Communicator> comm, Options option
     torch::mse_loss(with_sdp ? (*sdp)(x) : (*ddp)(x), input(step)).backward();
     optimizer.clip_grad_norm_(0.5);
     optimizer.step();
-    if (step == 2) {  // somebody writes to the parameters; the copies follow
+    if (step == 2) {  // a write to the parameters; the copies must follow
       torch::NoGradGuard no_grad;
       for (auto& parameter : unique_parameters(*model)) parameter.mul_(0.99);
     }
-    if (step == 4)  // and past the version, as libtorch's SGD does
+    if (step == 4)  // a write that bypasses the version, like libtorch's SGD
       for (auto& parameter : unique_parameters(*model)) parameter.data().mul_(0.99);
-    if (step == 3) {  // states come and go under the parameters' own names
+    if (step == 3) {  // states are saved and loaded under the parameters' own names
       optimizer.consolidate_state_dict(-1);
       const OptimizerStateDict dict = optimizer.state_dict();
       optimizer.load_state_dict(dict);
@@ -59,7 +60,7 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
         const auto adam = torch::optim::AdamOptions(1e-2);
         compare(train<torch::optim::Adam>(comm, adam, {}, with_sdp),
                 train<torch::optim::Adam>(comm, adam, by_grads, with_sdp), "torch's Adam");
-        if (comm->device().is_cpu())  // where alone it may step without offload
+        if (comm->device().is_cpu())  // only there may it step without offload
           compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp),
                   "HostAdam");
         const auto sgd = torch::optim::SGDOptions(1e-2).momentum(0.9);
@@ -70,7 +71,7 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
   }
 }
 
-// Their memory has other values than operators see: at 1 rank the step writes there, at more what it publishes does.
+// Memory and operators see different values: at 1 rank the step writes to memory, at more the publication does.
 TEST(OssOffload, ParametersWithANegativeBitAreSteppedByTheirValues) {
   for (const int world : {1, 2})
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -101,7 +102,7 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
     for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)));
     on_rank_device(model);
     OSS<HostAdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2), comm,
-                             {.offload = {.grads = true}});  // and params with them
+                             {.offload = {.grads = true}});  // params must be set as well
     ShardedDataParallel sdp(model, optimizer, comm);
     EXPECT_EQ(sdp.memory().host_bytes, 0);
     sdp(on_rank_device(torch::ones({2, 64}))).sum().backward();
@@ -111,7 +112,7 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
   });
 }
 
-// The options have what is honoured, and nothing to refuse.
+// The options have only fields that are supported.
 template <class Offload>
 concept HasADisk = requires(Offload offload) { offload.directory; };
 static_assert(HasADisk<decltype(FsdpOptions::offload)> && !HasADisk<decltype(OssOptions::offload)>);
@@ -123,7 +124,7 @@ TEST(OssOffload, MistakesAreNamed) {
       return OSS<torch::optim::Adam>(linear->parameters(), torch::optim::AdamOptions(1e-2), comm, {.offload = offload});
     };
     linear(torch::ones({1, 2})).sum().backward();
-    auto tight = make({.params = true, .host_limit_bytes = 20});  // the weight has 16, the bias 8
+    auto tight = make({.params = true, .host_limit_bytes = 20});  // the weight takes 16, the bias 8
     const at::Tensor before = linear->weight.detach().clone();
     expect_contains(error_of<std::runtime_error>([&] { tight.step(); }), "a copy of a parameter of shape [2]");
     EXPECT_TRUE(torch::equal(linear->weight, before));

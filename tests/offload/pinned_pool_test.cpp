@@ -1,8 +1,9 @@
-// The pool of host memory: exact counts, reuse, the bound.
+// The pool of host memory: exact counts, reuse, the limit.
 #include "core/memory/pinned_pool.h"
 #include "tests/support/reference.h"
 
 namespace tessera::pinned_pool_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

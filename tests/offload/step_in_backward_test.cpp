@@ -1,4 +1,4 @@
-// The optimizer's step unit by unit in backward: the same bits as after it.
+// The optimizer's step unit by unit in backward: bit-equal to a step after it.
 #include <sched.h>
 
 #include <condition_variable>
@@ -6,8 +6,8 @@
 #include <mutex>
 #include <set>
 
-#include "core/runtime/parallel_over.h"
 #include "core/gradients/shard_norm.h"
+#include "core/runtime/parallel_over.h"
 #include "optim/state/optimizer_state.h"
 #include "tests/support/matrix.h"
 #include "tests/support/random_net.h"
@@ -15,6 +15,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_in_backward_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -73,7 +74,7 @@ TEST(StepInBackward, IsTheStepAfterBackwardBitForBit) {
   }
 }
 
-// Three layers, each a unit. A pass leaves one of them out, or none.
+// Three layers, each a unit. A pass skips one of them, or none.
 struct LayersByTurnsImpl : torch::nn::Module {
   LayersByTurnsImpl() {
     for (int i = 0; i < 3; ++i) layers->push_back(torch::nn::Linear(kWidth, kWidth));
@@ -91,7 +92,7 @@ TORCH_MODULE(LayersByTurns);
 
 enum class Clearing { kZeros, kNone };
 
-// What is left out has a gradient of before: zeros, or that of another step.
+// A skipped layer has an older gradient: zeros, or that of another step.
 std::vector<at::Tensor> train_by_turns(std::shared_ptr<Communicator> comm, Clearing clearing,
                                        const std::optional<StepInBackwardOptions>& in_backward,
                                        std::optional<double> max_norm) {
@@ -103,10 +104,10 @@ std::vector<at::Tensor> train_by_turns(std::shared_ptr<Communicator> comm, Clear
   for (int i = 0; i < 6; ++i) {
     if (clearing == Clearing::kZeros) optimizer.zero_grad(false);
     model->left_out = i == 0 ? -1 : i % 3;
-    if (i == 3) {  // of two micro-batches, the second of which leaves out less
+    if (i == 3) {  // two micro-batches; the second skips fewer layers
       auto accumulating = fsdp.no_sync();
       torch::mse_loss(fsdp(batch(50 + comm->rank())), batch(6)).backward();
-      if (in_backward && !max_norm) step->finish();  // nothing has been reduced: nothing to do
+      if (in_backward && !max_norm) step->finish();  // no gradient was reduced: a no-op
       model->left_out = 1;
     }
     torch::mse_loss(fsdp(batch(10 * i + comm->rank())), batch(7 * i)).backward();
@@ -141,7 +142,7 @@ TEST(StepInBackward, StepsWhatHasAGradientOfBefore) {
     });
 }
 
-// An optimizer that tells when it steps, and can hold backward up until it has.
+// An optimizer that records its steps, and can block backward until it has stepped.
 struct Observed : PartialStep {
   explicit Observed(PartialStep& inner) : optimizer(inner) {}
   void step_parameters(const std::vector<at::Tensor>& parameters) override {
@@ -188,7 +189,7 @@ struct CallInBackward : torch::autograd::Function<CallInBackward> {
   }
 };
 
-// Backward of the first layers waits for a step of the last: there would be none if steps waited for backward.
+// Backward of the first layers waits for a step of the last: a deadlock if steps waited for backward.
 TEST(StepInBackward, StepsWhileBackwardGoesOn) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
@@ -217,7 +218,7 @@ TEST(StepInBackward, MistakesAreNamed) {
     HostAdam optimizer(fsdp.parameters(), torch::optim::AdamOptions(1e-2));
     auto twice = [&] {
       at::Tensor x = torch::ones({2, 8}).set_requires_grad(true);
-      x = checkpointed(shared, checkpointed(shared, x));  // whose gradients come in two parts
+      x = checkpointed(shared, checkpointed(shared, x));  // gradients in two parts
       x.sum().backward();
     };
     {
@@ -227,7 +228,7 @@ TEST(StepInBackward, MistakesAreNamed) {
       step.finish();
     }
     fsdp.zero_grad();
-    twice();  // as ever, without it
+    twice();  // without it, it works
     FullyShardedDataParallel checked(torch::nn::Linear(2, 2), comm, {.check_finite = true});
     expect_contains(error_of<std::invalid_argument>([&] { StepInBackward step(checked, optimizer); }), "check_finite");
   });
@@ -246,7 +247,7 @@ TEST(StepInBackward, AnOptimizerWithAStepOfItsOwnIsRefused) {
   });
 }
 
-// Where the threads of a step run, the thread itself and those that it shares work with.
+// Records the processors of a step's thread and of the threads that share its work.
 struct Placed : PartialStep {
   void step_parameters(const std::vector<at::Tensor>&) override {
     threads = at::get_num_threads();
@@ -282,7 +283,7 @@ TEST(StepInBackward, RunsOnTheProcessorsThatItIsGiven) {
       return optimizer.processors;
     };
     EXPECT_EQ(placed_by({last}), std::set<int>{last});
-    EXPECT_EQ(static_cast<int>(placed_by({}).size()), count);  // the caller is where it was
+    EXPECT_EQ(static_cast<int>(placed_by({}).size()), count);  // the caller's thread has not moved
     Placed optimizer;
     for (const int none : {-1, last + 1})
       expect_contains(
@@ -306,7 +307,7 @@ TEST(StepInBackward, AFailedStepReachesFinish) {
   });
 }
 
-// One rank has taken all its steps when backward ends, another takes them later: as threads have it.
+// One rank has taken all steps when backward ends; another takes them later, at random.
 TEST(StepInBackward, StepsEndOnOneRankSoonerThanOnOthers) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(7, [&] { return RandomNet(503); });
@@ -331,20 +332,20 @@ constexpr double kMaxNorm = 0.5;
 constexpr int kSteps = 12;
 enum class Norms { kNever, kAlways, kAlternately, kNan, kInfinite };
 
-// What a step's loss is multiplied by, for a norm that clips or does not.
+// Returns the factor of a step's loss, for a norm that clips or not.
 double loss_factor(Norms norms, int step) {
   const bool clips = norms == Norms::kAlways || (norms == Norms::kAlternately && step % 2 == 0);
   if (norms == Norms::kNan && step == kSteps - 2) return std::numeric_limits<double>::quiet_NaN();
-  if (norms == Norms::kInfinite && step == kSteps - 2) return 1e30;  // its square is too much for fp32
+  if (norms == Norms::kInfinite && step == kSteps - 2) return 1e30;  // its square overflows fp32
   return clips ? 100 : 1e-4;
 }
 
 std::string bits_of(const at::Tensor& tensor) {
-  const at::Tensor own = tensor.detach().contiguous().clone();  // from a disk, too
+  const at::Tensor own = tensor.detach().contiguous().clone();  // reads from disk, too
   return {static_cast<const char*>(own.const_data_ptr()), own.nbytes()};
 }
 
-// Parameters and state, to the bit, NaN too; "" for a parameter without a state.
+// Returns the bits of parameters and state, including NaN; "" for a parameter without a state.
 std::vector<std::string> bits_of(const FullyShardedModule& fsdp, torch::optim::Optimizer& optimizer) {
   std::vector<std::string> all;
   for (const at::Tensor& parameter : fsdp.parameters()) {
@@ -398,7 +399,7 @@ Trained train_clipped(std::shared_ptr<Communicator> comm, Tier tier, Norms norms
   Trained trained;
   for (int i = 0; i < kSteps; ++i) {
     optimizer.zero_grad();
-    if (i % 3 == 1) {  // the step is of two micro-batches
+    if (i % 3 == 1) {  // a step of two micro-batches
       auto accumulating = fsdp.no_sync();
       const at::Tensor out = fsdp(batch(100 * i + 50 + comm->rank()).to(dtype)).to(dtype);
       (torch::mse_loss(out, batch(7 * i + 1).to(dtype)) * loss_factor(norms, i)).backward();
@@ -440,7 +441,7 @@ TEST(Speculation, IsWaitingBitForBit) {
       int turn = comm->size();
       for (const Tier tier :
            {Tier::kDevice, Tier::kHost, Tier::kHostBfloat16, Tier::kHostDouble, Tier::kDisk, Tier::kDiskBfloat16}) {
-        if (tier == Tier::kDevice && comm->device().is_cuda()) continue;  // whose optimizers are not the host's
+        if (tier == Tier::kDevice && comm->device().is_cuda()) continue;  // its optimizers are not the host's
         for (const Norms norms : {Norms::kNever, Norms::kAlways, Norms::kAlternately, Norms::kNan, Norms::kInfinite}) {
           const int kind = turn++ % 3;
           if (turn % fewer_on_devices(2, 4) != 1 && !has_full_matrix()) continue;
@@ -478,7 +479,7 @@ TEST(Speculation, KnowsWhichNormsClip) {
   });
 }
 
-// Eight layers, the first of which calls back in backward, when others' gradients have arrived.
+// Eight layers. The first one runs a callback in backward, after the gradients of the others have arrived.
 struct Layers {
   explicit Layers(std::shared_ptr<Communicator> comm) : fsdp(make(), comm, options()) {}
   static torch::nn::Sequential make() {
@@ -514,12 +515,12 @@ TEST(Speculation, StepsWhileBackwardGoesOn) {
     std::function<void()> wait = [&] { EXPECT_TRUE(observed.wait_for_a_step()); };
     layers.loss(wait).backward();
     step.finish();
-    EXPECT_EQ(observed.steps, 8);  // and none after backward
+    EXPECT_EQ(observed.steps, 8);  // none after backward
     EXPECT_EQ(step.times_taken_back(), 0);
   });
 }
 
-// Whatever ends it, before and after states exist: as it was, and as good as new.
+// Whichever way it fails, with or without states: everything is as before, and training continues.
 TEST(Speculation, ABackwardThatFailsLeavesEverythingAsItWas) {
   for (const int world : {1, 2}) {
     on_ranks(world, [](std::shared_ptr<Communicator> comm) {
@@ -553,8 +554,8 @@ TEST(Speculation, ABackwardThatFailsLeavesEverythingAsItWas) {
   }
 }
 
-// As a program does that only catches and validates, then tries the batch again: what is lost is named, and nothing has
-// changed until gradients are cleared, by the wrapper this time.
+// A program catches the error, validates, and repeats the batch. The lost gradient is named, and nothing changes until
+// the wrapper clears gradients.
 TEST(Speculation, AFailedBackwardIsCaughtValidatedAndTriedAgain) {
   for (const int world : {1, 2, 3}) {
     on_ranks(world, [](std::shared_ptr<Communicator> comm) {
@@ -672,12 +673,12 @@ TEST(Speculation, AFinishThatThrowsLeavesEverythingAsItWas) {
     EXPECT_EQ(error_of<std::runtime_error>(finish), "no second step");
     EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
     unreliable.fails_again = false;
-    unreliable.fails_rollback = unreliable.fails_step = true;  // the rollback after the step that failed
+    unreliable.fails_rollback = unreliable.fails_step = true;  // the rollback after the failed step
     EXPECT_EQ(error_of<std::runtime_error>(finish), "no step today");
     EXPECT_NE(bits_of(layers.fsdp, optimizer), before);
     expect_contains(error_of<std::logic_error>([&] { layers.loss(nothing); }), "may be taken back");
     unreliable.fails_step = false;
-    step.finish();  // tries again, and has nothing else to do
+    step.finish();  // only repeats the rollback
     EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
     finish();
     EXPECT_NE(bits_of(layers.fsdp, optimizer), before);
@@ -695,11 +696,11 @@ TEST(Speculation, MistakesAreNamed) {
     expect_contains(error_of<std::invalid_argument>([&] { StepInBackward step(layers.fsdp, failing, kSpeculative); }),
                     "speculative with a tessera::step_in_backward_test");
     std::function<void()> nothing = [] {};
-    StepInBackward step(layers.fsdp, optimizer, kSpeculative);  // nobody is told about gradients yet
+    StepInBackward step(layers.fsdp, optimizer, kSpeculative);  // not subscribed to gradients yet
     const at::Tensor loss = layers.loss(nothing);
     const auto before = bits_of(layers.fsdp, optimizer);
     loss.backward({}, /*retain_graph=*/true);
-    // What forward used has been changed, as autograd finds, or FSDP where the step still goes on.
+    // Values used by forward have changed: autograd throws, or FSDP while the step is unconfirmed.
     EXPECT_NE(error_of<std::exception>([&] { loss.backward(); }), "");
     EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
     optimizer.zero_grad();

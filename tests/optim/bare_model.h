@@ -6,9 +6,10 @@
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
-// Parameters of many shapes in two units, and no use of them: their gradients are given, so that optimizers can be
-// compared bit for bit at any number of ranks.
+// A module with parameters of many shapes in two units, which forward does not use. Tests set the gradients, so
+// optimizers can be compared bit for bit at any number of ranks.
 struct BareImpl : torch::nn::Module {
   explicit BareImpl(at::ScalarType dtype = at::kFloat) {
     auto part = [&](const char* name, const std::vector<std::pair<const char*, at::Tensor>>& parameters) {
@@ -34,7 +35,7 @@ struct BareImpl : torch::nn::Module {
 };
 TORCH_MODULE(Bare);
 
-// The gradient of a parameter in a step: the same whatever the layout. One parameter in each step has none.
+// Returns the gradient of a parameter in a step, equal in every layout. In each step one parameter has none.
 inline at::Tensor given_gradient(const std::string& name, const std::vector<int64_t>& sizes, int step) {
   const auto seed = std::hash<std::string>()(name) % 1000 + 1000 * step;
   return seeded(seed, [&] { return torch::randn(sizes) * (step % 2 == 0 ? 1.0 : 0.01); });

@@ -1,15 +1,16 @@
-// Parameters on a disk, of which memory holds a part: every optimizer steps them as those in memory.
+// Every optimizer steps parameters on disk, of which memory holds a part, like those in memory.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::disk_steps_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
 constexpr int kLayers = 6;
 constexpr int64_t kWidth = 64;
-// Of shards of 8 KiB at 2 ranks, each in a unit of its own.
+// Shards are 8 KiB at 2 ranks, each in its own unit.
 constexpr int64_t kBufferBytes = 40 << 10;
 
 torch::nn::Sequential deep_model() {
@@ -20,7 +21,7 @@ torch::nn::Sequential deep_model() {
   });
 }
 
-// Parameters by name, and the same of the averages.
+// Parameters and their averages, by name.
 using Values = std::map<std::string, at::Tensor>;
 
 template <class Optimizer, class Options>

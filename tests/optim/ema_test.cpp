@@ -1,8 +1,9 @@
-// The average of parameters: split over ranks, and what one process averages.
+// The average of parameters: split over ranks, compared with one process.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::ema_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -32,7 +33,7 @@ struct Expected {
   }
 };
 
-// In one process, of what SGD makes of whole parameters.
+// Averages SGD's parameters in one process.
 std::map<std::string, at::Tensor> reference(int steps, bool warmup) {
   Expected expected;
   const auto sgd = torch::optim::SGDOptions(0.1);
@@ -95,7 +96,7 @@ TEST(Ema, IsTheSameInEveryStageAtEveryWorldSize) {
         } catch (const std::runtime_error&) {
         }
         expect_same(copied(model.full_state_dict()), own, 0, name_of(layout) + " after an exception");
-        // Each element of what ranks hold is averaged once.
+        // Each element that ranks hold is averaged once.
         int64_t numel = 0;
         for (const NamedShard& shard : ema.named_shards()) numel += shard.tensor.numel();
         at::Tensor total = torch::tensor({numel}, at::kLong);
@@ -108,7 +109,7 @@ TEST(Ema, IsTheSameInEveryStageAtEveryWorldSize) {
   }
 }
 
-// Of what each rank has: with copies that are rounded, the average of rounded ones where it is a copy's.
+// Averages the values of each rank: if copies are rounded, the averages of copies are those of rounded values.
 TEST(Ema, AveragesWhatOwnersStepOnTheHostAndSendRounded) {
   const auto sgd = torch::optim::SGDOptions(0.1);
   for (const bool rounds : {false, true}) {
@@ -166,7 +167,7 @@ TEST(Ema, IsSavedWithTheModelAndGoesOnAtAnyWorldSize) {
       expect_same(copied(model.full_state_dict()), expected, 0, "after the chain");
     });
   }
-  // The averages alone, in a model of one process.
+  // The averages alone, loaded into a model of one process.
   on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
     DistributedDataParallel ddp(Bare(), comm);
     load_full(folder / "averages.safetensors", ddp);

@@ -1,8 +1,9 @@
-// Every optimizer beside a frozen base in 4 bit, given all parameters at once: what one process makes of the adapters.
+// Every optimizer with a frozen 4-bit base, given all parameters: the adapters equal those of one process.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::frozen_base_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -22,7 +23,7 @@ at::Tensor loss_of(Net& net, int step, int micro, int rank) {
 
 enum class Extra { kNone, kAccumulation, kOffload, kDisk };
 
-// By turns: a stage each, with what else a loop may do.
+// Each turn tests one stage, with other features of a loop.
 template <class Optimizer, class Options>
 void expect_adapters_train(const Options& options, double tolerance) {
   const TemporaryFolder disk;

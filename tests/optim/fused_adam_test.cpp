@@ -1,15 +1,16 @@
-// Fused Adam and AdamW against torch's own.
+// Fused Adam and AdamW against torch's.
 #include <sstream>
 
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
 namespace tessera::fused_adam_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
-// Parameters of every kind, and gradients whose strides are not the parameters'.
+// Parameters of every kind, and gradients with other strides.
 std::vector<at::Tensor> parameters(at::ScalarType dtype) {
   std::vector<at::Tensor> made{
       torch::randn({3, 5}),     torch::randn({1}),
@@ -26,7 +27,7 @@ void expect_same_steps(Options options, at::ScalarType dtype, double tolerance) 
   Plain plain(expected, options);
   for (int step = 0; step < 12; ++step) {
     for (size_t i = 0; i < own.size(); ++i) {
-      if ((step + i) % 4 == 0) {  // not all have a gradient each time
+      if ((step + i) % 4 == 0) {  // some gradients are missing each time
         own[i].mutable_grad() = expected[i].mutable_grad() = at::Tensor();
         continue;
       }
@@ -55,7 +56,7 @@ TEST(FusedAdam, EqualsTorchsToRounding) {
   }
 }
 
-// Gradients of negatives of what their memory has, and of zeros that have none.
+// Gradients with a negative bit, and zeros without memory.
 template <class Own, class Plain, class Options>
 void expect_same_of_lazy_gradients(Options options) {
   auto own = torch::ones({5, 6}).set_requires_grad(true), expected = torch::ones({5, 6}).set_requires_grad(true);
@@ -129,7 +130,7 @@ TEST(FusedAdam, MistakesAreNamed) {
   weight.mutable_grad() = torch::ones({3, 2}).to_sparse();
   Adam adam({weight}, 1e-2);
   expect_contains(error_of<std::invalid_argument>([&] { adam.step(); }), "layout");
-  // Before anything is changed, in groups before it too.
+  // Before any change, even of earlier groups.
   auto fine = torch::ones({2}).set_requires_grad(true);
   fine.mutable_grad() = torch::ones({2});
   std::vector<torch::optim::OptimizerParamGroup> groups{torch::optim::OptimizerParamGroup({fine}),

@@ -5,16 +5,17 @@
 #include "tests/optim/bare_model.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 struct Layout {
   int world = 1;
-  int stage = -1;  // of zero(); -1: torch's way, without a wrapper
+  int stage = -1;  // of zero(); -1: torch's optimizer, without a wrapper
   int ranks_per_copy = 0;
   bool offload = false;
   std::string disk{};  // a folder
 };
 
-// Named parameters to groups, for zero().
+// Maps named parameters to groups, for zero().
 template <class Options>
 using Grouping = std::function<std::vector<torch::optim::OptimizerParamGroup>(
     const torch::OrderedDict<std::string, at::Tensor>&, const Options&)>;
@@ -27,7 +28,7 @@ std::vector<torch::optim::OptimizerParamGroup> one_group(const torch::OrderedDic
   return groups;
 }
 
-// The parameters of a module that nothing wraps, as a wrapper in a world of one names them.
+// Returns the parameters of an unwrapped module like a wrapper in a world of one.
 inline std::vector<NamedShard> whole_shards(const torch::nn::Module& module) {
   std::vector<NamedShard> shards;
   for (const auto& item : module.named_parameters())
@@ -40,12 +41,12 @@ inline std::vector<NamedShard> whole_shards(const torch::nn::Module& module) {
   return shards;
 }
 
-// What a run begins with, and leaves.
+// Checkpoints to load before a run and to save after it.
 struct Files {
   std::filesystem::path load{}, save{};
 };
 
-// The parameters after steps begin to end - 1 in a layout, whole, by name.
+// Returns the whole parameters, by name, after steps begin to end - 1 in a layout.
 template <class Optimizer, class Options>
 std::map<std::string, at::Tensor> stepped(const Layout& layout, const Options& options, int begin, int end,
                                           Grouping<Options> grouping = &one_group<Options>, const Files& files = {},
@@ -101,7 +102,7 @@ inline std::string name_of(const Layout& layout) {
          (layout.offload ? " offloaded" : "") + (layout.disk.empty() ? "" : " to a disk");
 }
 
-// In every stage at 1 to 5 ranks, copies of several shapes, and off the device: what the same class does to whole
+// Compares every stage at 1 to 5 ranks, several replica shapes, and offload with the same optimizer class on whole
 // parameters in one process.
 template <class Optimizer, class Options>
 void expect_exact_everywhere(const Options& options, double tolerance, Grouping<Options> grouping = &one_group<Options>,

@@ -1,7 +1,8 @@
-// Loss scaling: what one rank's overflow does to all.
+// Loss scaling: one rank's overflow affects all.
 #include "tests/support/reference.h"
 
 namespace tessera::grad_scaler_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -47,7 +48,7 @@ TEST(GradScaler, UnscalesGradientsOfNegativesOfTheirMemory) {
   });
 }
 
-// The overflow is in a part of the gradient that one rank alone holds.
+// The overflow is in a part of the gradient that only one rank holds.
 TEST(GradScaler, AllRanksLeaveAStepOutTogether) {
   for (int world : {1, 2, 3}) {
     on_ranks(world, [](std::shared_ptr<Communicator> comm) {

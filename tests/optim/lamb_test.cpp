@@ -1,9 +1,10 @@
-// LAMB: the formula, and the same under sharding as without.
+// LAMB: the formula, and equal results with and without sharding.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
 namespace tessera::lamb_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -51,8 +52,8 @@ TEST_P(LambParity, ShardedEqualsUnsharded) {
   });
 }
 
-// Copies of a part count once. (Random trees have gradients of 0 up to rounding, whose direction
-// changes with the order of additions.)
+// Replicas of a part count once. (Random trees have gradients of 0 up to rounding, whose direction depends on the order
+// of additions.)
 TEST(Lamb, WorksOnHybridShards) {
   on_ranks(4, [](std::shared_ptr<Communicator> comm) {
     auto build = [] {
@@ -78,7 +79,7 @@ TEST(Lamb, WorksOnHybridShards) {
   });
 }
 
-// zero() tells it of the wrapper.
+// zero() constructs it with the wrapper.
 TEST(Lamb, IsExactThroughZero) {
   expect_exact_everywhere<Lamb>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1), 1e-5);
 }

@@ -1,8 +1,9 @@
-// L-BFGS: torch's, and the same on shards.
+// L-BFGS against torch's, also on shards.
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::lbfgs_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -27,7 +28,7 @@ struct Rule {
 };
 const std::vector<Rule> kRules{{true, 1, 100}, {true, 1, 3}, {false, 0.1, 5}};
 
-// torch's own, in one process, on the whole batch.
+// torch's LBFGS in one process, on the whole batch.
 std::map<std::string, at::Tensor> reference(int world, const Rule& rule, int steps) {
   auto net = model();
   auto options = torch::optim::LBFGSOptions(rule.lr).max_iter(6).history_size(rule.history);
@@ -105,8 +106,8 @@ TEST(Lbfgs, IsTorchsOnShardsAndOnCopies) {
   });
 }
 
-// The batch must be the same, so each world computes that of 2 ranks. A parameter is frozen in the first step: its
-// owner, and a rank that owns nothing, hear from the others how long the search has gone on.
+// Each world computes the batch of 2 ranks. A parameter is frozen in the first step; its owner, and a rank that owns
+// nothing, receive the number of iterations from the others.
 TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSizeInAnyStage) {
   const TemporaryFolder folder;
   const Rule rule = kRules[1];
@@ -149,7 +150,7 @@ TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSizeInAnyStage) {
       EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << stage << name;
 }
 
-// A closure that throws in the middle of a search leaves the parameters where the search was, in one process too.
+// If a closure throws during a search, the parameters stay at the search's point, in one process too.
 TEST(Lbfgs, GoesOnAfterAClosureThatThrew) {
   auto trained = [](int world, int stage) {
     std::map<std::string, at::Tensor> result;
@@ -190,7 +191,7 @@ TEST(Lbfgs, GoesOnAfterAClosureThatThrew) {
       EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << stage << name;
 }
 
-// Through zero(), with gradients of two micro-batches, and parameters that are elsewhere between uses.
+// Through zero(), with gradients of two micro-batches, and offloaded parameters.
 TEST(Lbfgs, StepsThroughZeroWithAccumulationAndOffload) {
   const auto expected = reference(2, kRules[0], 3);
   for (const bool offload : {false, true})
@@ -217,7 +218,7 @@ TEST(Lbfgs, StepsThroughZeroWithAccumulationAndOffload) {
     }
 }
 
-// Masters in fp32 of a computation in bf16: losses and gradients are rounded, and ranks still take the same steps.
+// fp32 masters of a bf16 computation: losses and gradients are rounded, and ranks still take equal steps.
 TEST(Lbfgs, KeepsRanksTogetherInMixedPrecision) {
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
     auto net = model();
@@ -246,7 +247,7 @@ TEST(Lbfgs, KeepsRanksTogetherInMixedPrecision) {
   });
 }
 
-// torch's own takes inner products of a rank's own part.
+// torch's LBFGS takes inner products of a rank's own part.
 TEST(Lbfgs, TorchsIsRefusedOnShards) {
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     for (const char* line_search : {"", "strong_wolfe"}) {
@@ -268,7 +269,7 @@ TEST(Lbfgs, TorchsIsRefusedOnShards) {
       expect_contains(error, "use tessera::Lbfgs");
       for (const auto& item : fsdp.full_state_dict()) EXPECT_TRUE(torch::equal(item.value(), before[item.key()]));
     }
-    // What a program makes of its gradients itself is its own affair.
+    // Values that a program computes from its gradients are allowed.
     FullyShardedDataParallel fsdp(model(), comm);
     loss_of_part(fsdp, comm->rank()).backward();
     std::vector<at::Tensor> flat;

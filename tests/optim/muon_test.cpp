@@ -1,8 +1,9 @@
-// Muon: the iteration, and the same under sharding as without.
+// Muon: the iteration, and equal results with and without sharding.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::muon_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -48,7 +49,7 @@ TEST(Muon, IsTheFormula) {
   }
 }
 
-// AdamW's fused kernel rounds otherwise at the ends of shards; matrices have the same bits (see the next).
+// AdamW's fused kernel rounds differently at the ends of shards; matrices are bit-equal (see the next test).
 TEST(Muon, IsTheSameInEveryStageAtEveryWorldSize) {
   expect_exact_everywhere<Muon>(MuonOptions(2e-2), 1e-6, Grouping<MuonOptions>(&grouped));
 }
@@ -78,7 +79,7 @@ TEST(Muon, CheckpointsGoOnAtAnyWorldSize) {
   expect_same(stepped<Muon>({5, 3}, options, 4, 6, grouping, {.load = folder / "c"}), expected, 1e-6, "the chain");
 }
 
-// Each matrix is one rank's work, and about its own part and as much of results is what a rank sends.
+// Each matrix is one rank's work. A rank sends about its own part, and as much of results.
 TEST(Muon, SendsPartsOnceAndResultsOnce) {
   for (int world : {2, 4}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -107,7 +108,7 @@ TEST(Muon, RanksFinishTogether) {
   EXPECT_EQ(costs[0], 5 * 64 * 64 * 3 * 64);
   EXPECT_EQ(costs[2], 5 * 32 * 32 * (2 * 64 + 32));
   EXPECT_EQ(Muon::step_cost({"", {}, {64, 64}, {64, 1}, {0, 4096}, {}}, MuonOptions::adamw(1e-3)), 0);
-  // OSS gives expensive matrices out by cost: 3 ranks and 3 squares are one each, however large the embedding is.
+  // OSS balances expensive matrices by cost: each of 3 ranks gets one of 3 squares, however large the embedding is.
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     std::vector<at::Tensor> squares;

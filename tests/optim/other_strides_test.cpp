@@ -1,15 +1,16 @@
-// Parameters to which set_data() gives other strides when an optimizer has kept something of them: the same elements.
+// set_data() changes the strides of parameters that already have optimizer state: the elements are unaffected.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::other_strides_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
 constexpr int kTurnedAt = 2, kSteps = 5;
 
-// The same values of matrices in another order of memory.
+// Stores matrices in another memory order, with equal values.
 void turn(torch::nn::Module& module) {
   for (at::Tensor& parameter : module.parameters()) {
     const at::Tensor values = parameter.detach();
@@ -29,7 +30,7 @@ std::map<std::string, at::Tensor> whole(Model& model) {
 
 ZeroOptions options_for(int stage) {
   ZeroOptions options{.stage = stage};
-  options.oss.broadcast_bucket_bytes = 3000;  // some parameters are in buckets, some by themselves
+  options.oss.broadcast_bucket_bytes = 3000;  // some parameters share buckets, some have their own
   return options;
 }
 
@@ -37,7 +38,7 @@ template <class Options>
 using Compare = std::function<void(const std::map<std::string, at::Tensor>& own,
                                    const std::map<std::string, at::Tensor>& expected, const std::string& where)>;
 
-// In torch's way and under every wrapper that keeps parameters whole: what is stepped without another order of memory.
+// Compares torch's optimizer, and every wrapper that keeps parameters whole, with a run in one memory order.
 template <class Optimizer, class Options>
 void expect_same_when_turned(const Options& options, const Compare<Options>& compare,
                              Grouping<Options> grouping = &one_group<Options>) {
@@ -101,7 +102,7 @@ TEST(OtherStrides, ChangeNoStep) {
                                                        within<AdamW8bitOptions>(1e-5));
 }
 
-// In other blocks values are rounded otherwise: the way that parameters have gone differs by a part of it.
+// Other blocks round values differently: parameters' changes differ by a fraction.
 TEST(OtherStrides, ChangeStatesIn8BitByTheirRounding) {
   const auto begun = stepped<AdamW8bit>({}, AdamW8bitOptions(1e-2), 0, 0);
   const Compare<AdamW8bitOptions> compare = [&](const auto& own, const auto& expected, const std::string& where) {
@@ -170,7 +171,7 @@ TEST(OtherStrides, ChangeNoAverage) {
 
 // ---- checkpoints --------------------------------------------------------------------------------
 
-// Some steps, up to a checkpoint or from one; what is begun at the first is turned on the way.
+// Some steps, up to a checkpoint or from one. The run from the start changes strides on the way.
 struct Part {
   int begin = 0, end = kSteps;
   bool is_made_turned = false;
@@ -207,7 +208,7 @@ std::map<std::string, at::Tensor> trained(const Layout& layout, const Options& o
   return result;
 }
 
-// Right after the turn and a step later.
+// Just after the change, and a step later.
 template <class Optimizer, class Options>
 void expect_checkpoints_go_on(const Options& options, double tolerance,
                               Grouping<Options> grouping = &one_group<Options>) {
@@ -232,7 +233,7 @@ TEST(OtherStrides, GoThroughACheckpoint) {
   expect_checkpoints_go_on<AdamW8bit>(AdamW8bitOptions(1e-2).min_8bit_numel(100000), 1e-5);
 }
 
-// Blocks are of elements that lie side by side.
+// Blocks are of elements adjacent in memory.
 TEST(OtherStrides, GoThroughACheckpointIn8BitIfTheModelHasThem) {
   const Layout layout{2, 0};
   const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(0);
@@ -252,7 +253,7 @@ TEST(OtherStrides, GoThroughACheckpointIn8BitIfTheModelHasThem) {
   }
 }
 
-// A dictionary of OSS has the order with it.
+// A dictionary of OSS includes the order.
 TEST(OtherStrides, GoThroughADictionary) {
   const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(0);
   for (const bool is_loaded_turned : {false, true})

@@ -1,8 +1,9 @@
-// The optimizers of our own: their formulas, and the same under sharding as without.
+// Tessera's own optimizers: their formulas, and equal results with and without sharding.
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::recipes_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -20,7 +21,7 @@ void expect_checkpoints_go_on(const Options& options, double tolerance) {
               "the chain");
 }
 
-// A model that computes: losses of a rank's own part of the batch, accumulated over two of them.
+// A model that computes: losses of a rank's own part of the batch, accumulated over two micro-batches.
 torch::nn::Sequential small_model() {
   return seeded(
       7, [] { return torch::nn::Sequential(torch::nn::Linear(8, 33), torch::nn::GELU(), torch::nn::Linear(33, 8)); });
@@ -35,7 +36,7 @@ const Grouping<MuonOptions> kWeightsAreMuons = [](const auto& parameters, const 
   return groups;
 };
 
-// Trained through zero(), with accumulation: what one process makes of the whole batch, to rounding.
+// Trains through zero(), with accumulation: equals one process with the whole batch, to rounding.
 template <class Optimizer, class Options>
 void expect_trains_everywhere(const Options& options, double tolerance,
                               Grouping<Options> grouping = &one_group<Options>) {
@@ -114,7 +115,7 @@ TEST(FusedSgd, EqualsTorchs) {
 
 // ---- Adafactor ----------------------------------------------------------------------------------
 
-// Of one matrix or vector, as torch.optim.Adafactor writes it.
+// For one matrix or vector, written like torch.optim.Adafactor.
 void adafactor_by_hand(at::Tensor& parameter, const at::Tensor& g, at::Tensor& row, at::Tensor& col, int t, double lr) {
   const double eps1 = std::numeric_limits<float>::epsilon(), share = std::pow(t, -0.8);
   at::Tensor average;
@@ -220,7 +221,7 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
       for (const auto& item : before) EXPECT_TRUE(torch::equal(after[item.key()], item.value()));
     });
   }
-  // Averages and the state of their optimizer are not of one point.
+  // Averages and optimizer state belong to different points.
   const TemporaryFolder folder;
   for (const int stage : {1, 3})
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -242,7 +243,7 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
       }
       load_checkpoint(folder / "own", model, model.optimizer());
     });
-  // Also where another one steps for it.
+  // Also if another optimizer steps for it.
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     for (const bool on_host : {false, true}) {
       at::Tensor weight = torch::ones({3}).set_requires_grad(true);
@@ -263,7 +264,7 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
   });
 }
 
-// A unit of one element, which one rank has; another that nothing is stepped of, and that is averaged by none.
+// A unit of one element, on one rank; another unit that is never stepped, and so not averaged.
 TEST(ScheduleFree, AveragesOfAUnitOfWhichARankHasNothing) {
   struct Net : torch::nn::Module {
     Net() {
@@ -338,7 +339,7 @@ TEST(AdamW8bit, HasTheSameBitsInEveryStageAtEveryWorldSize) {
                                      Grouping<AdamW8bitOptions>(&one_group<AdamW8bitOptions>), at::kBFloat16);
 }
 
-// In fp32 it is Adam; in 8 bit it is near.
+// Equal to Adam in fp32, close to it in 8 bit.
 TEST(AdamW8bit, IsAdamWToTheRoundingOfItsStates) {
   const auto adamw = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
   const auto expected = stepped<torch::optim::AdamW>({}, adamw, 0, 5);
@@ -351,8 +352,8 @@ TEST(AdamW8bit, IsAdamWToTheRoundingOfItsStates) {
               stepped<torch::optim::Adam>({}, adam, 0, 5), 1e-6, "Adam");
 }
 
-// 2 bytes a parameter and 8 a block, a rank's part of it; one all-reduce of two floats for each cut beside that of who
-// has gradients.
+// State takes 2 bytes a parameter and 8 a block, of a rank's part. A step adds one all-reduce of two floats for each
+// cut to that of the flags of gradients.
 TEST(AdamW8bit, TakesAQuarterOfTheBytes) {
   for (int world : {1, 2, 3}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -373,7 +374,7 @@ TEST(AdamW8bit, TakesAQuarterOfTheBytes) {
   }
 }
 
-// What decides which states are in 8 bit is changed after some have been made: those stay, on all ranks.
+// If min_8bit_numel changes later, existing states keep their format, on all ranks.
 TEST(AdamW8bit, KeepsStatesOfTheKindThatTheyAre) {
   const TemporaryFolder folder;
   for (const int64_t first : {0, 1 << 20}) {
@@ -396,7 +397,7 @@ TEST(AdamW8bit, KeepsStatesOfTheKindThatTheyAre) {
   }
 }
 
-// A gradient that is no number makes its block one, whoever has the other elements of it.
+// A NaN or infinite gradient invalidates its block, including other ranks' elements.
 TEST(AdamW8bit, ABlockWithoutNumbersIsOneAtEveryWorldSize) {
   const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(0);
   for (const double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
@@ -449,7 +450,7 @@ TEST(AdamW8bit, TrainsNearlyAsWellAsFp32) {
 
 // ---- all ----------------------------------------------------------------------------------------
 
-// Owners step what they have to the bit; others have it rounded.
+// Owners' values are bit-exact; other ranks hold rounded ones.
 template <class Optimizer, class Options>
 void expect_copies_are_rounded(const Options& options, double tolerance) {
   const auto expected = stepped<Optimizer>({}, options, 0, 3);
@@ -469,7 +470,7 @@ void expect_copies_are_rounded(const Options& options, double tolerance) {
         own[item.key()] = item.value().detach();
         values[item.key()] = sharded.owns(item.value()) ? whole : whole.to(at::kBFloat16).to(at::kFloat);
       }
-      // To rounding, a value may also go to the other neighbour in bf16.
+      // A rounding difference may select the other bf16 neighbour.
       expect_same(own, values, tolerance == 0 ? 0 : 1e-2, name_of(layout));
       for (const auto& item : model.module()->named_parameters()) {
         if (!sharded.owns(item.value())) continue;
@@ -487,7 +488,7 @@ TEST(Recipes, OwnersKeepWhatOthersHaveRounded) {
   expect_copies_are_rounded<Adafactor>(AdafactorOptions(1e-2), 1e-6);
 }
 
-// Gradients in 16 bit on their way to owners, and added in fp32.
+// Gradients are sent to owners in 16 bit, and added in fp32.
 TEST(Recipes, GradientsTravelRounded) {
   auto loss_of_part = [](auto& net, int step, int rank) {
     return call(net, seeded(10 * step + rank, [] { return torch::randn({16, 8}); })).square().mean();
@@ -500,7 +501,7 @@ TEST(Recipes, GradientsTravelRounded) {
     for (int step = 0; step < 3; ++step) {
       model.zero_grad();
       loss_of_part(model, step, comm->rank()).backward();
-      // The sum is rounded once more, to travel.
+      // The sum is rounded once more, to be sent.
       std::vector<at::Tensor> sums;
       for (int rank = 0; rank < 3; ++rank) {
         reference->zero_grad();
@@ -530,7 +531,8 @@ TEST(Recipes, TrainWithAccumulationInEveryStage) {
   expect_trains_everywhere<Muon>(MuonOptions(1e-2).bfloat16(false), 1e-4, kWeightsAreMuons);
 }
 
-// Ranks and micro-batches with different numbers of tokens: the gradient of the mean over all tokens, in one process.
+// Ranks and micro-batches with different numbers of tokens: equals the gradient of the mean over all tokens in one
+// process.
 TEST(Recipes, GradientsAreDividedByTheTokensOfAllRanks) {
   auto rows = [](int rank, int micro) { return 1 + 3 * rank + 5 * micro; };
   auto sum_of_losses = [&](auto& net, int rank, int micro) {
@@ -576,8 +578,8 @@ TEST(Recipes, GradientsAreDividedByTheTokensOfAllRanks) {
   }
 }
 
-// bf16 compute: masters, reduced gradients and states are fp32. In one process: masters that are rounded for each
-// forward, gradients in bf16, added up in fp32.
+// bf16 compute with fp32 masters, reduced gradients and states. The reference in one process rounds masters for each
+// forward and adds bf16 gradients in fp32.
 template <class Optimizer, class Options>
 void expect_trains_in_mixed_precision(const Options& options, double tolerance, int world,
                                       Grouping<Options> grouping = &one_group<Options>) {
@@ -644,7 +646,7 @@ TEST(Recipes, ArchivesComeBack) {
   EXPECT_EQ(state.step(), 1);
   EXPECT_TRUE(torch::allclose(state.exp_avg_scale(), torch::full({7}, 0.1)));
   EXPECT_EQ(static_cast<AdamW8bitOptions&>(second.param_groups()[0].options()).min_8bit_numel(), 0);
-  // Another's is refused, also where its fields are among this one's.
+  // Refuses another optimizer's archive, even if its fields are a subset.
   auto refused = [&](auto& optimizer, std::stringstream& archive) {
     expect_contains(error_of<std::invalid_argument>([&] { torch::load(optimizer, archive); }),
                     "an archive of another optimizer");
@@ -664,8 +666,8 @@ TEST(Recipes, ArchivesComeBack) {
                            static_cast<LionParamState&>(*lion.state().at(own.unsafeGetTensorImpl())).exp_avg()));
 }
 
-// What a program does to an optimizer while it trains: rates by a scheduler, weights alone decay, another beta from the
-// third step on, and parameters that come later, through the base class that zero() shows.
+// A program changes the optimizer during training: learning rates by a scheduler, decay of weights only, another beta
+// from the third step on, and groups added later through the base class that zero() returns.
 template <class Optimizer, class Options>
 void expect_follows_its_program(const Options& options, double tolerance) {
   constexpr int kSteps = 5;
@@ -732,7 +734,7 @@ TEST(Recipes, FollowWhatAProgramSetsAndAdds) {
   expect_follows_its_program<Lamb>(torch::optim::AdamWOptions(1e-2), 1e-6);
 }
 
-// Groups that come later are what construction demands, or nothing is changed.
+// Groups added later must meet the checks of construction, or nothing changes.
 TEST(Recipes, GroupsThatComeLaterAreLookedAt) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);

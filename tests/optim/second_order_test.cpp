@@ -1,7 +1,8 @@
-// Gradients of gradients by inputs, with each rank's own batch, under every wrapper: what one process computes.
+// Second derivatives by inputs, with each rank's own batch, under every wrapper: equal to one process.
 #include "tests/optim/given_gradients.h"
 
 namespace tessera::second_order_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -15,7 +16,7 @@ torch::nn::Sequential critic() {
   return net;
 }
 
-// WGAN-GP's penalty, and forces as molecular dynamics has them.
+// WGAN-GP's penalty, and forces as in molecular dynamics.
 template <class Net>
 at::Tensor loss_of(Net& net, int step, int rank) {
   const at::Tensor x =

@@ -1,4 +1,4 @@
-// OSS by itself: gradients come from an all-reduce of the test's own.
+// OSS alone: the test all-reduces gradients itself.
 #include <torch/torch.h>
 
 #include <sstream>
@@ -9,6 +9,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::oss_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -25,7 +26,7 @@ std::vector<at::Tensor> make_parameters(uint64_t seed, const std::vector<std::ve
 
 const std::vector<std::vector<int64_t>> kShapes = {{5, 3}, {7}, {}, {0}, {2, 2, 2}, {11}, {300, 2}, {1}};
 
-// The same gradients on every rank, as after an all-reduce.
+// Sets equal gradients on every rank, as after an all-reduce.
 void set_gradients(std::vector<at::Tensor>& parameters, int step) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].requires_grad()) continue;
@@ -66,7 +67,7 @@ TEST(Oss, EqualsTheUnshardedOptimizerForAllOfTorchs) {
   }
 }
 
-// Some parameters are stepped, and sent while the next ones are: as many at a time as one likes.
+// Some parameters are stepped, and sent while the next ones are stepped; `least` sets how many at a time.
 template <class Optimizer, class Options>
 void expect_parity_in_turns(Options options) {
   for (const int64_t least : {int64_t{1}, int64_t{200}, int64_t{8} << 20}) {
@@ -85,7 +86,7 @@ void expect_parity_in_turns(Options options) {
           if (step == 2) {
             sharded.add_param_group(torch::optim::OptimizerParamGroup(late));
             whole.add_param_group(torch::optim::OptimizerParamGroup(late_reference));
-            own[1].requires_grad_(true);  // thawed
+            own[1].requires_grad_(true);  // unfrozen
             reference[1].requires_grad_(true);
           }
           for (auto* parameters : {&own, &reference, &late, &late_reference}) set_gradients(*parameters, step);
@@ -107,7 +108,7 @@ TEST(Oss, StepsInTurnsAreThoseOfTheUnshardedOptimizer) {
   if (run_ranks_on_devices == nullptr) expect_parity_in_turns<HostAdamW>(torch::optim::AdamWOptions(1e-2));
 }
 
-// One is stepped while the other, in the same memory, is on its way.
+// One is stepped while the other, in the same memory, is in flight.
 TEST(Oss, TwoParametersOfOneMemoryInTurns) {
   const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
   for (const bool peer_memory : {true, false}) {
@@ -136,7 +137,7 @@ TEST(Oss, TwoParametersOfOneMemoryInTurns) {
   }
 }
 
-// What this rank had sent by each of its calls.
+// Bytes that this rank had sent by each call.
 thread_local std::vector<int64_t> sent_by_call;
 thread_local Communicator* watched = nullptr;
 struct WatchedSgd : torch::optim::SGD, ChosenStep {
@@ -166,7 +167,7 @@ TEST(Oss, ParametersTravelWhileTheNextOnesAreStepped) {
   });
 }
 
-// A step() of the user's own is the one that is called.
+// OSS must call a user's override of step().
 thread_local int own_steps = 0;
 template <class Base>
 struct OwnStep : Base {
@@ -195,7 +196,7 @@ TEST(Oss, AnOptimizerThatIsDerivedFromOursKeepsItsStep) {
   });
 }
 
-// Nothing is stepped or sent where something cannot be.
+// If one parameter cannot be stepped, none is stepped or sent.
 TEST(Oss, WhatCannotBeSteppedIsRefusedBeforeTheFirstTurn) {
   const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
@@ -251,7 +252,7 @@ TEST(Oss, GroupsKeepTheirOptionsAndLearningRatesMayChange) {
     Adam whole(groups_of(reference), AdamOptions(1e-2));
     torch::optim::StepLR sharded_schedule(sharded, 2, 0.1), whole_schedule(whole, 2, 0.1);
     for (int step = 0; step < 6; ++step) {
-      if (step == 2) {  // a group more: by OSS's own function, and through the base class
+      if (step == 2) {  // adds a group by OSS's own function, and through the base class
         const std::vector<at::Tensor> more(own.begin() + 6, own.end());
         if (comm->size() == 3) sharded.add_param_group(more);
         whole.add_param_group(std::vector<at::Tensor>(reference.begin() + 6, reference.end()));
@@ -288,12 +289,12 @@ TEST(Oss, GroupsAddedThroughTheBaseClassAreTaken) {
   });
 }
 
-// As after a warm-up: the moments are forgotten, and training goes on.
+// As after a warm-up: drops the moments, and training continues.
 TEST(Oss, TheStateOfItsParametersCanBeCleared) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
     auto own = make_parameters(1, kShapes), reference = make_parameters(1, kShapes);
     OSS<Adam> oss(own, AdamOptions(1e-2), comm);
-    torch::optim::Optimizer& sharded = oss;  // as functions are given it
+    torch::optim::Optimizer& sharded = oss;  // passed to functions as the base class
     Adam whole(reference, AdamOptions(1e-2));
     for (int step = 0; step < 4; ++step) {
       if (step == 2) {
@@ -359,7 +360,7 @@ TEST(Oss, FrozenTiedTransposedAndSixteenBitParametersAreOrdinary) {
   });
 }
 
-// Bit for bit, also what ranks have of parameters that are others'.
+// Bit-equal, including copies of other ranks' parameters.
 TEST(Oss, AfterALoadCopiesAreAsRoundedAsBefore) {
   constexpr int kHalf = 3;
   for (const int world : {2, 3}) {
@@ -421,7 +422,8 @@ TEST(Oss, BroadcastInSixteenBitsKeepsTheOwnersValues) {
 
 TEST(Oss, ClippingCountsEachParameterOnce) {
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
-    const std::vector<std::vector<int64_t>> shapes = {{5, 3}, {7}, {}, {300, 2}, {1}};  // torch's own wants elements
+    // torch's partition needs elements
+    const std::vector<std::vector<int64_t>> shapes = {{5, 3}, {7}, {}, {300, 2}, {1}};
     auto own = make_parameters(1, shapes), reference = make_parameters(1, shapes);
     OSS<Adam> sharded(own, AdamOptions(1e-2), comm);
     for (double norm_type : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
@@ -554,7 +556,7 @@ TEST(OssMistakes, AreNamed) {
   });
 }
 
-// Small ones, which share a bucket, and one that travels alone.
+// Small ones, which share a bucket, and one with its own.
 TEST(OssMistakes, ConversionsAreNoticedBeforeAnythingIsChanged) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (size_t converted : {size_t{0}, size_t{1}}) {

@@ -8,6 +8,7 @@
 #include <sstream>
 
 namespace tessera::partition_test {
+using namespace internal;
 namespace {
 
 TEST(Partition, HeaviestRankIsWithinOneParameterOfTheMean) {

@@ -1,4 +1,4 @@
-// `tessera plan`, run as a user does.
+// Runs `tessera plan` as a user does.
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_command_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -76,7 +77,7 @@ TEST(PlanCommand, TakesAFolderWithAConfig) {
   for (const char* part : {"gpt:name=number", "config.json", ".pt2"}) expect_contains(why, part);
 }
 
-// Opened in a browser by `make plan-page`.
+// `make plan-page` opens it in a browser.
 TEST(PlanCommand, DrawsAPage) {
   const TemporaryFolder folder;
   const std::string path = (folder / "page.html").string();
@@ -101,7 +102,7 @@ TEST(PlanCommand, DrawsAPage) {
   expect_contains(text, "none/page.html: No such file or directory");
 }
 
-// The fastest that fits is recommended, and the page draws its step.
+// Recommends the fastest plan that fits; the page draws its step.
 TEST(PlanCommand, SaysTheTimeOfAStep) {
   const TemporaryFolder folder;
   const std::string page = (folder / "page.html").string();
@@ -135,7 +136,7 @@ TEST(PlanCommand, SaysTheTimeOfAStep) {
                   "all 4 ranks are on one host of 8");
 }
 
-// A run's trace beside the line of the table that was run.
+// Draws a run's trace beside the matching line of the table.
 TEST(PlanCommand, DrawsAMeasuredStepBesideThePredictedOne) {
   const TemporaryFolder folder;
   const std::string page = (folder / "page.html").string(), trace = (folder / "trace.json").string();
@@ -173,7 +174,7 @@ TEST(PlanCommand, DrawsAMeasuredStepBesideThePredictedOne) {
   expect_contains(with({"--html", page, "--draw", "21"}).second, "--draw is 21, expected a line of the table, 1 to 20");
 }
 
-// Hosts are of eight ranks for bytes and for times, unless it is said otherwise.
+// Hosts have eight ranks for bytes and for times, by default.
 TEST(PlanCommand, HostsAreTheSameForBytesAndTimes) {
   const auto with = [&](std::vector<std::string> more) {
     std::vector<std::string> all = {"--model",  "gpt:layers=2,width=64,heads=2,vocab=100,sequence=16",
@@ -194,7 +195,7 @@ TEST(PlanCommand, HostsAreTheSameForBytesAndTimes) {
   EXPECT_LT(fast["step_s"].get<double>(), usual["step_s"].get<double>());
 }
 
-// What one command writes the other takes: seconds of this machine, which nobody knows but which are no nonsense.
+// One command reads the other's file: this machine's times are unknown, but plausible.
 TEST(PlanCommand, TakesWhatCalibrateWrites) {
   const TemporaryFolder folder;
   const std::string file = (folder / "speed.json").string();
@@ -217,11 +218,11 @@ TEST(PlanCommand, TakesWhatCalibrateWrites) {
   const double as_measured = step_s({});
   EXPECT_GT(as_measured, 1e-4);
   EXPECT_LT(as_measured, 10);
-  // What is given replaces what is in the file, single operators too.
+  // Command-line values replace those of the file, single operators included.
   EXPECT_GT(step_s({"--flops", "1e7", "--memory-bandwidth", "1GB"}), 10 * as_measured);
 }
 
-// Two ranks of a launcher's on this machine, which is as good as two hosts.
+// Two ranks of a launcher on this machine represent two hosts.
 TEST(PlanCommand, CalibrateAddsTheLinkBetweenHosts) {
   const TemporaryFolder folder;
   const std::string command = tessera::testing_support::built(TESSERA_COMMAND);

@@ -1,5 +1,5 @@
-// What models are made of beside linear layers and convolutions, each by itself: a dry run takes what a run with data
-// takes, forward and backward.
+// Operators of models besides linear layers and convolutions, each separately: a dry run takes the memory of a run with
+// data, forward and backward.
 #include <functional>
 #include <memory>
 #include <string>
@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::plan_tests {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -16,14 +17,14 @@ namespace nn = torch::nn;
 
 constexpr int64_t kItems = 24, kLength = 10, kChannels = 12;
 
-// Makes a module and says what is done with it, from inputs to the loss.
+// Creates a module, and the function from inputs to its loss.
 struct Part {
   std::string name;
   std::function<std::shared_ptr<nn::Module>()> make;
   std::function<at::Tensor(nn::Module&)> loss;
 };
 
-// Of a function of values [6, 10, 12] that need a gradient.
+// From a function of values [6, 10, 12] that require a gradient.
 struct ScaleImpl : nn::Module {
   ScaleImpl() : weight(register_parameter("weight", torch::randn({kItems, kLength, kChannels}))) {}
   at::Tensor weight;

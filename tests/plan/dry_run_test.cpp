@@ -1,24 +1,25 @@
-// A dry run takes what a run with data takes: every tensor, to the byte, after every operator.
+// A dry run takes the memory of a run with data: to the byte, after every operator.
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "optim/adafactor.h"
-#include "optim/ema.h"
-#include "optim/host/host_adam.h"
+#include <tessera/adafactor.h>
+#include <tessera/ema.h>
+#include <tessera/host_adam.h>
 #include "optim/state/optimizer_state.h"
 #include "tests/plan/models.h"
 #include "tests/plan/same_record.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
 constexpr int64_t kBatch = 6;
 
-// What is trained and how.
+// The model, and how it is trained.
 struct Case {
   std::string name;
   std::string model;  // "mlp", "conv", "gpt", "checkpointed gpt", "recipe"
@@ -87,7 +88,7 @@ auto with_model(const Case& each, Run run) {
   return wrap([checkpoints = each.model == "checkpointed gpt"] { return Gpt(checkpoints); });
 }
 
-// What wrapper and optimizer say themselves, of a run with data.
+// The reports of wrapper and optimizer in a run with data.
 struct Said {
   MemoryReport memory;
   int64_t optimizer_bytes = 0;
@@ -137,7 +138,7 @@ ZeroOptions stage(int number) {
   return {.stage = number, .ddp = {.bucket_cap_mb = 1}, .oss = {.broadcast_bucket_bytes = 65536}};
 }
 
-// Shards and state on a disk: with room in memory for all of it, and for little more than a parameter and its state.
+// Shards and state on disk: with memory for all of it, and for little more than one parameter and its state.
 void add_disk_cases(std::vector<Case>& all, const std::string& folder) {
   const auto disk = [&](int64_t buffer_bytes, WrapPolicy units = {}) {
     FsdpOptions options{.auto_wrap = std::move(units)};
@@ -185,8 +186,8 @@ std::vector<Case> cases() {
   add("hybrid, bf16", "gpt", 4, fsdp({.mixed_precision = bf16.mixed_precision, .hybrid = {.ranks_per_copy = 2}}));
   for (const int number : {1, 2})
     add("OSS, offload", "gpt", 2, stage(number)).zero.oss.offload = {.params = true, .grads = true};
-  // Ranks that are threads draw from one generator: whether a checkpointed part has drawn, and so keeps its state,
-  // would be a race between them.
+  // Ranks that are threads share a generator, so it would be a race whether a checkpointed part drew numbers and keeps
+  // the generator's state.
   add("FSDP", "checkpointed gpt", 1, fsdp({}));
   add("FSDP, bf16", "checkpointed gpt", 1, fsdp(bf16));
   add("OSS + SDP", "checkpointed gpt", 1, stage(2));
@@ -244,7 +245,7 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
   }
 }
 
-// What a rank has nothing of may be trained on another one, unless it is frozen.
+// A rank that owns no parameter may still train, unless all are frozen.
 TEST(DryRun, TakesWhatWholeParametersOptimizersTakeOfAFrozenModel) {
   constexpr int kWorld = 3;
   const auto make = [](std::shared_ptr<Communicator> comm) {
@@ -284,7 +285,7 @@ TEST(DryRun, TakesAnAverageOverCopiesOfTheModel) {
   EXPECT_GT(record.peak_bytes(), 4 * 50 * 50 / 2);
 }
 
-// Some losses keep the memory of what they are the mean of, and are seen while backward goes on.
+// Some losses keep the memory of the values that they average, visible during backward.
 TEST(DryRun, TakesWhatLossesTake) {
   using Loss = at::Tensor (*)(const at::Tensor& output, const at::Tensor& target);
   const std::pair<const char*, Loss> losses[] = {
@@ -309,7 +310,7 @@ TEST(DryRun, TakesWhatLossesTake) {
   }
 }
 
-// As torch.utils.flop_counter counts them: each input element with what a row of weights has.
+// As torch.utils.flop_counter counts them: each input element times a row of weights.
 TEST(DryRun, CountsTransposedConvolutions) {
   for (const int groups : {1, 2}) {
     struct NetImpl : torch::nn::Module {

@@ -1,4 +1,4 @@
-// What is published of memory and speed at scales that nobody has here, from dry runs.
+// Compares dry runs with published memory and speed at scales unavailable here.
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
@@ -8,15 +8,16 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout/unit_plan.h"
-#include "plan/record/decoder.h"
-#include "plan/record/dry_run.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/report/memory_plan.h"
-#include "plan/record/planned_model.h"
+#include <tessera/plan/decoder.h>
+#include <tessera/plan/dry_run.h>
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/memory_plan.h>
+#include <tessera/plan/planned_model.h>
 #include <tessera/zero.h>
+#include "core/layout/unit_plan.h"
 
 namespace tessera::literature_test {
+using namespace internal;
 namespace {
 
 constexpr double kGiB = 0x1p30, kGB = 1e9;
@@ -34,7 +35,7 @@ struct MasterAdam : torch::optim::Optimizer {
         auto made = std::make_unique<torch::optim::AdamWParamState>();
         made->exp_avg(at::zeros_like(parameter, at::kFloat));
         made->exp_avg_sq(at::zeros_like(parameter, at::kFloat));
-        made->max_exp_avg_sq(at::zeros_like(parameter, at::kFloat));  // stands for the copy
+        made->max_exp_avg_sq(at::zeros_like(parameter, at::kFloat));  // represents the copy
         state = std::move(made);
       }
     return {};
@@ -75,7 +76,7 @@ TEST(Literature, ZeroPaperMemoryTable) {
     const double gb = static_cast<double>(record.end[MemoryKind::kParameters] + record.end[MemoryKind::kGradients] +
                                           record.end[MemoryKind::kOptimizer]) /
                       1e9;
-    // By owner, 75 layers do not divide by 64: rank 0 has 2 of them where the paper's has 75 / 64.
+    // By owner, 75 layers do not divide by 64: rank 0 has 2 of them, the paper's ranks 75 / 64.
     const double part = stage == 1 || stage == 2 ? 2.0 : 75.0 / 64;
     const double split = stage == 0 ? 0 : stage == 1 ? 12 : stage == 2 ? 14 : 16;
     const double expected = 7.5 * (16 - split) + 0.1 * part * split;
@@ -107,14 +108,14 @@ PlannedTraining plan(const DecoderOptions& model, const TrainingChoice& choice, 
 }
 double bytes_of(const PlannedTraining& planned) { return static_cast<double>(planned.peak.tensors()); }
 
-// torchtitan's Llama 3.1 8B under FSDP2: fp32 parameters, computed in bfloat16, AdamW, two sequences of 8,192 tokens a
-// GPU (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; those that are compiled or in float8 make other
-// tensors).
+// torchtitan's Llama 3.1 8B under FSDP2: fp32 parameters, bfloat16 compute, AdamW, two sequences of 8,192 tokens a GPU
+// (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, without the compiled and float8 runs, which create
+// other tensors).
 constexpr TrainingChoice kTitan{.stage = 3, .bf16 = true}, kTitanFull{.stage = 3, .bf16 = true, .checkpointed = true};
 constexpr double kTitan8Gpus = 82.4, kTitan128Gpus = 67.0;  // GiB, "FSDP"
 
-// They checkpoint selectively, which is between keeping all activations and none. What more ranks save is shards,
-// gradients and state, whatever is kept of activations.
+// torchtitan checkpoints selectively, which is between all activations and none. More ranks save shards, gradients and
+// state, independent of activations.
 TEST(Literature, TorchtitanMemoryOf8B) {
   const DecoderOptions model = llama(32, 4096, 32, 14336, 8192, 2);
   const auto gib = [&](const TrainingChoice& choice, int ranks) {
@@ -127,18 +128,18 @@ TEST(Literature, TorchtitanMemoryOf8B) {
   EXPECT_NEAR(least - least_of_128, kTitan8Gpus - kTitan128Gpus, 0.1 * (kTitan8Gpus - kTitan128Gpus));
 }
 
-// docs/performance.md of torchtitan (2024), all checkpointed: Llama 3 70B trains on 64 A100 of 80 GB at batch size 1,
-// 405B on 128 H100 of 94 GB at batch size 2 does not with FSDP2 alone.
+// docs/performance.md of torchtitan (2024), all checkpointed: Llama 3 70B trains on 64 A100 of 80 GB at batch size 1;
+// 405B on 128 H100 of 94 GB at batch size 2 does not fit with FSDP2 alone.
 TEST(Literature, TorchtitanWhatFitsAndWhatDoesNot) {
   EXPECT_LT(bytes_of(plan(llama(80, 8192, 64, 28672, 8192, 1), kTitanFull, {.ranks = 64})), 80 * kGB);
   EXPECT_GT(bytes_of(plan(llama(126, 16384, 128, 53248, 8192, 2), kTitanFull, {.ranks = 128})), 94 * kGB);
 }
 
-// V100 of 32 GB, 16 in a DGX-2 with 1.5 TB. Data parallelism alone trains 1.4 billion parameters there, everything in
-// host memory "almost 100 billion" (Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 8.5 and figure 6a); and 40
-// billion on one of them (DeepSpeed, "ZeRO-3 Offload: Scale DL models to trillion parameters", 2021). 16 bytes a
-// parameter there as here; not so ZeRO-Offload, whose parameters on the GPU have 16 bit. A trillion parameters are
-// trained with products cut into tiles, which a plan does not have.
+// 16 V100 of 32 GB in a DGX-2 with 1.5 TB. There data parallelism alone trains 1.4 billion parameters; with everything
+// in host memory "almost 100 billion" (Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 8.5 and figure 6a). One
+// GPU trains 40 billion (DeepSpeed, "ZeRO-3 Offload: Scale DL models to trillion parameters", 2021). All use 16 bytes a
+// parameter, as here; ZeRO-Offload, with 16-bit parameters on the GPU, does not. Trillion-parameter runs tile their
+// products, which a plan cannot.
 TEST(Literature, ZeroInfinityModelScaleOfANode) {
   const TrainingChoice data_parallel{.stage = 0, .checkpointed = true};
   const TrainingChoice device{
@@ -158,8 +159,7 @@ TEST(Literature, ZeroInfinityModelScaleOfANode) {
 }
 
 // Zhao et al., "PyTorch FSDP" (VLDB 2023): GPT-175B on A100, 8 to a host of 2 Tbit/s: 173 TFLOP/s a GPU at batch size 1
-// and 186 at 2, the same from 128 to 512 GPUs. What is taken from elsewhere is the speed of products and of memory
-// alone.
+// and 186 at 2, from 128 to 512 GPUs. Only the speeds of products and of memory come from other sources.
 TEST(Literature, FsdpPaperScalesLinearly) {
   MachineSpeed speed;
   speed.work[static_cast<size_t>(WorkClass::kMatmul)] = SpeedCurve::of_speed(250e12);

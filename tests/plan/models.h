@@ -5,8 +5,9 @@
 
 #include "tests/support/reference.h"
 
-// Small networks of the kinds of operators that models are made of, with sizes that divide nothing.
+// Small networks with the kinds of operators of real models, and sizes without common divisors.
 namespace tessera::plan_tests {
+using namespace internal;
 
 struct MlpImpl : torch::nn::Module {
   MlpImpl() {

@@ -6,7 +6,7 @@
 
 namespace tessera::testing_support {
 
-// What a timeline page is drawn from.
+// The data that a timeline page draws.
 inline nlohmann::json data_of_page(const std::string& page) {
   const std::string begin = "id=\"data\">";
   const size_t at = page.find(begin);

@@ -1,21 +1,22 @@
-// What a dry run is for: figures of the literature, worlds of any size, plans, and what it refuses.
+// Figures of the literature, worlds of any size, plans, and errors of dry runs.
 #include <sys/resource.h>
 
 #include <algorithm>
 #include <cmath>
 #include <fstream>
 
-#include "exported/module/exported_module.h"
-#include "optim/fused_optimizers.h"
+#include <tessera/exported.h>
+#include <tessera/fused_optimizers.h>
+#include <tessera/plan/timeline_page.h>
 #include "plan/record/counting_communicator.h"
 #include "plan/report/plan_search.h"
-#include "plan/report/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/support/built.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -42,7 +43,7 @@ TEST(PlanScale, AnyRankOfAnyWorld) {
   EXPECT_GT(part.flop, 0);
   EXPECT_LT(part.end[MemoryKind::kParameters], whole.end[MemoryKind::kParameters] / 100);
   EXPECT_GE(part.peak[MemoryKind::kGathered], 4 * 60 * 240);
-  // Units three blocks and the root: gathered in forward, in backward, reduced; the root stays gathered in between.
+  // Three blocks and the root are units: gathered in forward and backward, reduced; the root stays gathered in between.
   int gathers = 0, reduces = 0;
   for (const RecordedCollective& collective : part.collectives) {
     if (collective.step != 2) continue;
@@ -55,7 +56,7 @@ TEST(PlanScale, AnyRankOfAnyWorld) {
   expect_contains(part.summary(), "reduce-scatter");
 }
 
-// In units that leave something of the numbers.
+// In units that keep significant digits.
 TEST(PlanScale, SummariesAreInTheUnitsOfTheirSize) {
   RunRecord record;
   record.operators.push_back({.name = "aten::mm", .step = 2});
@@ -73,7 +74,7 @@ TEST(PlanScale, SummariesAreInTheUnitsOfTheirSize) {
     expect_contains(large, part);
 }
 
-// No memory beyond metadata: what it takes in time says bench/plan_time --scale.
+// Uses no memory beyond metadata; bench/plan_time --scale measures its time.
 TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
   const auto model = planned_decoder(
       decoder_of("llama:layers=80,width=8192,heads=64,kv_heads=8,mlp=28672,vocab=128256,sequence=8192"));
@@ -86,13 +87,13 @@ TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
   const RunRecord record = model->run({.stage = 3, .bf16 = true, .checkpointed = true}, 65536, 17).record;
   EXPECT_GT(record.most[MemoryKind::kGathered], int64_t{3} << 30);
   EXPECT_LT(record.end[MemoryKind::kParameters], 5 << 20);
-#ifndef __SANITIZE_ADDRESS__  // which keeps what is freed for a while
+#ifndef __SANITIZE_ADDRESS__  // delays the reuse of freed memory
   EXPECT_LT(most_kib() - before, 256 << 10);
 #endif
 }
 
-// Ranks that read each other's memory gather no large unit ahead and keep no full gradient under way: a gathered unit,
-// and two gradients, fewer than others. A group within one of several memories is such a one.
+// Ranks that read each other's memory do not prefetch large units, and hold no full gradient in flight: one gathered
+// unit and two gradients, fewer than otherwise. This includes a group inside one of several shared memories.
 TEST(PlanModels, KnowWhoSharesMemory) {
   const auto model = planned_decoder(decoder_of("gpt:layers=6,width=128,heads=2,vocab=50,sequence=16"));
   const auto in_flight = [&](int ranks_sharing_memory, const TrainingChoice& choice) {
@@ -109,7 +110,7 @@ TEST(PlanModels, KnowWhoSharesMemory) {
   EXPECT_EQ(in_flight(2, {.stage = 3, .ranks_per_copy = 2}).first, gathered);
 }
 
-// Which submodule an operator is of: that of the parameter used last, and for a gradient that of what it is of.
+// An operator's submodule is that of the last used parameter; a gradient's, that of its forward operator.
 TEST(PlanRecord, NamesTheModuleOfEachOperator) {
   for (const int stage : {0, 3}) {
     for (const bool bf16 : {false, true}) {
@@ -150,7 +151,7 @@ TEST(PlanRecord, NamesTheModuleOfEachOperator) {
                   ", in " + record.modules[static_cast<size_t>(record.operators[record.peak_at].module)]);
 }
 
-// 2 for each multiplication that is added up: 6 a parameter and token for the matrices, attention beside.
+// 2 for each multiply-add: 6 a parameter and token for the matrices, plus attention.
 TEST(PlanFlop, OfAStepByFormula) {
   const RunRecord record = dry_gpt(1, 0);
   constexpr int64_t kTokens = 48, kMatrices = 3 * (60 * 180 + 60 * 60 + 2 * 60 * 240) + 301 * 60;
@@ -186,10 +187,10 @@ TEST(PlanErrors, ValuesThatAreNotThereAreZeroAndListed) {
   const auto expected = torch::rand({3});
   torch::manual_seed(5);
   dry_run([](auto) { return 0; }, [](auto&) { torch::rand({3}); });
-  EXPECT_TRUE(torch::equal(torch::rand({3}), expected));  // the generator is left alone
+  EXPECT_TRUE(torch::equal(torch::rand({3}), expected));  // the generator is unchanged
 }
 
-// A process with deterministic algorithms has libtorch fill what tensors are made of: not where there is nothing.
+// Deterministic algorithms make libtorch fill new memory; a dry run has none to fill.
 TEST(PlanErrors, NothingIsFilledUnderDeterministicAlgorithms) {
   constexpr int64_t kNumel = int64_t{1} << 40;
   auto& context = at::globalContext();
@@ -203,7 +204,7 @@ TEST(PlanErrors, NothingIsFilledUnderDeterministicAlgorithms) {
   EXPECT_GE(record.peak_bytes(), 4 * kNumel);
 }
 
-// A run that threw, wherever it was, leaves nothing behind: a training of the same model goes as before.
+// After a run that threw anywhere, training the same model is unaffected.
 TEST(PlanErrors, ATrainingAfterARunThatThrewIsAsEver) {
   const auto trained = [] {
     torch::nn::Linear model = seeded(3, [] { return torch::nn::Linear(6, 6); });
@@ -229,7 +230,7 @@ TEST(PlanErrors, ATrainingAfterARunThatThrewIsAsEver) {
   }
 }
 
-// Any text may be a name, and the peak is there however many operators there are.
+// Names may be any text; the peak is kept for any number of operators.
 TEST(PlanPage, HoldsWhatTheRecordHasAsText) {
   RunRecord record;
   record.units = {"", "unit '</script><img src=x onerror=alert(1)>\xff'"};
@@ -264,7 +265,7 @@ TEST(PlanPage, HoldsWhatTheRecordHasAsText) {
   EXPECT_NO_THROW(data_of_page(timeline_page({}, {})));
 }
 
-// A real run beside a predicted one: its bytes over the same operators, and red where they are others.
+// A real run beside the prediction: its bytes over the same operators, differences in red.
 TEST(PlanPage, MarksWhereAMeasuredRunDiffers) {
   const RunRecord predicted = dry_gpt(2, 0);
   const auto measured_of = [&](const RunRecord& real) {
@@ -303,7 +304,7 @@ TEST(PlanModels, FromTextAndHuggingFace) {
     std::ofstream(file) << "{" << fields << "}";
     return decoder_of_config(file, sequence, 1);
   };
-  // Parameters as transformers counts them, and as the models' pages say.
+  // Parameter counts of transformers and of the models' pages.
   const std::string llama = R"("model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 8192, )";
   const std::string mistral =
       R"("model_type": "mistral", "num_attention_heads": 32, "max_position_embeddings": 32768, )";
@@ -404,7 +405,7 @@ TEST(PlanSearch, FindsWhatThePlanDoesNotHave) {
     EXPECT_EQ(best < 0, !by_preference(tried, machines).empty() && best != by_preference(tried, machines).front());
     return best < 0 ? PlannedTraining{} : tried[static_cast<size_t>(best)];
   };
-  // Less than any of the usual choices takes: in host memory, or in smaller units.
+  // Less memory than any default choice takes: uses host memory, or smaller units.
   const PlannedTraining small = best_of(8, 0.99 * static_cast<double>(least) / kUsable);
   EXPECT_LT(small.peak.tensors(), least);
   EXPECT_TRUE(small.choice.offload || small.choice.units == UnitChoice::kLinears || small.choice.prefetch == 0);
@@ -413,7 +414,7 @@ TEST(PlanSearch, FindsWhatThePlanDoesNotHave) {
     expect_contains(small.options, ".offload = {.params = true, .grads = true}");
     EXPECT_GT(small.host_bytes, 0);
   }
-  // Where a copy of the model in each host fits, less travels between them.
+  // If a copy of the model fits in each host, fewer bytes cross hosts.
   const TrainingChoice hybrid{.stage = 3, .ranks_per_copy = 4};
   const PlannedTraining copies = plan_training(*model, hybrid, {16, 4}),
                         whole = plan_training(*model, {.stage = 3}, {16, 4});
@@ -423,7 +424,7 @@ TEST(PlanSearch, FindsWhatThePlanDoesNotHave) {
   EXPECT_EQ(best_of(8, 1e12).choice.stage, 0);
 }
 
-// Where a copy in each host does not fit, backward at least gathers within one.
+// If a copy does not fit in each host, backward at least gathers within a host.
 TEST(PlanSearch, FindsSecondaryCopies) {
   const auto model = planned_decoder(decoder_of("gpt:layers=24,width=128,heads=2,vocab=100,sequence=8"));
   const auto planned = [&](const TrainingChoice& choice) { return plan_training(*model, choice, {16, 4}); };
@@ -442,7 +443,7 @@ TEST(PlanSearch, FindsSecondaryCopies) {
   expect_contains(plan_text({*found}, {16, 4, room}), "secondary");
 }
 
-// A plan is of the rank that takes most, which is not always the first where parameters have owners.
+// A plan is for the rank that needs most memory, which need not be the first if parameters have owners.
 TEST(PlanModels, JudgesByTheLargestRank) {
   const auto model = planned_decoder(decoder_of("gpt:layers=3,width=64,heads=2,vocab=100,sequence=16"));
   bool is_another = false;
@@ -457,7 +458,7 @@ TEST(PlanModels, JudgesByTheLargestRank) {
   EXPECT_TRUE(is_another);
 }
 
-// Before stage 3 it is libtorch's autocast: activations and operators in 16 bit, parameters and state as they are.
+// Before stage 3 bf16 is libtorch's autocast: activations and operators in 16 bit, parameters and state unchanged.
 TEST(PlanModels, AutocastIsPlannedBeforeStageThree) {
   const auto model = planned_decoder(decoder_of("gpt:layers=2,width=64,heads=2,vocab=100,sequence=128,batch=4"));
   for (const int stage : {0, 2}) {
@@ -472,7 +473,7 @@ TEST(PlanModels, AutocastIsPlannedBeforeStageThree) {
   expect_contains(plan_training(*model, {.stage = 2, .bf16 = true}, {2}).options, "at::autocast to bfloat16");
 }
 
-// What the host has to have counts, and its time is not made up.
+// The host's memory counts, and no time is invented.
 TEST(PlanModels, OffloadIsHeldAgainstTheHost) {
   const auto model = planned_decoder(decoder_of("gpt:layers=4,width=256,heads=4,vocab=1000,sequence=64"));
   MachineSpeed speed;
@@ -496,7 +497,7 @@ TEST(PlanModels, OffloadIsHeldAgainstTheHost) {
   expect_contains(plan_text(plans, machines), "not the host");
 }
 
-// Offload to host memory, without touching it.
+// Plans offload to host memory without touching it.
 TEST(PlanSearch, OffloadTakesNoMemory) {
   const auto model = planned_decoder(decoder_of("gpt:layers=2,width=8192,heads=64,vocab=1000,sequence=64"));
   const auto most_kib = [] {
@@ -510,7 +511,7 @@ TEST(PlanSearch, OffloadTakesNoMemory) {
   EXPECT_LT(most_kib() - before, 1 << 20);
 }
 
-// What a dry run of an archive takes is what a training of it takes.
+// A dry run of an archive takes the memory of its training.
 TEST(PlanModels, Archives) {
   const std::filesystem::path archive = std::filesystem::path(built(TESSERA_EXPORTED_DATA)) / "decoder.pt2";
   const auto model = planned_archive(archive, 0, 0);

@@ -5,9 +5,10 @@
 #include <algorithm>
 #include <string>
 
-#include "plan/record/run_record.h"
+#include <tessera/plan/run_record.h>
 
 namespace tessera::plan_tests {
+using namespace internal;
 
 inline std::string difference(const BytesByKind& dry, const BytesByKind& real) {
   std::string text;

@@ -6,12 +6,13 @@
 #include <utility>
 #include <vector>
 
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/run_record.h"
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/run_record.h>
 
 namespace tessera::plan_tests {
+using namespace internal;
 
-// 1 TFLOP/s, 1 GB/s of memory and link, no fixed costs: numbers that divide.
+// 1 TFLOP/s, 1 GB/s of memory and link, no fixed costs: round numbers.
 inline MachineSpeed plain() {
   MachineSpeed speed;
   speed.work[static_cast<size_t>(WorkClass::kMatmul)] = SpeedCurve::of_speed(1e12);
@@ -20,7 +21,7 @@ inline MachineSpeed plain() {
   return speed;
 }
 
-// A record that is written as its rank would run it.
+// A record written in the order in which its rank would run.
 struct Script {
   RunRecord record;
   int step = 1;

@@ -1,4 +1,4 @@
-// Ranks that share cores: who goes when, what a collective takes of whom, and steps that were written by hand.
+// Ranks that share cores: the order of threads, the cost of collectives for each rank, and steps written by hand.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,22 +8,23 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/run_record.h>
+#include <tessera/plan/step_time.h>
 #include "plan/simulate/collective_flow.h"
 #include "plan/simulate/core_turns.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/run_record.h"
 #include "plan/simulate/shared_cores.h"
-#include "plan/simulate/step_time.h"
 #include "tests/plan/script.h"
 #include "tests/support/reference.h"
 
 namespace tessera::shared_cores_test {
+using namespace internal;
 namespace {
 
 using namespace plan_tests;
 using namespace testing_support;
 
-// Threads with one burst each, after which they sleep for ever: when each is over.
+// The end of each thread's only burst.
 std::vector<double> ends_of(int cores, const std::vector<double>& bursts_s, const std::vector<double>& begins_s) {
   std::vector<double> ends_s(bursts_s.size(), -1);
   std::vector<bool> began(bursts_s.size(), false);
@@ -40,17 +41,17 @@ std::vector<double> ends_of(int cores, const std::vector<double>& bursts_s, cons
   all = &turns;
   for (size_t thread = 0; thread < bursts_s.size(); ++thread) turns.sleep(thread, begins_s[thread]);
   while (std::ranges::any_of(ends_s, [](double end_s) { return end_s < 0; })) turns.advance();
-  EXPECT_THROW(turns.advance(), std::logic_error);  // all sleep, for ever
+  EXPECT_THROW(turns.advance(), std::logic_error);  // all sleep forever
   return ends_s;
 }
 
-// Slices go round; who comes late has had least, and goes next, but does not make up for all that it has missed.
+// Slices rotate. A late thread has the least time, so it runs next, but gets no credit for the past.
 TEST(CoreTurns, AreFair) {
   constexpr double kSliceSeconds = CoreTurns::kSliceSeconds;
   EXPECT_EQ(ends_of(2, {1, 2}, {0, 0}), (std::vector<double>{1, 2}));
   EXPECT_EQ(ends_of(1, {1, 1}, {0, 5}), (std::vector<double>{1, 6}));
   auto two = ends_of(1, {10 * kSliceSeconds, 10 * kSliceSeconds}, {0, 0});
-  std::ranges::sort(two);  // who of the two goes first in a turn is up to rounding
+  std::ranges::sort(two);  // rounding decides the order of the two in a turn
   EXPECT_NEAR(two[0], 19 * kSliceSeconds, 1e-9);
   EXPECT_NEAR(two[1], 20 * kSliceSeconds, 1e-9);
   const auto late = ends_of(1, {100 * kSliceSeconds, 40 * kSliceSeconds}, {0, 50.5 * kSliceSeconds});
@@ -64,7 +65,7 @@ RecordedCollective collective(const std::string& operation, int ranks, int64_t b
   return made;
 }
 
-// Rows and columns of a grid are known from one rank's; other groups only of those who are in them.
+// Rows and columns of a grid follow from one rank's; other groups are known only to their members.
 TEST(CollectiveFlow, GroupsOfOtherRanks) {
   EXPECT_EQ(group_of(collective("all-gather", 3, 8), 7), (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(group_of(collective("all-gather", 2, 8, {2, 3}), 5), (std::vector<int>{4, 5}));
@@ -76,7 +77,7 @@ TEST(CollectiveFlow, GroupsOfOtherRanks) {
 
 constexpr int64_t kBytes = 1 << 22;
 
-// Bytes of each rank in the mean, as the communicator has them.
+// Mean bytes of each rank, as in the communicator.
 TEST(CollectiveFlow, WorkOfRanks) {
   const auto copied = [](const std::string& operation, int ranks, int64_t bytes = kBytes) {
     return work_of(collective(operation, ranks, bytes)).copied_bytes;
@@ -87,13 +88,13 @@ TEST(CollectiveFlow, WorkOfRanks) {
   EXPECT_EQ(copied("all-reduce", 4, 1024), 3 * 1024);  // whole, in one exchange
   EXPECT_EQ(copied("reduce", 4), 0.75 * kBytes);       // three messages, each of all bytes, among four
   EXPECT_EQ(copied("broadcast", 2), 0.5 * kBytes);
-  EXPECT_EQ(copied("broadcast", 4), 0.75 * kBytes / 4 + 0.75 * kBytes);  // parts, which are gathered then
+  EXPECT_EQ(copied("broadcast", 4), 0.75 * kBytes / 4 + 0.75 * kBytes);  // parts, which are then gathered
   EXPECT_EQ(work_of(collective("reduce", 4, kBytes)).summed_bytes, 0.75 * kBytes);
   EXPECT_EQ(work_of(collective("all-reduce", 4, kBytes)).operations, 4);
   expect_contains(error_of<std::invalid_argument>([] { work_of(collective("gossip", 2, 8)); }), "gossip");
 }
 
-// Ranks beyond the cores take turns: slice by slice, or one after the other where they soon wait for each other.
+// Ranks beyond the cores take turns: slice by slice, or in sequence if they soon wait for each other.
 TEST(SharedCores, RanksTakeTurns) {
   MachineSpeed speed = plain();
   speed.cores = 2;
@@ -109,17 +110,17 @@ TEST(SharedCores, RanksTakeTurns) {
   EXPECT_NEAR(seconds(8, 1), 4, 0.02);
   EXPECT_NEAR(seconds(3, 1), 1.5, 0.01);
   EXPECT_NEAR(seconds(3, 1e-4), 2e-4, 1e-6);
-  // Whoever comes second copies: of two that come together each one message, or one of them both.
+  // The second to arrive copies: two that arrive together copy one message each, or one copies both.
   const double copied_s = seconds(2, 1, 8 * kGB) - 1;
   EXPECT_GE(copied_s, 4 - 1e-6);
   EXPECT_LE(copied_s, 8 + 1e-6);
-  // Four on two cores copy 4 x 3 messages of 2 GB at 1 GB/s a core.
+  // Four ranks on two cores copy 4 x 3 messages of 2 GB at 1 GB/s a core.
   const double copied_by_four_s = seconds(4, 1, 8 * kGB) - 2;
   EXPECT_GE(copied_by_four_s, 12 - 0.1);
   EXPECT_LE(copied_by_four_s, 16);
 }
 
-// Those with more to do hold back the others, and time goes by when somebody sleeps.
+// Ranks with more work delay the others, and time passes while ranks sleep.
 TEST(SharedCores, TheSlowestIsWaitedFor) {
   MachineSpeed speed = plain();
   speed.cores = 2;
@@ -140,7 +141,7 @@ TEST(SharedCores, TheSlowestIsWaitedFor) {
   expect_contains(error_of<std::invalid_argument>([&] { predict_step(std::vector<RunRecord>(), speed); }), "no record");
 }
 
-// Between hosts the link works beside compute, and what TCP takes of a core does not.
+// Between hosts the link works beside compute, but TCP uses time of a core.
 TEST(SharedCores, HostsExchangeBesideCompute) {
   MachineSpeed speed = plain();
   speed.cores = 2;
@@ -151,7 +152,7 @@ TEST(SharedCores, HostsExchangeBesideCompute) {
   script.compute(3);
   script.wait(gather);
   EXPECT_NEAR(predict_step(script.record, speed).total_s, 4, 1e-6);
-  speed.tcp.bytes_per_s = 2e9;  // 2 s of the core that is left
+  speed.tcp.bytes_per_s = 2e9;  // 2 s of the other core
   EXPECT_NEAR(predict_step(script.record, speed).total_s, 4, 0.1);
   speed.cores = 1;
   EXPECT_NEAR(predict_step(script.record, speed).total_s, 5, 1);
@@ -159,8 +160,8 @@ TEST(SharedCores, HostsExchangeBesideCompute) {
   EXPECT_NEAR(predict_step(script.record, speed).total_s, 10, 1);
 }
 
-// What a host gets comes by its link, too: a reduction's root, on which three send at once, and of a broadcast those
-// who do not send.
+// Incoming data uses the host's link too: at a reduction's root, to which three ranks send, and at the receivers of a
+// broadcast.
 TEST(SharedCores, LinksAreFullInBothDirections) {
   MachineSpeed speed = plain();
   speed.cores = 8;
@@ -180,7 +181,7 @@ TEST(SharedCores, LinksAreFullInBothDirections) {
   }
 }
 
-// Two hosts of two ranks: sums of what comes from the other host are TCP's, groups may lie in one host or across.
+// Two hosts of two ranks: TCP adds up data from the other host; groups may be in one host or across.
 TEST(SharedCores, GroupsWithinAndAcrossHosts) {
   MachineSpeed speed = plain();
   speed.cores = 2;

@@ -1,4 +1,4 @@
-// Seconds of steps that were written by hand, so that they are known; and of real ones, as far as they are.
+// Times of steps written by hand, which are known exactly, and of real ones.
 #include <array>
 #include <filesystem>
 #include <fstream>
@@ -8,14 +8,14 @@
 #include <set>
 #include <utility>
 
-#include "core/launch/launch.h"
+#include <tessera/launch.h>
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/measured_step.h>
+#include <tessera/plan/step_time.h>
+#include <tessera/plan/timeline_page.h>
 #include "plan/calibrate/calibrate_hosts.h"
 #include "plan/calibrate/calibrate_operators.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/report/measured_step.h"
-#include "plan/simulate/step_time.h"
 #include "plan/simulate/time_lanes.h"
-#include "plan/report/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/plan/script.h"
@@ -23,6 +23,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_time_test {
+using namespace internal;
 namespace {
 
 using namespace plan_tests;
@@ -33,7 +34,7 @@ TEST(StepTime, OperatorsFollowEachOther) {
   script.compute(2);
   script.record.operators.push_back({.name = "aten::add", .step = 1, .bytes = 3 * kGB});
   script.record.operators.push_back(
-      {.name = "aten::mm", .step = 1, .flop = 1'000'000, .bytes = 4 * kGB});  // reads most
+      {.name = "aten::mm", .step = 1, .flop = 1'000'000, .bytes = 4 * kGB});  // mostly reads
   MachineSpeed speed = plain();
   speed.operator_s = 0.5;
   const StepTime time = predict_step(script.record, speed);
@@ -46,12 +47,12 @@ TEST(StepTime, OperatorsFollowEachOther) {
   EXPECT_NEAR(time.intervals[1].end_s, 6, kExact);
 }
 
-// By its own curve where there is one, in fp32; work that needs no time of a kernel takes what every operator does.
+// Uses the operator's own curve if known, in fp32; work without kernel time takes the cost of every operator.
 TEST(StepTime, NamedOperatorsHaveTheirOwnSpeed) {
   MachineSpeed speed = plain();
   speed.operator_s = 0.5;
   speed.operators["aten::gelu"] = {0, SpeedCurve::of_speed(0.25e9)};
-  speed.operators["aten::mm"] = {1000, SpeedCurve::of_speed(2e12)};  // a byte as a thousand FLOP
+  speed.operators["aten::mm"] = {1000, SpeedCurve::of_speed(2e12)};  // a byte counts as a thousand FLOP
   RecordedOperator gelu{.name = "aten::gelu", .step = 1, .bytes = kGB};
   EXPECT_NEAR(speed.seconds_of(gelu), 4.5, kExact);
   gelu.dtype = c10::ScalarType::BFloat16;
@@ -60,7 +61,7 @@ TEST(StepTime, NamedOperatorsHaveTheirOwnSpeed) {
   EXPECT_NEAR(speed.seconds_of({.name = "aten::gelu"}), 0.5, kExact);
 }
 
-// A page draws operators of a unit as one, and collectives as they are.
+// A page draws consecutive operators of a unit as one, and each collective.
 TEST(StepTime, IsDrawnByUnit) {
   Script script;
   script.record.units = {"", "blocks.0"};
@@ -101,7 +102,7 @@ TEST(StepTime, WhatOverlapsIsWhatLiesBetweenStartAndWait) {
   EXPECT_NEAR(predict_step(never.record, plain()).communication_s, 4, kExact);
 }
 
-// The second begins when the first is over, wherever compute is; a wait in between two starts holds back the second.
+// The second begins when the first ends, wherever compute is; a wait between two starts delays the second.
 TEST(StepTime, CollectivesAreInTheOrderOfStarts) {
   Script script;
   const size_t first = script.start("all-gather", 8 * kGB), second = script.start("reduce-scatter", 4 * kGB);
@@ -118,7 +119,7 @@ TEST(StepTime, CollectivesAreInTheOrderOfStarts) {
 
   Script held;
   held.wait(held.start("all-gather", 8 * kGB, 2, {0, 1}));
-  held.start("all-gather", 8 * kGB, 2, {0, 2});  // between hosts: a lane of its own, and yet not before 4
+  held.start("all-gather", 8 * kGB, 2, {0, 2});  // between hosts: a separate lane, but not before 4
   held.wait(1);
   MachineSpeed two_hosts = plain();
   two_hosts.ranks_per_host = 2;
@@ -126,7 +127,7 @@ TEST(StepTime, CollectivesAreInTheOrderOfStarts) {
   EXPECT_NEAR(predict_step(held.record, two_hosts).total_s, 5, kExact);
   std::swap(held.record.collectives[0].wait, held.record.collectives[1].wait);
   held.record.collectives[0].wait = held.record.collectives[1].wait = RecordedWait{1, 0, 2};
-  EXPECT_NEAR(predict_step(held.record, two_hosts).total_s, 4, kExact);  // side by side
+  EXPECT_NEAR(predict_step(held.record, two_hosts).total_s, 4, kExact);  // concurrent
 }
 
 TEST(StepTime, ComputeIsSlowerWhileSomethingIsCommunicated) {
@@ -140,7 +141,7 @@ TEST(StepTime, ComputeIsSlowerWhileSomethingIsCommunicated) {
   EXPECT_NEAR(predict_step(script.record, speed).compute_s, 7, kExact);
 }
 
-// Flat products take longer than square ones of as many FLOP, whichever of both the calls were more of.
+// Flat products take longer than square ones with equal FLOP, whichever shape dominated the calls.
 TEST(OperatorSpeed, IsFoundFromCallsOfAnyShape) {
   constexpr double kFlops = 1e11, kBytesPerS = 1e10;
   const auto call = [](double m, double n, double k) {
@@ -156,13 +157,13 @@ TEST(OperatorSpeed, IsFoundFromCallsOfAnyShape) {
     const TimedKernel other = call(m, n, k);
     EXPECT_NEAR(speed.curve.seconds_of(speed.work_of(other.flop, other.bytes)), other.seconds, 0.05 * other.seconds);
   }
-  // One shape says nothing of bytes, and operators without FLOP go by bytes.
+  // One shape gives no information on bytes; operators without FLOP use bytes.
   const OperatorSpeed one = speed_through({call(8, 8, 8), call(8, 8, 8)});
   EXPECT_NEAR(one.curve.seconds_of(one.work_of(1024, 768)), call(8, 8, 8).seconds, 1e-9);
   EXPECT_NEAR(speed_through({{0, 1000, 1e-3}}).curve.seconds_of(2000), 2e-3, kExact);
 }
 
-// What a step leaves on its way is in the way of the next.
+// Collectives left in flight by a step delay the next.
 TEST(StepTime, StepsGoOnIntoEachOther) {
   Script script;
   script.step = 0;
@@ -284,7 +285,7 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   expect_contains(error_of<std::invalid_argument>([] { seconds_of_text("-1s"); }), "-1s");
 }
 
-// As data sheets write them.
+// As in data sheets.
 TEST(SpeedText, IsUnderstoodInBitsAndBytes) {
   for (const char* text : {"400Gbit", "400Gb/s", "400Gbit/s", "400 Gb/s", "400Gbps", "50GB/s", "50 GB", "0.05TB/s"})
     EXPECT_DOUBLE_EQ(bytes_per_s_of_text(text), 50e9) << text;
@@ -300,11 +301,11 @@ TEST(SpeedText, IsUnderstoodInBitsAndBytes) {
   EXPECT_THROW(bytes_of_text("80GB/s"), std::invalid_argument);
   EXPECT_EQ(bytes_of_text("8B"), 8);
   EXPECT_EQ(bytes_of_text("1048576"), 1 << 20);
-  for (const char* text : {"8", "80", "1048575"})  // who says so means another unit
+  for (const char* text : {"8", "80", "1048575"})  // means another unit
     EXPECT_THROW(bytes_of_text(text), std::invalid_argument) << text;
 }
 
-// A file of TESSERA_TRACE with steps of so many microseconds each, of which half is a unit's compute.
+// A file of TESSERA_TRACE with steps of these microseconds, half of each in a unit's compute.
 void write_trace(const std::filesystem::path& file, const std::vector<int>& steps_us, int64_t pid = 0) {
   std::ofstream stream(file, std::ios::app);
   if (stream.tellp() == 0) stream << R"([{"name":"tessera_trace","ph":"i","pid":0,"tid":0,"args":{"rank":0}})" << "\n";
@@ -347,7 +348,7 @@ TEST(MeasuredStep, IsTheMedianOfATrace) {
   expect_contains(refused(folder.path() / "other.json", 0), "is not a trace");
 }
 
-// Where no optimizer is traced, whether a backward was a step's last is not known.
+// Without a traced optimizer, the last backward of a step is unknown.
 TEST(MeasuredStep, RefusesATraceWithoutOptimizers) {
   const TemporaryFolder folder;
   const auto file = folder.path() / "trace.json";
@@ -361,7 +362,7 @@ TEST(MeasuredStep, RefusesATraceWithoutOptimizers) {
                   "has computing of rank 0 but no optimizer");
 }
 
-// Compute without the waits in it, unit by unit, and the largest difference first.
+// Compute by unit, without its waits; the largest difference first.
 TEST(MeasuredStep, IsComparedByName) {
   const TemporaryFolder folder;
   const auto file = folder.path() / "trace.json";
@@ -408,7 +409,7 @@ RunRecord dry_gpt(int prefetch, int world, HybridSharding hybrid = {}) {
       {.world_size = world});
 }
 
-// A real program's starts and waits: with prefetching gathers go on beside compute, without it none does.
+// Starts and waits of a real program: prefetched gathers overlap compute, others do not.
 TEST(StepTime, OfARealStepFollowsItsPrefetching) {
   MachineSpeed speed = plain();
   speed.work[0] = SpeedCurve::of_speed(1e9);
@@ -430,7 +431,7 @@ TEST(StepTime, OfARealStepFollowsItsPrefetching) {
     EXPECT_TRUE(collective.wait.has_value()) << collective.what;
 }
 
-// Threads of one machine that share no memory are hosts as good as others.
+// Threads of one machine without shared memory represent hosts.
 TEST(StepTime, TheLinkBetweenHostsIsMeasured) {
   MachineSpeed machine = plain();
   machine.cores = 1;

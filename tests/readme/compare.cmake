@@ -1,4 +1,4 @@
-# Fails unless README shows the example word for word.
+# Fails unless README contains the example verbatim.
 file(READ "${README}" readme)
 file(READ "${EXAMPLE}" example)
 string(FIND "${readme}" "```cpp\n${example}```" at)

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the snippets of the documentation use without declaring it. Nothing here is defined: snippets are inline
-// functions that nobody calls, so they are compiled and not linked.
+// Declares the names that the documentation's snippets use without a declaration. Defines nothing: snippets are
+// uncalled inline functions, so they are compiled and not linked.
 
 #include <torch/torch.h>
 

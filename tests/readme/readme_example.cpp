@@ -7,7 +7,7 @@ int main(int argc, char** argv) {
   if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);  // or torchrun, srun, mpirun
   auto comm = tessera::init();
 
-  torch::nn::Sequential model;  // any module, as it is
+  torch::nn::Sequential model;  // any module, unchanged
   for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(256, 256));
   tessera::FullyShardedDataParallel fsdp(
       model, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});  // a unit per Linear

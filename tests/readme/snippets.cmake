@@ -1,5 +1,5 @@
-# Makes one file of the C++ snippets in the documentation, so that all are compiled: each is the body of a function, or,
-# if it begins with a type, a template or a function, a namespace. What they use and do not declare is in names.h.
+# Writes the documentation's C++ snippets to one file, to compile them: each is the body of a function, or of a
+# namespace if it begins with a type, a template or a function. names.h declares missing names.
 #
 #   cmake -DSOURCE_DIR=<tree> -DPAGES=<page>,<page>... -DOUTPUT=<file> -P snippets.cmake
 cmake_minimum_required(VERSION 3.25)
@@ -20,7 +20,7 @@ foreach(page ${pages})
     string(FIND "${text}" "```" end)
     string(SUBSTRING "${text}" 0 ${end} snippet)
     string(SUBSTRING "${text}" ${end} -1 text)
-    string(REGEX REPLACE "#include [^\n]*" "" snippet "${snippet}") # names.h has them
+    string(REGEX REPLACE "#include [^\n]*" "" snippet "${snippet}")  # names.h has them
     string(REGEX REPLACE "[^\n]" "" lines "${before}")
     string(LENGTH "${lines}" passed)
     math(EXPR line "${line} + ${passed}")

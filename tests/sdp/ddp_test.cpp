@@ -15,6 +15,7 @@ void tessera_visit_tensors(Heads& heads, Visit&& visit) {
 }  // namespace program
 
 namespace tessera::ddp_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -18,8 +18,7 @@
 
 namespace tessera::testing {
 
-// A program that a test runs, with everything it prints in a file. It leads a session of its own,
-// which the destructor kills.
+// A program that a test runs, with its output in a file. It leads its own session, which the destructor kills.
 class ChildProcess {
  public:
   using Environment = std::map<std::string, std::string>;
@@ -62,7 +61,7 @@ class ChildProcess {
     return text.str();
   }
 
-  // How often `text` has been printed so far.
+  // Returns how often `text` has been printed so far.
   int printed(const std::string& text) const {
     const auto all = output();
     int count = 0;
@@ -70,7 +69,7 @@ class ChildProcess {
     return count;
   }
 
-  // Waits until `text` has been printed `times` times; false if that takes too long.
+  // Blocks until `text` has been printed `times` times; returns false on timeout.
   bool await(const std::string& text, int times, std::chrono::seconds limit = std::chrono::seconds(60)) const {
     const auto end = std::chrono::steady_clock::now() + limit;
     while (printed(text) < times) {
@@ -80,7 +79,7 @@ class ChildProcess {
     return true;
   }
 
-  // The exit code, 128 + signal if a signal ended it, or -1 if it does not end within the limit.
+  // Returns the exit code, 128 + signal if a signal ended it, or -1 on timeout.
   int wait(std::chrono::seconds limit = std::chrono::seconds(60)) {
     const auto end = std::chrono::steady_clock::now() + limit;
     int status = 0;

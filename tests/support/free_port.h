@@ -9,7 +9,7 @@
 
 namespace tessera::testing_support {
 
-// Of the loopback interface, for a store of ranks in other processes.
+// Returns a port of the loopback interface, for a store of ranks in other processes.
 inline int free_port() {
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

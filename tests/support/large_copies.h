@@ -8,7 +8,7 @@
 
 namespace tessera::testing_support {
 
-// How many tensors of at least `least_numel` elements this thread writes by copy_() while `body` runs.
+// Returns how many tensors of at least `least_numel` elements this thread writes by copy_() while `body` runs.
 template <class Body>
 int large_copies(int64_t least_numel, Body body) {
   static thread_local int copies = 0;

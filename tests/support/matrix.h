@@ -7,8 +7,8 @@
 
 namespace tessera::testing_support {
 
-// Whether every product of worlds, options and models is wanted: `make matrix`, which sets TESSERA_TEST_MATRIX=full.
-// Otherwise each test runs, and in it each value of each axis, but not each with each.
+// Whether to test every product of worlds, options and models: `make matrix`, which sets TESSERA_TEST_MATRIX=full.
+// Otherwise each test covers each value of each axis, but not all combinations.
 inline bool has_full_matrix() {
   const char* text = std::getenv("TESSERA_TEST_MATRIX");
   if (text == nullptr || std::string(text) == "short") return false;
@@ -17,7 +17,7 @@ inline bool has_full_matrix() {
   return true;
 }
 
-// `always`, and in the full matrix `more`.
+// Returns `always`, and in the full matrix also `more`.
 template <class T>
 std::vector<T> of_matrix(std::vector<T> always, const std::vector<T>& more) {
   if (has_full_matrix()) always.insert(always.end(), more.begin(), more.end());

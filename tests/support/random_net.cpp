@@ -3,9 +3,10 @@
 #include <cstdlib>
 
 namespace tessera::testing_support {
+using namespace internal;
 namespace {
 
-// A module without a forward of its own: a place in the tree.
+// A module without forward: an inner node of the tree.
 struct NodeImpl : torch::nn::Module {};
 
 }  // namespace
@@ -105,7 +106,7 @@ RandomNetImpl::Step RandomNetImpl::draw_leaf(torch::nn::Module& parent) {
           parent.register_module(name(), tied);
           return [tied](at::Tensor x) mutable { return torch::tanh(tied(x)); };
         }
-        // another module's weight, transposed, with a bias of its own
+        // another module's weight, transposed, with its own bias
         auto bias = parent.register_parameter(name(), torch::zeros({kWidth}));
         parent.register_parameter(name(), tied->weight);
         return [tied, bias](at::Tensor x) { return torch::tanh(torch::matmul(x, tied->weight) + bias); };

@@ -9,11 +9,10 @@
 
 namespace tessera::testing_support {
 
-// A module tree drawn at random: [batch, kWidth] in and out. Holds whatever a user's model might:
-// chains, residual branches, modules called twice or registered twice, tied and frozen weights,
-// plain parameters of 0, 1 and odd numbers of elements and of no dimension, transposed
-// (non-contiguous) ones, parameters that forward never uses, norms with buffers, convolutions,
-// recurrent layers and attention. The same seed gives the same tree with the same values.
+// A module tree drawn at random, with input and output [batch, kWidth]. Contains anything that a user's model may:
+// chains, residual branches, modules called or registered twice, tied and frozen weights, plain parameters (of 0, 1 or
+// an odd number of elements, without dimensions, non-contiguous), unused parameters, norms with buffers, convolutions,
+// recurrent layers and attention. Equal seeds give equal trees and values.
 constexpr int64_t kWidth = 8;
 
 struct RandomNetImpl : torch::nn::Module {
@@ -36,7 +35,7 @@ struct RandomNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(RandomNet);
 
-// How many trees a property is tried on: `usually`, or what TESSERA_TEST_TREES says.
+// Returns the number of trees to test a property on: TESSERA_TEST_TREES, or `usually`.
 int trees_to_test(int usually);
 
 }  // namespace tessera::testing_support

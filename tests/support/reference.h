@@ -16,31 +16,32 @@
 #include "tests/support/matrix.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
-// Where this thread's rank has its tensors: on the CPU, unless the program runs its tests on simulated devices
+// The device of this thread's rank: the CPU, unless the program runs its tests on simulated devices
 // (tests/support/accelerator/tests_on_devices.cpp).
 inline thread_local at::Device rank_device = at::kCPU;
 using RankBody = std::function<void(std::shared_ptr<Communicator>)>;
 inline void (*run_ranks_on_devices)(int world, const RankBody& body) = nullptr;
-// `all`, or `fewer` where this program's on_ranks() has devices, on which all takes long, and not every product is
-// wanted.
+// Returns `fewer` if on_ranks() uses devices, where `all` takes long, and the full matrix is not requested; otherwise
+// `all`.
 template <class T>
 T fewer_on_devices(T all, T fewer) {
   return run_ranks_on_devices != nullptr && !has_full_matrix() ? std::move(fewer) : std::move(all);
 }
 
-// On GPUs (TESSERA_TEST_GPU) NCCL adds in an order of its own, and kernels in theirs: ranks and a reference then agree
-// to rounding, and elsewhere to the bit.
+// On GPUs (TESSERA_TEST_GPU), NCCL and kernels add in other orders: ranks and a reference agree to rounding, elsewhere
+// bit for bit.
 inline bool adds_in_other_orders = false;
 inline bool same_values(const at::Tensor& own, const at::Tensor& expected) {
   return adds_in_other_orders ? own.sizes() == expected.sizes() && torch::allclose(own, expected, 1e-4, 1e-4)
                               : torch::equal(own, expected);
 }
-// Adam's epsilon. Its first steps are about as long for a gradient that is nothing but rounding, as that of attention's
-// key bias is, as for any other: where roundings differ, they are to be shorter.
+// Returns Adam's epsilon. Adam's first steps have full length even for a gradient of pure rounding error (e.g. of
+// attention's key bias). If rounding differs, a larger epsilon shortens them.
 inline double adam_eps() { return adds_in_other_orders ? 1e-2 : 1e-8; }
 
-// A tensor, a list of them or a module of this holder, moved there. Others stay.
+// Moves a tensor, a list of tensors or a module of this holder there. Returns other types unchanged.
 template <class What>
 What on_rank_device(What what) {
   if (rank_device.is_cpu()) return what;
@@ -54,8 +55,9 @@ What on_rank_device(What what) {
   return what;
 }
 
-// Ranks are threads and share torch's default generator: one at a time seeds it and draws, on the CPU. The result is
-// moved to the rank's device without the lock: a copy waits for the device, which may wait for the other ranks.
+// Calls draw() with the seed. Ranks are threads and share torch's default generator, so one at a time seeds it and
+// draws, on the CPU. Moves the result to the rank's device without the lock: a copy waits for the device, which may
+// wait for other ranks.
 inline std::mutex generator_mutex;
 template <class Draw>
 auto seeded(uint64_t seed, Draw draw) {
@@ -68,7 +70,7 @@ auto seeded(uint64_t seed, Draw draw) {
   return on_rank_device(std::move(drawn));
 }
 
-// run_ranks with one intra-operator thread a rank, so that results do not depend on the machine.
+// run_ranks() with one intra-operator thread for each rank, so that results do not depend on the machine.
 inline void on_ranks(int world, const RankBody& body) {
   auto run = [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(1);
@@ -79,7 +81,7 @@ inline void on_ranks(int world, const RankBody& body) {
   run_ranks_on_devices != nullptr ? run_ranks_on_devices(world, run) : run_ranks(world, run);
 }
 
-// Each parameter once, as the wrapper sees them.
+// Returns each parameter once, like the wrapper.
 inline std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module) {
   std::vector<at::Tensor> unique;
   for (const auto& parameter : module.parameters()) {
@@ -90,7 +92,7 @@ inline std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module
   return unique;
 }
 
-// A step of two optimizers, for whose parameters `backward` leaves gradients.
+// Steps two optimizers, after `backward` has set the gradients of both.
 template <class Backward>
 void step_both(torch::optim::Optimizer& sharded, torch::optim::Optimizer& whole, Backward backward) {
   sharded.zero_grad();
@@ -100,9 +102,9 @@ void step_both(torch::optim::Optimizer& sharded, torch::optim::Optimizer& whole,
   whole.step();
 }
 
-// The specification of data-parallel training: one process, the parts of the batch one after the
-// other, gradients added in rank order and divided by the number of parts. A parameter that no
-// part used has no gradient; one that some parts did not use counts as 0 there.
+// The specification of data-parallel training: one process computes the parts of the batch in order, adds gradients in
+// rank order and divides by the number of parts. A parameter that no part uses has no gradient; in a part that does not
+// use it, its gradient counts as 0.
 template <class Model, class Loss>
 void reference_backward(Model& model, int world, Loss loss_of_part) {
   auto parameters = unique_parameters(*model);
@@ -137,7 +139,7 @@ void reference_backward(Model& model, int world, Loss loss_of_part) {
   }
 }
 
-// All parameters of the sharded model equal the reference's bit for bit.
+// Expects all parameters of the sharded model to equal the reference's.
 template <class Wrapped>
 void expect_same_parameters(Wrapped& fsdp, const torch::nn::Module& reference, const std::string& where) {
   auto state = fsdp.full_state_dict();
@@ -149,8 +151,8 @@ void expect_same_parameters(Wrapped& fsdp, const torch::nn::Module& reference, c
   }
 }
 
-// Calls a wrapper, a module holder or a pointer to a module. (A holder's own operator() does not
-// know what Sequential returns.)
+// Calls a wrapper, a module holder or a pointer to a module. (A holder's own operator() does not know Sequential's
+// return type.)
 template <class Net, class... Args>
 auto call(Net& net, Args&&... args) {
   if constexpr (requires { net->forward(std::forward<Args>(args)...); }) {
@@ -160,12 +162,12 @@ auto call(Net& net, Args&&... args) {
   }
 }
 
-// What a call throws, "" if nothing.
+// Returns the message of the exception that a call throws, "" if none.
 template <class Error, class Call>
 std::string error_of(Call call) {
   try {
     call();
-  } catch (const testing::AssertionException&) {  // GoogleTest's own: the test is skipped, say
+  } catch (const testing::AssertionException&) {  // GoogleTest's own, e.g. to skip the test
     throw;
   } catch (const Error& error) {
     return error.what();

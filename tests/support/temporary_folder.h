@@ -11,14 +11,14 @@
 
 namespace tessera::testing_support {
 
-// A whole file.
+// Returns the contents of a file.
 inline std::string file_bytes(const std::filesystem::path& path) {
   std::ostringstream text;
   text << std::ifstream(path, std::ios::binary).rdbuf();
   return std::move(text).str();
 }
 
-// A folder of a test's own, gone at the end.
+// A folder for one test, deleted at its end.
 class TemporaryFolder {
  public:
   TemporaryFolder() {

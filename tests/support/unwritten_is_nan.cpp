@@ -1,5 +1,5 @@
-// In every test program: memory of a tensor that nobody has written is NaN, or as large as can be, and not what lay
-// there before, which is mostly zeros or an earlier run's right values. Who reads it is found, and at each run.
+// Linked into every test program: fills new tensors with NaN or the largest value instead of leftover memory, which is
+// often zero or an earlier run's correct values. So reads of unwritten memory fail, in every run.
 #include <ATen/Context.h>
 
 namespace tessera::testing_support {

@@ -1,5 +1,5 @@
 // TensorBoard's files, read here byte by byte; tests/interop/tensorboard_test.py has TensorBoard read them.
-#include "core/trace/event_writer.h"
+#include <tessera/event_writer.h>
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -14,6 +14,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::event_writer_test {
+using namespace internal;
 namespace {
 
 using testing_support::file_bytes;

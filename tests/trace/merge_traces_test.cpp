@@ -20,6 +20,7 @@
 #endif
 
 namespace tessera::merge_traces_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

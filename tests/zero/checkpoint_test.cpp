@@ -1,10 +1,11 @@
-// A run that stops in one stage goes on in another, on as many ranks as there are then.
+// A run saved in one stage continues in another, at any number of ranks.
 #include "checkpoint/load/offline.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::checkpoint_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
@@ -28,7 +29,7 @@ void under(const Layout& layout, unsigned tree, uint64_t values, Body body) {
     options.oss.broadcast_bucket_bytes = 300;
     options.fsdp.auto_wrap = wrap_by_size(60);
     options.fsdp.hybrid.ranks_per_copy = layout.ranks_per_copy;
-    // Not the fused one: its vectors end where shards do, and round otherwise there.
+    // Not the fused optimizer: its vectors end where shards do, and round differently there.
     auto model = zero(net, torch::optim::AdamWOptions(1e-2).amsgrad(tree % 2 == 0), comm, options);
     body(model);
   });
@@ -72,7 +73,7 @@ TEST(StageCheckpoints, TheStateIsTheSameInAnyStageOnAnyNumberOfRanks) {
   }
 }
 
-// Stages have the same bits at one world size, so one may take over from another.
+// Stages are bit-equal at one world size, so any may continue another's run.
 TEST(StageCheckpoints, TrainingGoesOnBitByBitInAnotherStage) {
   for (unsigned tree = 0; tree < kTrees; ++tree) {
     const TemporaryFolder folder;
@@ -85,7 +86,7 @@ TEST(StageCheckpoints, TrainingGoesOnBitByBitInAnotherStage) {
     under({world, first}, tree, 1, [&](auto& model) {
       train(model, 0, 3);
       auto pending = save_checkpoint_async(folder / "half", model, model.optimizer());
-      train(model, 3, 4);  // must not show in what is saved
+      train(model, 3, 4);  // must not change the saved values
       pending.wait();
     });
     under({world, last}, tree, 2, [&](auto& model) {

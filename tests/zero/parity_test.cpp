@@ -1,4 +1,4 @@
-// All stages against the unsharded loop: bit for bit, over random module trees and worlds.
+// All stages against the unsharded loop, bit for bit, over random module trees and worlds.
 
 #include <cstdlib>
 #include <map>
@@ -10,11 +10,12 @@
 #include "tests/support/reference.h"
 
 namespace tessera::parity_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;
 
-// Which of five pairs of trees and options: two at each world and stage, all of them in each stage.
+// Selects two of five pairs of trees and options for each world and stage; each stage tests all of them.
 std::vector<int> kinds_at(int world, int stage) {
   if (has_full_matrix()) return {0, 1, 2, 3, 4};
   return {(world + stage) % 5, (world + stage + 2) % 5};
@@ -47,7 +48,7 @@ ZeroOptions options(int stage, int kind) {
   return options;
 }
 
-// Sanitizers look at what ranks share, and take five times as long.
+// With sanitizers two worlds suffice to find races, and each takes five times as long.
 std::vector<int> worlds() {
   return std::getenv("TESSERA_TEST_TREES") != nullptr ? std::vector{1, 3} : std::vector{1, 2, 3, 4, 5};
 }
@@ -56,16 +57,16 @@ class Stages : public ::testing::TestWithParam<std::tuple<int, int>> {};
 INSTANTIATE_TEST_SUITE_P(WorldsAndStages, Stages,
                          ::testing::Combine(::testing::ValuesIn(worlds()), ::testing::Values(0, 1, 2, 3)));
 
-// Stages 0 and 1 keep averages on every rank, to which the next backward adds before it averages again:
-// equal, but only to rounding.
+// Stages 0 and 1 keep averages on every rank; the next backward adds to them before it averages again. Results are
+// equal only to rounding.
 class StagesWithShardedGradients : public Stages {};
 INSTANTIATE_TEST_SUITE_P(WorldsAndStages, StagesWithShardedGradients,
                          ::testing::Combine(::testing::ValuesIn(worlds()), ::testing::Values(2, 3)));
 
-// How a step's gradients come together.
+// How the gradients of a step are accumulated.
 enum class Accumulation { kNone, kNoSync, kReduceEach };
 
-// What both sides of the comparison go through, with `backward` as their own way to the gradients of a step's passes.
+// Runs the steps of both sides of the comparison. `backward` computes a step's gradients.
 template <class Backward>
 void train(int kind, int world, Accumulation accumulation, Backward backward) {
   constexpr int kSteps = 12;
@@ -81,7 +82,7 @@ at::Tensor loss_of(auto& net, const Data& data, int part) {
   return torch::mse_loss(net(data.x.narrow(0, part * kRows, kRows)), data.y.narrow(0, part * kRows, kRows));
 }
 
-// A rank's part of the training, by a wrapper.
+// Trains a wrapped model on this rank.
 template <class Model>
 void train_wrapped(Model& model, int kind, const Communicator& comm, Accumulation accumulation) {
   train(kind, comm.size(), accumulation, [&](const std::vector<Data>& parts, bool set_to_none) {
@@ -96,12 +97,12 @@ void train_wrapped(Model& model, int kind, const Communicator& comm, Accumulatio
   });
 }
 
-// All of it in one process, by torch's optimizer.
+// Trains in one process, with torch's optimizer.
 void train_whole(RandomNet& net, torch::optim::Optimizer& optimizer, int kind, int world, Accumulation accumulation) {
   train(kind, world, accumulation, [&](const std::vector<Data>& parts, bool set_to_none) {
     optimizer.zero_grad(set_to_none);
     if (accumulation == Accumulation::kNoSync) {
-      // The ranks' own sums are averaged: pass after pass in each part.
+      // Averages the ranks' own sums, pass after pass in each part.
       reference_backward(net, world, [&](int part) {
         const at::Tensor first = loss_of(net, parts[0], part);
         if (first.requires_grad()) first.backward();
@@ -122,7 +123,7 @@ RandomNet tree(int world, int kind, uint64_t seed) {
   return seeded(seed, [&] { return RandomNet(100 * world + kind); });
 }
 
-// The tree as one process trains it: once for all ranks and all stages.
+// Returns the tree that one process trained, shared by all ranks and stages.
 const RandomNet& trained(int world, int kind, Accumulation accumulation) {
   static std::map<std::tuple<int, int, Accumulation>, RandomNet> known;
   const auto [entry, is_new] = known.try_emplace({world, kind, accumulation}, nullptr);
@@ -145,7 +146,7 @@ void expect_parity(int world, int stage, Accumulation accumulation, const std::v
   for (int kind : kinds) references.emplace(kind, trained(world, kind, accumulation));
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
     for (int kind : kinds) {
-      auto model = tree(world, kind, comm->rank() > 0 ? 8 : 7);  // rank 0's values count
+      auto model = tree(world, kind, comm->rank() > 0 ? 8 : 7);  // rank 0's values are used
       auto check = [&](auto&& wrapped) {
         train_wrapped(wrapped, kind, *comm, accumulation);
         expect_same_parameters(wrapped, *references.at(kind),
@@ -173,7 +174,7 @@ TEST_P(StagesWithShardedGradients, AddUpOverBackwardPasses) {
   expect_parity(world, stage, Accumulation::kReduceEach, one_kind_at(world, stage));
 }
 
-// libtorch's holders hand out a const module where they are const themselves.
+// libtorch's holders return a const module if they are const.
 TEST(Wrappers, HandOutAModuleThatCanBeSwitchedToEvaluation) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     const auto check = [](const auto& wrapped) {

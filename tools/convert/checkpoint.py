@@ -1,4 +1,4 @@
-"""Tessera's checkpoints, format 2 (checkpoint/format/FORMAT.md), read and written a piece of a tensor at a time."""
+"""Reads and writes Tessera's checkpoints, format 2 (checkpoint/format/FORMAT.md), one piece of a tensor at a time."""
 
 import dataclasses
 import fcntl
@@ -18,7 +18,7 @@ import xxhash
 from . import json_text
 
 BLOCK_BYTES = 1 << 20
-PIECE_BYTES = 32 << 20  # how much of a tensor is in memory where it can be had in pieces
+PIECE_BYTES = 32 << 20  # memory for a tensor that can be read in pieces
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -34,8 +34,7 @@ class ConvertError(Exception):
 
 @dataclasses.dataclass
 class Tensor:
-    """A tensor that is to be had: `load()` gives it whole, or pieces that follow one another in the order of its memory,
-    and is called once."""
+    """A tensor to load: `load()` returns it whole, or as consecutive pieces in memory order; must be called once."""
 
     name: str
     kind: str  # "parameter", "buffer", "state"
@@ -51,7 +50,7 @@ class Tensor:
 
 @dataclasses.dataclass
 class Checkpoint:
-    """`optimizer`: None, or {"kind", "groups": [{"options", "parameters"}], "numbers"}, as the manifest has it."""
+    """`optimizer`: None, or {"kind", "groups": [{"options", "parameters"}], "numbers"}, as in the manifest."""
 
     tensors: list
     optimizer: dict | None = None
@@ -69,7 +68,7 @@ def bytes_of(tensor):
 
 
 class BlockSums:
-    """The checksums of data that comes in pieces."""
+    """The checksums of data that arrives in pieces."""
 
     def __init__(self):
         self.ended, self.open, self.room = [], xxhash.xxh3_64(), BLOCK_BYTES
@@ -93,7 +92,8 @@ class BlockSums:
 
 
 def boxes_of(shape, most_numel):
-    """A tensor's boxes of at most so many elements, (offsets, shape), each one range of its memory, in their order."""
+    """Returns a tensor's boxes of at most this many elements, (offsets, shape), each a range of its memory, in order.
+    """
     lead = next((d for d, n in enumerate(shape) if n > 1), None)
     if lead is None or math.prod(shape) <= most_numel:
         yield [0] * len(shape), list(shape)
@@ -107,7 +107,7 @@ def boxes_of(shape, most_numel):
 
 
 def header_of(entries, checksums, identity):
-    """The first bytes of rank 0's only file, sealed; as long whatever the checksums are."""
+    """Returns the first bytes of rank 0's only file, with its checksum. Its length does not depend on the checksums."""
     sums = {e.name: checksums.get(e.name, "0" * (16 * -(-e.bytes // BLOCK_BYTES))) for e in entries}
     note = {"id": identity, "rank": 0, "block_bytes": BLOCK_BYTES, "checksums": sums}
     places = {e.name: {"saved_offsets": [0] * len(e.shape)} for e in entries}
@@ -131,7 +131,7 @@ def sum_of_manifest(manifest):
 
 
 def check_values(value, where):
-    """What the manifest's readers would take for something else, or for damage."""
+    """Refuses values that the manifest's readers would misread or take for damage."""
     if isinstance(value, dict):
         for key, entry in value.items():
             check_values(str(key), where)
@@ -151,7 +151,7 @@ def check_values(value, where):
 
 
 def write(target, checkpoint, progress=lambda name: None):
-    """Writes a checkpoint of one rank, in the memory of one tensor or piece. The folder appears when it is complete."""
+    """Writes a checkpoint of one rank, with one tensor or piece in memory. The folder appears when it is complete."""
     target = pathlib.Path(target)
     if target.exists():
         raise ConvertError(f"{target}: is there already")
@@ -199,7 +199,7 @@ def write_tensor(file, entry):
         sums.add(data)
         file.write(data)
         have += piece.numel()
-        del piece, data  # before the next is there
+        del piece, data  # before the next is read
     if have != math.prod(entry.shape):
         raise ConvertError(f"'{entry.name}' has {have} elements; expected {math.prod(entry.shape)}")
     return sums.text()
@@ -215,7 +215,7 @@ def read_at(file, position, data, name):
 
 
 def next_sequence(folder):
-    """One more than the largest among the checkpoints there, so that this one is the newest."""
+    """One more than the largest sequence of the checkpoints there, so that this one is the newest."""
     largest = 0
     for manifest in folder.glob("[!.]*/tessera.json"):
         with open(manifest, "rb") as file:
@@ -249,16 +249,16 @@ def sync_folder(folder):
 
 
 class Reader:
-    """A checkpoint of any number of ranks, read in pieces, each verified. Nobody removes it meanwhile."""
+    """Reads a checkpoint of any number of ranks in verified pieces, and locks it against removal."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
         try:
             self.hold = open(self.folder / "tessera.json", "rb")
-            try:  # a shared lock on all of it, as FORMAT.md has it
+            try:  # a shared lock on the whole file, as in FORMAT.md
                 fcntl.fcntl(self.hold, fcntl.F_OFD_SETLK, struct.pack("@hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
             except OSError:
-                pass  # there are no locks on this file system
+                pass  # no locks on this file system
             self.manifest = json.loads(self.hold.read().decode())
         except FileNotFoundError:
             raise ConvertError(f"{folder}: is not a checkpoint: it has no tessera.json") from None
@@ -295,7 +295,7 @@ class Reader:
                 (path, places[name]["saved_offsets"], entry["shape"], 8 + length + entry["data_offsets"][0], note["checksums"][name]))
 
     def pieces(self, name):
-        """What a tensor consists of: (offsets, shape, read) of its boxes, large ones in several. `read()` verifies."""
+        """The parts of a tensor: (offsets, shape, read) of its boxes, large ones split. `read()` verifies."""
         entry = self.manifest["tensors"][name]
         dtype, slices = DTYPES[entry["dtype"]], self.slices.get(name, [])
         found = sum(math.prod(shape) for _, _, shape, _, _ in slices)
@@ -311,7 +311,7 @@ class Reader:
                 first = last
 
     def read(self, path, name, begin, slice_bytes, wanted, checksums):
-        """Bytes of a slice that begins at `begin`. What they share a block with is read too, and verified."""
+        """Reads bytes of a slice from `begin`; also reads and verifies the rest of their blocks."""
         block, (first, last) = self.manifest["block_bytes"], wanted
         found = torch.empty(last - first, dtype=torch.uint8)
         data = bytes_of(found)

@@ -32,7 +32,7 @@ class OneMetadata(FileSystemReader):
 
 
 class Taker:
-    """Stands in for a planner, and for the tensor that a reader would fill: takes what was read, without a copy."""
+    """Replaces a planner and the tensor that a reader would fill: takes the data without a copy."""
 
     def resolve_tensor(self, item):
         self.lengths = item.lengths
@@ -52,7 +52,7 @@ class Taker:
 
 
 def follow_one_another(size, chunks):
-    """Whether each chunk is a range of the tensor's memory that begins where the one before ends."""
+    """Returns whether each chunk is a range of the tensor's memory that begins where the previous one ends."""
     strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
     end = 0
     for chunk in chunks:
@@ -71,7 +71,7 @@ class Folder:
         metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(metadata, True)
         self.entries = metadata.state_dict_metadata
-        # The keys that the state dict had, by the flat name: ("optim", "state", "0.weight", "exp_avg").
+        # The keys of the state dict, by flat name: ("optim", "state", "0.weight", "exp_avg").
         self.paths = {name: tuple(keys) for name, keys in (metadata.planner_data or {}).items() if name in self.entries}
         for name in self.entries:
             self.paths.setdefault(name, (name,))
@@ -83,7 +83,7 @@ class Folder:
         return state[name]
 
     def load(self, name):
-        """A tensor chunk by chunk as it was saved, where they follow one another; else whole."""
+        """Returns a tensor chunk by chunk as it was saved, if chunks are consecutive; otherwise whole."""
         entry = self.entries[name]
         chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
         if not follow_one_another(entry.size, chunks):
@@ -97,7 +97,7 @@ class Folder:
         return taker.tensor
 
     def spec(self, name):
-        """(dtype, shape, load), or the value where it is small."""
+        """Returns (dtype, shape, load), or the value of a small entry."""
         entry = self.entries[name]
         if not isinstance(entry, TensorStorageMetadata):
             return self.read(name)
@@ -107,8 +107,8 @@ class Folder:
 
 
 def split(paths):
-    """What is the model's and what the optimizer's: the longest keys in front of "param_groups" are the optimizer's, and
-    the model's are the others with tensors."""
+    """Splits keys into the model's and the optimizer's: the longest prefixes of "param_groups" are the optimizer's,
+    other keys with tensors the model's."""
     optimizer = next((keys[: keys.index("param_groups")] for keys in paths.values() if "param_groups" in keys), None)
     model, other = {}, {}
     for name, keys in paths.items():
@@ -169,8 +169,8 @@ def read_optimizer(folder, names, depth, result, options):
 
 
 class Lazy(DefaultSavePlanner):
-    """Writes tensors that are not there yet, in pieces, each read when it is written. `pieces`: by flat name, what
-    checkpoint.Reader.pieces() gives."""
+    """Writes tensors in pieces, each read when it is written. `pieces`: by flat name, from checkpoint.Reader.pieces().
+    """
 
     def __init__(self, pieces):
         super().__init__()
@@ -198,7 +198,7 @@ class Lazy(DefaultSavePlanner):
 
 
 class OneFile(FileSystemWriter):
-    """Writes one thing after the other to one file. torch's own keeps what it has written until its file ends."""
+    """Writes items to one file in sequence. torch's own writer keeps them in memory until the file ends."""
 
     def write_data(self, plan, planner):
         name, results = f"{plan.storage_data.prefix}0.distcp", []
@@ -220,8 +220,8 @@ class OneFile(FileSystemWriter):
 
 
 def write_dcp(target, reader, options):
-    """A checkpoint of Tessera's as {"model": ..., "optim": {"state", "param_groups"}}, what FSDP2's get_state_dict()
-    gives."""
+    """Writes a Tessera checkpoint as {"model": ..., "optim": {"state", "param_groups"}}, as FSDP2's get_state_dict()
+    returns."""
     if pathlib.Path(target).exists():
         raise ConvertError(f"{target}: is there already")
     manifest, pieces = reader.manifest, {}

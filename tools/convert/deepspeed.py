@@ -1,4 +1,6 @@
-"""DeepSpeed's folders: ZeRO 1, 2 and 3, and universal checkpoints. Parameters come from the optimizer's fp32 copies."""
+"""Reads DeepSpeed's folders: ZeRO 1, 2 and 3, and universal checkpoints. Takes parameters from the optimizer's fp32
+copies.
+"""
 
 import math
 import pathlib
@@ -10,7 +12,7 @@ from .checkpoint import Checkpoint, ConvertError, Tensor
 
 
 def folder_of(path):
-    """The folder of one step: what "latest" or "latest_universal" names, or the path itself."""
+    """The folder of one step: named by "latest" or "latest_universal", or the path itself."""
     path = pathlib.Path(path)
     for name in ("latest_universal", "latest"):
         if (path / name).exists():
@@ -88,7 +90,7 @@ def base_of(state, stage):
 
 
 def flat_parts(states, stage, group):
-    """By key, what each rank has of a group: flat tensors; and what all have: "step"."""
+    """By key, each rank's part of a group as flat tensors; and the values common to all: "step"."""
     fp32 = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     parts, alike = {"fp32": [state[fp32][group] for state in states]}, {}
     for state in states:
@@ -101,7 +103,7 @@ def flat_parts(states, stage, group):
 
 
 def parts_of_stage2(states, shapes):
-    """The ranks' partitions, one after the other, are a group's parameters, one after the other, and padding."""
+    """The concatenated partitions of the ranks are the concatenated parameters of a group, plus padding."""
     found = {}
     for group, own in enumerate(shapes):
         parts, alike = flat_parts(states, 2, group)
@@ -119,7 +121,7 @@ def parts_of_stage2(states, shapes):
 
 
 def cut(flat, begin, numel):
-    """A range of tensors that lie one after the other, copied."""
+    """A copied range of concatenated tensors."""
     pieces = []
     for part in flat:
         first, last = max(begin, 0), min(begin + numel, part.numel())
@@ -130,7 +132,7 @@ def cut(flat, begin, numel):
 
 
 def parts_of_stage3(states, shapes):
-    """Each rank has an equal part of each parameter, the last with padding; parts follow one another over all groups."""
+    """Each rank has an equal part of each parameter, the last with padding; parts of all groups are concatenated."""
     ranks = len(states)
     groups = [flat_parts(states, 3, group) for group in range(len(states[0]["fp32_flat_groups"]))]
     found, begin = {}, 0
@@ -151,7 +153,7 @@ def parts_of_stage3(states, shapes):
 
 
 def read_universal(folder, options):
-    """zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt: a file for each state of each parameter."""
+    """zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt: one file for each state of each parameter."""
     model_files = sorted(folder.glob("*model_states.pt"))
     refuse_parts(model_files)
     model = torch_file.load(model_files[0], options)

@@ -1,4 +1,4 @@
-"""JSON as nlohmann-json prints it, digit by digit: what the manifest's checksum is of."""
+"""Formats JSON exactly as nlohmann-json does, because the manifest's checksum covers its text."""
 
 import json
 import math

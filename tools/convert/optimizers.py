@@ -1,4 +1,4 @@
-"""What torch.optim calls an optimizer's state and options, and what Tessera's manifest does."""
+"""Maps torch.optim's names of an optimizer's state and options to those of Tessera's manifest."""
 
 import torch
 
@@ -11,13 +11,13 @@ OPTIONS = {
     "RMSprop": {"lr", "alpha", "eps", "weight_decay", "momentum", "centered"},
     "Adagrad": {"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"},
 }
-# How the loop is run, or what a schedule keeps; they change nothing in what is saved.
+# Options of the loop's execution or of a schedule; they do not change the saved state.
 HARMLESS = {"params", "param_names", "foreach", "capturable", "differentiable", "fused", "initial_lr", "decoupled_weight_decay",
             "bias_correction", "name", "param_group_id", "step", "swap_tensors"}
 
 
 def kind_of(group, asked):
-    """AdamW's and Adam's groups look alike, but for "decoupled_weight_decay", which newer ones have."""
+    """AdamW's and Adam's groups differ only in "decoupled_weight_decay", which newer versions have."""
     if asked:
         if asked not in OPTIONS:
             raise ConvertError(f"--optimizer-kind {asked}: expected one of {', '.join(OPTIONS)}")
@@ -46,7 +46,7 @@ def options_to_ours(group, kind):
 
 
 def groups_to_ours(groups, asked_kind):
-    """`groups`: torch's, whose "params" are the parameters' names."""
+    """`groups`: torch's, with the parameters' names as "params"."""
     kind = kind_of(groups[0], asked_kind)
     return {"kind": kind, "numbers": {},
             "groups": [{"options": options_to_ours(group, kind), "parameters": list(group["params"])} for group in groups]}
@@ -72,7 +72,7 @@ def add_state(optimizer, tensors, fqn, shape, state):
 
 
 def groups_to_torch(optimizer):
-    """Whole groups as torch.optim has them, with its defaults for what Tessera does not know."""
+    """Returns complete groups as in torch.optim, with its defaults for options that Tessera does not know."""
     kind = optimizer["kind"]
     if kind not in OPTIONS:
         raise ConvertError(f"torch.optim has no {kind}: its state cannot be written for torch; --no-optimizer leaves it out")

@@ -1,5 +1,6 @@
-"""Files of torch.save: a model's state dict, or one with an optimizer's beside it. Among them what FairScale's
-consolidated states are saved as."""
+"""Reads files of torch.save: a model's state dict, or one with an optimizer's state dict; also FairScale's consolidated
+states.
+"""
 
 import math
 import re
@@ -11,7 +12,7 @@ from .checkpoint import Checkpoint, ConvertError, Tensor
 
 
 def load(path, options):
-    """Memory-mapped where the file allows it, so that a tensor costs memory when it is read."""
+    """Memory-maps the file if possible, so that a tensor takes memory only when it is read."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=not options.trust)
     except RuntimeError as error:
@@ -85,7 +86,7 @@ def read_torch(path, options):
 
 
 def from_state_dicts(model, optimizer, extra, options):
-    """A model's and an optimizer's state dicts, whose parameters may be numbers or names."""
+    """A model's and an optimizer's state dicts, with numbers or names for parameters."""
     by_storage, tensors = {}, []
     for name, tensor in model.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
@@ -102,8 +103,8 @@ def from_state_dicts(model, optimizer, extra, options):
 
 
 def names_of_numbers(result, optimizer, options):
-    """Which parameter each number of an optimizer's state dict is. Numbers follow the groups, so that of several groups
-    the model's order says nothing."""
+    """Maps the numbers in an optimizer's state dict to parameters. Numbers follow the groups, so with several groups
+    the model's order does not determine them."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     named = [name for group in optimizer["param_groups"] for name in group.get("param_names", [])]
     if len(named) == len(numbers):
@@ -143,7 +144,7 @@ def add_optimizer(result, optimizer, options):
 
 
 def buffers(pattern):
-    """Whether a name is a buffer's: torch's own modules', or what the pattern finds."""
+    """Returns whether a name is a buffer's: of torch's own modules, or a match of the pattern."""
     known = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
     own = re.compile(pattern) if pattern else None
     return lambda name: bool(known.search(name) or (own and own.search(name)))

@@ -10,7 +10,7 @@ import re
 import subprocess
 from pathlib import Path
 
-# New folder: the old files, by stem; a stem stands for its .h and its .cpp.
+# New folder: the old files, by stem; a stem means its .h and its .cpp.
 FOLDERS = {
     "core/runtime": "async/in_time async/operation_handle async/parallel_over async/stream_uses async/task_queue "
                     "offload/copy_engine storage/file memory/thread_scope flat/scope flat/quiet flat/lazy_values "

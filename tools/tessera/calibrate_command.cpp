@@ -7,16 +7,17 @@
 #include <string>
 #include <utility>
 
+#include <tessera/launch.h>
 #include "commands.h"
-#include "core/launch/launch.h"
 #include "plan/calibrate/calibrate_hosts.h"
 #include "plan/report/quantity_text.h"
 
 using namespace tessera;
+using namespace tessera::internal;
 
 namespace {
 
-// As one rank of a launcher's group, on a host of its own.
+// Runs as one rank of a launcher's group, alone on its host.
 int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions& options) {
   if (!launched())
     throw std::invalid_argument(
@@ -48,7 +49,7 @@ int calibrate(const Arguments& arguments) {
   CalibrationOptions options{.ranks = arguments.ranks, .threads = arguments.threads, .quick = arguments.quick};
   options.progress = [](const std::string& what) { std::fprintf(stderr, "%s\n", what.c_str()); };
   if (!arguments.speed.file.empty()) return calibrate_between_hosts(arguments, options);
-  const MachineSpeed speed = tessera::calibrate(options);
+  const MachineSpeed speed = calibrate(options);
   write_speed(speed, file);
   const auto largest = [](const SpeedCurve& curve) {
     const auto [amount, seconds] = curve.points().back();
@@ -76,8 +77,8 @@ int calibrate(const Arguments& arguments) {
 
 namespace {
 
-// Numbers replace a file's. On one host --link is the one there is; between hosts it is also that within them, unless
-// something else is known of that.
+// Numbers replace those of a file. On one host --link is its link; with several it is also the link within a host,
+// unless that is given.
 void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines& machines) {
   const auto set = [](LinkSpeed& link, const std::string& bytes, const std::string& latency) {
     if (!bytes.empty()) link = {link.latency_s, bytes_per_s_of_text(bytes), 0};
@@ -112,7 +113,8 @@ std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machi
     if (!text.empty()) curve = SpeedCurve::of_speed(per_s_of(text));
   };
   if (!given.flops.empty()) speed.work = {}, speed.work_16bit = {}, speed.cores = 0;
-  if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();  // else they would hide what is given
+  // they would override the given values
+  if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();
   if (!given.flops.empty() && given.bandwidth.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
   set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32,

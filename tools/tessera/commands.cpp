@@ -7,23 +7,25 @@
 #include <string>
 #include <system_error>
 
-#include "progress_bar.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/save/commit.h"
-#include "checkpoint/load/find_checkpoints.h"
+#include <tessera/checkpoint.h>
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/full_file/find_full_tensors.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "plan/report/quantity_text.h"
+#include "progress_bar.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;
 using namespace tessera;
+using namespace tessera::internal;
 
 namespace {
 
-// A folder of checkpoints stands for its newest.
+// A folder of checkpoints means its newest one.
 fs::path resolve(const fs::path& path) {
   if (is_checkpoint(path)) return path;
   const auto latest = latest_checkpoint(path);
@@ -33,7 +35,7 @@ fs::path resolve(const fs::path& path) {
   return *latest;
 }
 
-// Of what exists and is none, says which commands take it.
+// For an existing path that is not a checkpoint, names the commands that accept it.
 fs::path checkpoint_of(const fs::path& path) {
   const fs::path found = resolve(path);
   std::error_code ignored;
@@ -74,7 +76,7 @@ json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
   return result;
 }
 
-// The names as a tree: what they share is shown once.
+// Prints names as a tree, common parts once.
 void print_tree(const SavedTensors& saved, bool slices) {
   std::vector<std::string> open;  // the parts of the name above the line
   for (const auto& [name, tensor] : saved.tensors) {
@@ -110,7 +112,7 @@ int inspect(const Arguments& arguments) {
   const ReadLock hold(path);
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
-  // Where each slice lies is in the ranks' own files.
+  // The place of each slice is in the ranks' own files.
   const bool lists = arguments.json || arguments.slices;
   const SavedTensors saved = !manifest ? find_full_tensors(path)
                              : lists   ? with_every_slice(manifest->saved)
@@ -135,7 +137,7 @@ int inspect(const Arguments& arguments) {
 
 int verify(const Arguments& arguments) {
   const fs::path path = checkpoint_of(arguments.paths[0]);
-  static_cast<void>(read_manifest_text(path));  // what is not there is an error, not damage
+  static_cast<void>(read_manifest_text(path));  // a missing file is an error, not damage
   std::vector<std::string> problems;
   int64_t bytes = 0;
   try {

@@ -1,5 +1,5 @@
-// The `tessera` command: looks at checkpoints, makes others of them, plans the memory and time of a training, and
-// merges traces.
+// The `tessera` command: inspects and transforms checkpoints, plans the memory and time of a training, and merges
+// traces.
 
 #include <algorithm>
 #include <boost/program_options.hpp>
@@ -20,8 +20,8 @@ struct Command {
   std::string name;  // one word or two
   std::string arguments;
   std::string what;
-  size_t paths;                      // at least, where its arguments end in "..."
-  std::vector<std::string> options;  // its own, beside those of all
+  size_t paths;                      // the minimum, if its arguments end in "..."
+  std::vector<std::string> options;  // besides the common ones
   int (*run)(const Arguments&);
 
   bool has(const std::string& option) const {
@@ -83,7 +83,7 @@ const Command& command_of(const std::string& name) {
   throw po::error("there is no command '" + name + "'; `tessera --help` lists them");
 }
 
-// Takes the command off the words.
+// Removes the command from the words.
 std::string take_command(std::vector<std::string>& words) {
   std::string name = words[0];
   words.erase(words.begin());
@@ -112,7 +112,7 @@ void print_usage(const Command& command) {
   std::cout << "  tessera " << command.name << " " << command.arguments << "\n      " << command.what << "\n";
 }
 
-// Of one command, or of all if its name is empty.
+// Prints the help of one command, or of all if the name is empty.
 void print_help(const std::string& name, const po::options_description& options) {
   po::options_description shown("Options");
   if (name.empty()) {
@@ -239,7 +239,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     const int code = run(argc, argv);
-    // A result that nobody gets is an error: the disk that it was to go to is full, say.
+    // Lost output is an error, for example on a full disk.
     std::cout.flush();
     if (!std::cout || std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
       throw std::runtime_error("standard output could not be written");

@@ -10,12 +10,13 @@
 #include <stdexcept>
 #include <system_error>
 
+#include <tessera/plan/timeline_page.h>
 #include "commands.h"
 #include "plan/report/plan_search.h"
 #include "plan/report/quantity_text.h"
-#include "plan/report/timeline_page.h"
 
 using namespace tessera;
+using namespace tessera::internal;
 
 namespace {
 
@@ -73,7 +74,7 @@ void write_page(const std::string& path, const std::string& page) {
     throw std::runtime_error("cannot write " + path + ": " + std::generic_category().message(errno));
 }
 
-// Of a search, what is worth reading: the best.
+// The best results of a search.
 constexpr size_t kShown = 20;
 
 void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
@@ -121,7 +122,7 @@ int plan(const Arguments& arguments) {
   if (arguments.draw < 0 || arguments.draw > std::ssize(plans))
     throw std::invalid_argument("--draw is " + std::to_string(arguments.draw) +
                                 ", expected a line of the table, 1 to " + std::to_string(plans.size()));
-  // Also where none fits: then it is the one that takes least.
+  // If no plan fits, this is the smallest one.
   const int first = arguments.draw > 0 ? arguments.draw - 1 : by_preference(plans, machines).front();
   if (!arguments.html.empty()) draw(arguments, *model, plans[static_cast<size_t>(first)], machines, notes);
   if (!arguments.json) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-// A line on standard error that is drawn again as bytes go by; silent where that is not a terminal.
+// A progress line on standard error, redrawn as bytes are processed; silent unless that is a terminal.
 class ProgressBar {
  public:
   ProgressBar(std::string doing, int64_t total_bytes);

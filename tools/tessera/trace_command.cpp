@@ -5,14 +5,14 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
-#include "plan/report/quantity_text.h"
 #include "core/trace/merge_traces.h"
+#include "plan/report/quantity_text.h"
 
 namespace {
 
 double microseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1000; }
 
-nlohmann::json json_of(const tessera::MergedTrace& merged) {
+nlohmann::json json_of(const tessera::internal::MergedTrace& merged) {
   nlohmann::json clocks = nlohmann::json::array();
   for (const auto& clock : merged.clocks)
     clocks.push_back({{"host", clock.host},
@@ -28,13 +28,13 @@ nlohmann::json json_of(const tessera::MergedTrace& merged) {
 
 int merge_trace_files(const Arguments& arguments) {
   const auto& out = arguments.paths[0];
-  const auto merged = tessera::merge_traces(out, {arguments.paths.begin() + 1, arguments.paths.end()});
+  const auto merged = tessera::internal::merge_traces(out, {arguments.paths.begin() + 1, arguments.paths.end()});
   for (const auto& note : merged.notes) std::fprintf(stderr, "tessera: %s\n", note.c_str());
   if (arguments.json) {
     std::printf("%s\n", json_of(merged).dump(2).c_str());
     return 0;
   }
-  std::printf("%s: %s\n", out.c_str(), tessera::counted(merged.events, "event").c_str());
+  std::printf("%s: %s\n", out.c_str(), tessera::internal::counted(merged.events, "event").c_str());
   for (const auto& clock : merged.clocks)
     std::printf("  %s, run %lld, rank%s %s on %s: clock moved by %.1f us, right within %.1f us\n", clock.file.c_str(),
                 static_cast<long long>(clock.run) + 1, clock.ranks.size() == 1 ? "" : "s",

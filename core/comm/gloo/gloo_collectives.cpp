@@ -11,7 +11,7 @@
 #include "core/comm/rank_order_sum.h"
 #include "core/comm/shared_memory/shared_rounds.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Up to here an all-reduce sends whole tensors in one step; above, it is a reduce-scatter and an all-gather, which send
@@ -341,4 +341,4 @@ void GlooCommunicator::broadcast(GlooOperation& op, const at::Tensor& tensor, in
   };
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

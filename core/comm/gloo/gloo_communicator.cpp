@@ -9,11 +9,11 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/descriptors.h"
 #include "core/comm/gloo/gloo_connections.h"
+#include "core/runtime/in_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr char kNoAnswer[] = "the store, in rank 0's process, does not answer";
@@ -350,4 +350,4 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
                                       size, std::move(options));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,18 +11,18 @@
 #include <unordered_set>
 #include <vector>
 
+#include <tessera/communicator.h>
 #include "core/comm/backends.h"
-#include "core/comm/communicator.h"
 #include "core/comm/gloo/gloo_operation.h"
+#include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/group_process.h"
 #include "core/comm/interruptible_store.h"
 #include "core/comm/notes.h"
 #include "core/comm/shared_memory/peer_memory.h"
-#include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/shared_memory/shared_rounds.h"
 #include "core/comm/watchdog/stall_watch.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // By which the ranks of a group reach each other.
 struct GlooTransports {
@@ -136,4 +136,4 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   StallWatch watch_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

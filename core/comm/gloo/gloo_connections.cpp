@@ -7,7 +7,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  const GlooOptions& options, int connections) {
@@ -30,4 +30,4 @@ int64_t tcp_descriptors(int size) {
   return kConnectionsOfPair * (size - 1 + kOfDevice);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include "core/comm/backends.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // [Note: one way]
 // Two connections join each pair of ranks, and data goes one way on each: on one from the lower rank, on the other to
@@ -25,4 +25,4 @@ c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::
 // SIGPIPE instead of an error. (Python ignores the signal, so torch's users never see it.)
 void ignore_broken_pipes();
 
-}  // namespace tessera
+}  // namespace tessera::internal

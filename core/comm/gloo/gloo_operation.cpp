@@ -9,7 +9,7 @@
 #include "core/comm/gloo/gloo_communicator.h"
 #include "core/comm/gloo/gloo_connections.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::steady_clock;
@@ -247,4 +247,4 @@ void GlooOperation::finish() {
   pipeline_.reset();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "core/comm/shared_memory/peer_memory.h"
+#include <tessera/communicator.h>
 #include "core/comm/gloo/reduction_pipeline.h"
+#include "core/comm/shared_memory/peer_memory.h"
 #include "core/comm/shared_memory/shared_rounds.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 class GlooCommunicator;
 
@@ -85,4 +85,4 @@ class GlooOperation : public Pending::Operation {
   std::atomic<bool> is_aborted_ = false;  // the group was closed before its messages were through
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 
 #include "core/comm/rank_order_sum.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // gloo's waits end by themselves at a timeout, and then take all connections along: never, so far as we can wait.
@@ -189,4 +189,4 @@ void PipelineThread::stop() noexcept {
   changed_.wait(lock, [&] { return ended_ == added_; });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

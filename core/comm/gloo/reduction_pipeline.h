@@ -14,10 +14,10 @@
 #include <string>
 #include <vector>
 
+#include <tessera/communicator.h>
 #include "core/runtime/task_queue.h"
-#include "core/comm/communicator.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Messages between ranks that share no memory travel in pieces of this many bytes, the last one of what is left: the
 // same on both sides. Views of the tensor, which is flat, in order; none of an empty one.
@@ -126,4 +126,4 @@ class PipelineThread {
   std::unique_ptr<TaskQueue> thread_;  // made when there is something to run
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 
 #include "core/comm/nccl/nccl_communicator.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // c10d's watchdog ends the process after its timeout; ours, which names who and what, comes first.
@@ -38,4 +38,4 @@ class NcclGroups : public NcclBackends {
 
 std::shared_ptr<NcclBackends> nccl_backends() { return std::make_shared<NcclGroups>(); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

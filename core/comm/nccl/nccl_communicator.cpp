@@ -25,13 +25,13 @@
 #include <thread>
 #include <utility>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
 #include "core/comm/notes.h"
 #include "core/comm/watchdog/stall_watch.h"
+#include "core/runtime/in_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::steady_clock;
@@ -468,4 +468,4 @@ std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::St
   return make_nccl_communicator(std::move(backends), std::move(store), rank, size, device, options);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

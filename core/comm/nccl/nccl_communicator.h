@@ -7,13 +7,13 @@
 #include <memory>
 #include <vector>
 
+#include <tessera/communicator.h>
 #include "core/comm/backends.h"
-#include "core/comm/communicator.h"
 
-namespace tessera {
+namespace tessera::internal {
 
-// Makes what an NcclCommunicator's groups run on: NCCL's own backends (core/comm/nccl/nccl_backend.cpp), or ones that behave like
-// those, in tests. Shared by a group and its parts. Registered memory is what they allocateTensor().
+// Makes what an NcclCommunicator's groups run on: NCCL's own backends (core/comm/nccl/nccl_backend.cpp), or ones that
+// behave like those, in tests. Shared by a group and its parts. Registered memory is what they allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
@@ -38,4 +38,4 @@ std::shared_ptr<NcclBackends> nccl_backends();
 // NCCL again.
 void set_nccl_backends(std::shared_ptr<NcclBackends> backends);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -22,7 +22,7 @@
 
 #include "core/memory/container_limits.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a member says of its process, as it was when the group was made: the board is read once, so that whoever writes
 // there later makes this rank reach for no other process.
@@ -404,4 +404,4 @@ bool PeerMemory::close() noexcept {
   return !may_be_touched_;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

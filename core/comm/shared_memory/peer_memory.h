@@ -14,7 +14,7 @@
 #include "core/comm/shared_memory/shared_board.h"
 #include "core/comm/shared_memory/tracer_permission.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Messages between ranks of one host that go straight from one's memory into the other's: one copy, no socket, no
 // thread, no staging.
@@ -137,4 +137,4 @@ class PeerMemory {
   std::atomic<bool> may_be_touched_ = false;  // after close()
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

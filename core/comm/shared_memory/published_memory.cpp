@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct Published {
@@ -53,4 +53,4 @@ void* PublishedMemory::find(uint64_t number, uint64_t bytes, bool to_write) {
   return found->second.data;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Memory that a rank has announced to another one which is a thread of the same process. What stands on the board that
 // they share, where others may write, is a number and not an address: who follows it finds the memory here, if it has
@@ -28,4 +28,4 @@ class PublishedMemory {
   uint64_t number_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -24,7 +24,7 @@
 
 #include "core/comm/shared_memory/shared_rounds_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 size_t bytes_before_rounds(size_t header_bytes, int ranks) {
@@ -282,4 +282,4 @@ bool SharedBoard::take_back(Channel& channel, State kind, Deadline until, const 
   return true;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include <memory>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Shared memory in which the ranks of one host announce messages to each other: a member for each rank, and slots for
 // each ordered pair of them. Plain data, all zero at first but for the locks. It has no name that could be left behind:
@@ -147,4 +147,4 @@ class SharedBoard {
   std::byte* base_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

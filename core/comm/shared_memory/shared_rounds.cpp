@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 using std::chrono::steady_clock;
 
@@ -163,4 +163,4 @@ SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_o
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 #include "core/comm/shared_memory/peer_memory.h"
 #include "core/comm/shared_memory/shared_rounds_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Small operations among ranks that all share memory, each of them one round: a rank puts what it contributes into a
 // slot of the memory and counts itself in, and when it is waited for reads what the others have put there. One copy in
@@ -93,4 +93,4 @@ class SharedRounds {
   Contributions contributions_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Above, one copy from memory to memory takes less time than two by way of a slot.
@@ -43,4 +43,4 @@ uint64_t RoundSlots::take(uint64_t round, const std::function<uint64_t()>& ask) 
   return static_cast<uint64_t>(found - rounds_.begin());
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

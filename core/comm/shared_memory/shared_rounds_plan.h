@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Where things lie in the memory of a SharedRounds, and what is small enough to be
 // exchanged there. Integers alone, the same on all ranks: counts of elements decide, which are part of what an
@@ -58,4 +58,4 @@ class RoundSlots {
   uint64_t left_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 #include <sstream>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::mutex permitted_mutex;  // guards the next two
@@ -83,4 +83,4 @@ pid_t common_ancestor(const std::vector<std::vector<pid_t>>& lineages) {
   return 0;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

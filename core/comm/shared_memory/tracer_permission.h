@@ -4,7 +4,7 @@
 
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Who may read and write this process's memory under Yama's ptrace_scope 1, where by default its ancestors alone may:
 // the processes that descend from `ancestor`, and only as long as an object of this kind lives (prctl PR_SET_PTRACER).
@@ -30,4 +30,4 @@ std::vector<pid_t> lineage();
 // The first process of the first lineage that is in all of them; 0 if there is none.
 pid_t common_ancestor(const std::vector<std::vector<pid_t>>& lineages);
 
-}  // namespace tessera
+}  // namespace tessera::internal

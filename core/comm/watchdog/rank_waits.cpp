@@ -5,7 +5,7 @@
 #include <atomic>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Never deleted.
@@ -110,4 +110,4 @@ uint64_t thread_number() {
   return number;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

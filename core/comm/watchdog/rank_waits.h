@@ -11,7 +11,7 @@
 
 #include "core/comm/watchdog/wait_graph.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What one rank waits for in the groups that it is in, as the other ranks see it: in the store of the group of all.
 // Thread-safe.
@@ -82,4 +82,4 @@ class RankWaits {
 // 1 and more, and never another thread's, as a std::thread::id may be.
 uint64_t thread_number();
 
-}  // namespace tessera
+}  // namespace tessera::internal

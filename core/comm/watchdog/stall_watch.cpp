@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/rank_waits.h"
+#include "core/runtime/in_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::steady_clock;
@@ -565,4 +565,4 @@ void StallWatch::State::run() {
   wake.notify_all();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

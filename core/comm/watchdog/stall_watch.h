@@ -15,7 +15,7 @@
 
 #include "core/comm/watchdog/rank_waits.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Finds out, through the store, why an operation does not end: a second thread per rank that looks on while operations
 // end within a second. Then the first rank to look shows what it has started lately, and every other one
@@ -129,4 +129,4 @@ class StallWatch {
   std::thread thread_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Json = nlohmann::json;
@@ -92,4 +92,4 @@ std::string cycle_text(const WaitCycle& cycle, int size) {
   return "ranks wait for each other in different groups: " + c10::Join("; ", texts);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A wait of one rank that takes long, of the groups that it is in: that of all ranks and those that were split from it.
 // Ranks are numbered as in the group of all.
@@ -42,4 +42,4 @@ using WaitCycle = std::vector<std::pair<int, GroupWait>>;
 WaitCycle find_wait_cycle(int rank, int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of);
 std::string cycle_text(const WaitCycle& cycle, int size);
 
-}  // namespace tessera
+}  // namespace tessera::internal

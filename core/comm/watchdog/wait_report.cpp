@@ -1,4 +1,4 @@
-#include "core/comm/watchdog/wait_report.h"
+#include <tessera/wait_report.h>
 
 #include <algorithm>
 #include <cstring>
@@ -8,6 +8,7 @@
 #include "core/comm/agreement.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using Clock = std::chrono::steady_clock;

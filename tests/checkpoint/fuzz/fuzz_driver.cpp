@@ -1,6 +1,5 @@
-// libFuzzer's command line, as far as `make fuzz` uses it, for a compiler without libFuzzer: changes
-// the corpus at random for -max_total_time seconds and calls the same function. It does not learn
-// which inputs reach new code.
+// The subset of libFuzzer's command line that `make fuzz` uses, for compilers without libFuzzer. Mutates the corpus at
+// random for -max_total_time seconds; does not measure coverage.
 //
 //   fuzzer -max_total_time=60 CORPUS_DIR
 

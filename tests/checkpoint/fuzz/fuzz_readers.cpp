@@ -1,6 +1,6 @@
-// The readers of files that may be hostile, for libFuzzer; without it, fuzz_driver.cpp calls the
-// same function. The first byte chooses the reader. Whatever comes, a reader returns or throws its error
-// (CheckpointError, ExportedError); anything else, a sanitizer's finding or an allocation out of proportion is a fault.
+// Fuzzes the readers of hostile files with libFuzzer, or without it with fuzz_driver.cpp. The first byte selects the
+// reader. A reader must return or throw its error (CheckpointError, ExportedError). Any other exception, a sanitizer's
+// report and excessive allocation are bugs.
 
 #include <algorithm>
 #include <cstdint>
@@ -9,20 +9,20 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "exported/archive/archive.h"
-#include "exported/errors.h"
 
 namespace {
 
 using namespace tessera;
+using namespace tessera::internal;
 
-// With the right checksum, so that what lies behind it is tried too. A manifest that is accepted
-// has to be the same after writing and reading it again.
+// Corrects the checksum, so that the code behind it is tested too. An accepted manifest must be unchanged after writing
+// and reading.
 void read_manifest_text(std::string text) {
   nlohmann::json value = parse_json(text, "m");
   if (value.is_object()) {
@@ -41,7 +41,7 @@ void read_manifest_text(std::string text) {
 }
 
 void read_header(const std::string& text) {
-  // As many bytes of data as the header says, half of the time, so that it can be right.
+  // Half of the time, provides the data bytes that the header needs.
   int64_t data_bytes = 0;
   try {
     const auto value = parse_json(text, "f", 8);
@@ -54,7 +54,7 @@ void read_header(const std::string& text) {
   } catch (const CheckpointError&) {
   }
   auto header = parse_safetensors_header(text, 8 + static_cast<int64_t>(text.size()) + data_bytes, "f");
-  // What is accepted can be written, and is the same again.
+  // An accepted header can be written, and is read back equal.
   if (header.entries.size() > 1000) return;
   const std::string bytes = format_safetensors_header(header.entries, header.metadata);
   int64_t file_bytes = static_cast<int64_t>(bytes.size());
@@ -63,7 +63,7 @@ void read_header(const std::string& text) {
     __builtin_trap();
 }
 
-// Members lie inside the archive, and no two of them share a byte.
+// Members are inside the archive and do not overlap.
 void read_archive(const std::string& text) {
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (const auto& [name, member] : read_zip(text, "a")) ranges.emplace_back(member.begin, member.begin + member.bytes);

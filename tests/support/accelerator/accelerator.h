@@ -1,15 +1,13 @@
-// An accelerator for tests: at::kCUDA, simulated in a process without libtorch_cuda; or the GPUs of this machine, where
-// TESSERA_TEST_GPU names the library tessera_gpu (tests/support/gpu), which the same programs then load.
+// An accelerator for tests as at::kCUDA. It is simulated in a process without libtorch_cuda; or it is this machine's
+// GPUs, if TESSERA_TEST_GPU names the library tessera_gpu (tests/support/gpu), which the test programs then load.
 //
-// Streams are threads that are late at random; device memory is memory that faults when the host touches it; operators
-// run asynchronously on CPU kernels. What no event orders is found whatever the threads happened to do: each access of
-// device memory and of page-locked memory is compared, by vector clocks, with those that are not known to be over
-// (races.h). Host synchronisations are counted with their places. A program that links tessera_accelerator has the
-// device; a test begins with a Simulation.
+// Streams are threads with random delays; device memory faults when the host touches it; operators run asynchronously
+// on CPU kernels. Missing order is found whatever the threads' timing: vector clocks compare each access of device
+// memory and of page-locked memory with all accesses that may be in flight (races.h). Host synchronisations are counted
+// with their places. A program that links tessera_accelerator has the device; a test must construct a Simulation first.
 //
-// On GPUs groups are NCCL's, and a Simulation is a part of a test like any other: there are no delays, nothing is
-// found, host synchronisations are counted without places, and nothing else is. A test that needs more, or more devices
-// than there are, is skipped, and says so by name.
+// On GPUs, groups are NCCL's. A Simulation then adds no delays and finds nothing; it counts only host synchronisations,
+// without places. A test that needs more, or more devices than the machine has, is skipped, by name.
 #pragma once
 
 #include <cstdint>
@@ -22,16 +20,16 @@
 namespace tessera::accelerator {
 
 bool on_gpus();
-int device_count();  // of the simulation's devices, or of GPUs
-// End the test as skipped, by an exception that GoogleTest knows: where there are fewer devices; on GPUs.
+int device_count();  // of the simulation or of the machine
+// Skip the test, by an exception that GoogleTest knows: always; with fewer devices; on GPUs.
 [[noreturn]] void skip(const std::string& why);
 void needs_devices(int count);
 void needs_simulation(const std::string& why);
 
-// The seeds to try: `count` of them, or the one that TESSERA_ACCELERATOR_SEED names. On GPUs one.
+// Returns the seeds to try: `count` seeds, or the one in TESSERA_ACCELERATOR_SEED. One on GPUs.
 std::vector<uint64_t> seeds(int count);
 
-// What the program asks of streams, which a planted fault leaves out.
+// A request to the simulated streams, which a planted fault drops.
 enum class Request : uint8_t {
   kRecord,
   kBlock,
@@ -39,39 +37,39 @@ enum class Request : uint8_t {
   kRecordStream,
   kCollectiveBegins,
   kCollectiveEnds,
-  kCollectiveInTurn  // left out: it changes places with the next of its group
+  kCollectiveInTurn  // dropped: swaps with the next collective of its group
 };
 
 struct Settings {
   uint64_t seed = seeds(1)[0];  // of the delays
-  int longest_delay_us = 200;   // 0: none
-  // All groups of a device share a stream, so that their collectives run in the order of issue: the strictest that a
-  // GPU may be. Groups that are used in different orders on two ranks then hang.
+  int longest_delay_us = 200;   // 0: no delays
+  // All groups of a device share a stream, so that their collectives run in the order of issue: the strictest order of
+  // a GPU. Groups used in different orders on two ranks then deadlock.
   bool collectives_in_order = false;
-  // A rank's group ends when those of its peers do, by shutdown() or abort(), as NCCL's communicators may.
+  // A rank's group ends when its peers' groups do, by shutdown() or abort(), as NCCL's communicators may.
   bool groups_end_together = false;
-  // Plants a fault: a request for which it returns true is left out. `place` has the names of the functions of ours
-  // that asked for it, the innermost first. Called by several threads.
+  // Plants a fault: drops the requests for which it returns true. `place` has the names of our functions on the call
+  // stack, the innermost first. Is called by several threads.
   std::function<bool(Request request, std::string_view place)> leave_out = nullptr;
-  // NCCL finds an error of its own in this collective ("all-reduce of 8 elements") of this device's rank, unless "":
-  // its work has an exception, and its kernel does not end before the group is aborted.
+  // Unless it returns "", NCCL fails in this collective ("all-reduce of 8 elements") on this device's rank: its work
+  // has an exception, and its kernel ends only when the group is aborted.
   std::function<std::string(int device, std::string_view collective)> fails = nullptr;
 };
 const Settings& settings();
-// Whether it is to be left out; asks for the place only if there is somebody to tell it to.
+// Whether to drop the request; computes the place only if leave_out is set.
 bool is_left_out(Request request);
 
-// What has happened on a device since the Simulation began.
+// Events on a device since the Simulation began.
 struct Counts {
   int64_t launches = 0;                         // of kernels and copies
   int64_t host_waits = 0;                       // synchronisations of the host with the device
-  int64_t registered_collectives = 0;           // whose results go to memory that is registered with their group
-  std::map<std::string, int64_t> wait_places;   // the same by operation and place
+  int64_t registered_collectives = 0;           // with results in memory that is registered with their group
+  std::map<std::string, int64_t> wait_places;   // host waits by operation and place
   std::map<std::string, int64_t> launch_names;  // launches by operator
 };
 
-// One test, or a part of one. Waits for all streams at both ends; one at a time. Its memory is free again where no
-// tensor is left. A test that fails in it says its seed.
+// One test, or a part of one; at most one at a time. Its constructor and destructor wait for all streams. Afterwards,
+// memory without tensors is free again. If the test fails, it prints the seed.
 class Simulation {
  public:
   explicit Simulation(Settings settings = {});
@@ -80,13 +78,13 @@ class Simulation {
   Simulation& operator=(const Simulation&) = delete;
 
   static bool is_running();
-  // Pairs of accesses that nothing orders, and other misuse, each once, as text. None on GPUs.
+  // Returns unordered pairs of accesses and other misuse as text, each once. None on GPUs.
   static std::vector<std::string> findings();
   static Counts counts(int device);
   static void reset_counts();
 };
 
-// Page-locked memory that is in use, in whole pages, and device memory that was ever taken.
+// Return page-locked memory in use, in whole pages, and device memory ever taken.
 int64_t page_locked_bytes();
 int64_t reserved_bytes(int device);
 

@@ -18,13 +18,14 @@
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 class SimulatedGroup {
  public:
   using Inputs = std::vector<std::vector<at::Tensor>>;
   explicit SimulatedGroup(int size) : size_(size), aborted_(size, false), ended_(size, false) {}
 
-  // The ranks that share a store find each other.
+  // Joins the ranks that share a store.
   static std::shared_ptr<SimulatedGroup> join(c10d::Store& store, int rank, int size) {
     static std::mutex mutex;
     static std::map<int64_t, std::weak_ptr<SimulatedGroup>> groups;
@@ -43,7 +44,7 @@ class SimulatedGroup {
     return group;
   }
 
-  // All ranks' inputs of the collective, once all are there. Nothing if this rank aborts.
+  // Returns all ranks' inputs of the collective once all have arrived; nullopt if this rank aborts.
   std::optional<Inputs> meet(uint64_t sequence, int rank, const std::string& what, std::vector<at::Tensor> inputs) {
     std::unique_lock lock(mutex_);
     Collective& collective = collectives_[sequence];
@@ -62,7 +63,7 @@ class SimulatedGroup {
     return aborted_[rank] ? std::nullopt : std::optional(collective.inputs);
   }
 
-  // False if this rank aborts.
+  // Returns false if this rank aborts.
   bool all_have_read(uint64_t sequence, int rank) {
     std::unique_lock lock(mutex_);
     Collective& collective = collectives_.at(sequence);
@@ -110,7 +111,7 @@ class SimulatedGroup {
 
 namespace {
 
-// Tensors of collectives that nobody waited for, which c10d keeps until they are over.
+// Tensors of collectives without a wait(), which c10d keeps until these are over.
 struct Shelf {
   std::mutex mutex;
   std::vector<std::pair<Point, std::vector<at::Tensor>>> kept;
@@ -184,7 +185,7 @@ ReduceOp reduce_op(const c10d::ReduceOp& op) {
   }
 }
 
-// The part [begin, begin + numel) of the first input of each, reduced.
+// Returns the reduction of part [begin, begin + numel) of each rank's first input.
 at::Tensor reduced(const std::vector<std::vector<at::Tensor>>& inputs, int64_t begin, int64_t numel, ReduceOp op) {
   std::vector<at::Tensor> parts;
   for (const auto& input : inputs) parts.push_back(input[0].view({-1}).narrow(0, begin, numel));
@@ -229,7 +230,7 @@ void Backend::shutdown() {
 c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t numel,
                                               const std::vector<at::Tensor>& inputs,
                                               const std::vector<at::Tensor>& outputs, Kernel kernel) {
-  // What nccl.h has a type for.
+  // Types that nccl.h does not have.
   for (const at::Tensor& tensor : inputs)
     if (tensor.scalar_type() == at::kShort || tensor.is_complex())
       throw std::runtime_error(c10::str("Unconvertible NCCL type ", tensor.scalar_type()));
@@ -378,7 +379,7 @@ Backend::Work Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::Redu
 
 Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
                                      std::vector<int64_t>& input_counts, const c10d::AllToAllOptions&) {
-  at::Tensor counts = at::tensor(input_counts, at::kLong);  // the others need them
+  at::Tensor counts = at::tensor(input_counts, at::kLong);  // the other ranks need them
   return start("all-to-all", 0, {input, counts}, {output},
                [to = for_kernels(output), own = output_counts, rank = rank_](const Inputs& inputs, const auto&) {
                  int64_t begin = 0;

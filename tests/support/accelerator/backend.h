@@ -1,10 +1,10 @@
-// NCCL between threads, as ProcessGroupNCCL presents it.
+// NCCL between threads, with the interface of ProcessGroupNCCL.
 //
-// A group has a stream of its own. A collective begins after what the current stream was given so far, and waits for
-// the same collective of all ranks; wait() has the current stream wait for it, and the host not at all. Collectives are
-// matched by their order of issue: another one, or another number of elements, on another rank is a finding, and hangs.
-// abort() ends this rank's kernels and no others'. A group that is destroyed without shutdown() or abort() aborts.
-// Reductions add in rank order, as Tessera's do on gloo, so that results can be compared bit for bit.
+// A group has its own stream. A collective begins after the work already given to the current stream, and waits for the
+// matching collectives of all ranks. wait() blocks the current stream, not the host. Collectives are matched by their
+// order of issue: another collective, or another number of elements, is reported and hangs. abort() ends only this
+// rank's kernels; destruction without shutdown() or abort() aborts. Reductions add in rank order, like Tessera's on
+// gloo, so results can be compared bit for bit.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -19,13 +19,14 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
-// What the ranks of a group share.
+// The state that the ranks of a group share.
 class SimulatedGroup;
 
 class Backend final : public c10d::Backend {
  public:
-  // Collective through the store, which only this group uses.
+  // Is collective through the store, which only this group may use.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device);
   ~Backend() override;
   const std::string getBackendName() const override { return "simulated nccl"; }
@@ -42,12 +43,12 @@ class Backend final : public c10d::Backend {
   Work reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) override;
   Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
                      std::vector<int64_t>& input_counts, const c10d::AllToAllOptions& options) override;
-  // Collective over this group: a group of these ranks of it, none for the others.
+  // Returns a group of these ranks, null for the others. Is collective over this group.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
   bool supportsSplitting() const override { return true; }
 
-  // Of a pool that is registered with this group.
+  // Allocates from a pool that is registered with this group.
   at::Tensor allocateTensor(long numel, at::TensorOptions options) override;  // NOLINT(google-runtime-int): c10d's
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
 
@@ -55,9 +56,9 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
  private:
-  // By rank: what each gave, for kernels.
+  // By rank: its inputs, for kernels.
   using Inputs = std::vector<std::vector<at::Tensor>>;
-  // The kernel. `all_have_read` waits until no rank needs the others' inputs any more.
+  // The kernel. `all_have_read` blocks until no rank needs the others' inputs any more.
   using Kernel = std::function<void(const Inputs& inputs, const std::function<bool()>& all_have_read)>;
   Work start(const std::string& name, int64_t numel, const std::vector<at::Tensor>& inputs,
              const std::vector<at::Tensor>& outputs, Kernel kernel);
@@ -71,11 +72,11 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<SimulatedGroup> group_;
   const int64_t registration_ = next_registration();
   uint64_t sequence_ = 0;
-  std::optional<uint64_t> late_;  // the next collective's, which the one before has overtaken
+  std::optional<uint64_t> late_;  // sequence number of the next collective, after the one that has overtaken it
   bool ended_ = false;
 };
 
-// Lets go of what c10d would keep for collectives that nobody waited for, once these are over.
+// Frees the tensors that c10d keeps for collectives without a wait(), once these are over.
 void release_collectives_tensors();
 
 }  // namespace tessera::accelerator

@@ -1,4 +1,4 @@
-// What libtorch asks of a device: its guard, streams and events, its hooks. And what tests ask of the simulation.
+// The device interface for libtorch (guard, streams, events, hooks), and the simulation's interface for tests.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -16,6 +16,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 using c10::Device;
@@ -121,7 +122,7 @@ std::atomic<bool> has_faults = false, running = false;
 
 }  // namespace
 
-// What libtorch's macros for it do, where no GPU's are loaded: a process has one of either.
+// Registers like libtorch's macros, unless GPUs are loaded: a process has one or the other.
 static const bool is_registered = [] {
   if (on_gpus()) return false;
   static const c10::impl::DeviceGuardImplRegistrar guard(c10::kCUDA, new Guard);

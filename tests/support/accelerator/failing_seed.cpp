@@ -1,4 +1,4 @@
-// A test that fails in a Simulation says the seed by which it can be repeated.
+// Prints the seed of a test that fails in a Simulation, to repeat it.
 #include <gtest/gtest.h>
 
 #include <iostream>
@@ -6,6 +6,7 @@
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 class FailingSeed : public testing::EmptyTestEventListener {

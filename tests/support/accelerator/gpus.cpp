@@ -18,6 +18,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 constexpr int kMostGpus = 64;
@@ -34,7 +35,7 @@ void count_host_wait() {
   if (get_device != nullptr && get_device(&device) == 0 && device < kMostGpus) ++host_waits[device];
 }
 
-// CUDA's, counted.
+// CUDA's allocator, with counts.
 class CountedPages final : public PageLockedAllocator {
  public:
   explicit CountedPages(PageLockedAllocator& pages) : pages_(pages) {}
@@ -66,15 +67,15 @@ class CountedPages final : public PageLockedAllocator {
 };
 
 CountedPages& counted_pages() {
-  static auto* const pages = new CountedPages(*gpus()->page_locked);  // tensors may outlive everything
+  static auto* const pages = new CountedPages(*gpus()->page_locked);  // never freed: tensors may outlive all statics
   return *pages;
 }
 
 const GpuSupport* load() {
   const char* const path = std::getenv("TESSERA_TEST_GPU");
   if (path == nullptr) return nullptr;
-  ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);  // cuBLAS gives the same numbers at each run
-  // Lazily: its libraries need not all be there for what no test calls.
+  ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);  // makes cuBLAS reproducible
+  // Lazily: libraries that no test calls may be missing.
   void* const library = ::dlopen(path, RTLD_LAZY | RTLD_GLOBAL);
   auto* const give = library == nullptr
                          ? nullptr
@@ -143,9 +144,8 @@ void needs_simulation(const std::string& why) {
 
 }  // namespace tessera::accelerator
 
-// Before CUDA's own, since a program's symbols come first where libraries look for theirs: so every wait of the host is
-// seen, whoever asks for it, but for those within NCCL and cuBLAS. (A cudaStream_t and a cudaEvent_t are pointers, a
-// cudaError_t is an int.)
+// These are found before CUDA's own, because a program's symbols have priority. So every host wait is counted, except
+// those inside NCCL and cuBLAS. (A cudaStream_t and a cudaEvent_t are pointers, a cudaError_t is an int.)
 extern "C" {
 int cudaStreamSynchronize(void* stream) {
   static auto* const next = tessera::accelerator::next_function<int(void*)>("cudaStreamSynchronize");

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 
 namespace tessera::accelerator {
+using namespace internal;
 
 KernelArguments::KernelArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) : schema_(schema) {
   const auto last = torch::jit::last(stack, schema.arguments().size());

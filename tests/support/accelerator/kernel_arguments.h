@@ -1,4 +1,4 @@
-// The arguments of an operator, for running it somewhere else.
+// The arguments of an operator, for running it elsewhere.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,11 +13,12 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
-// The tensor's memory as kernels reach it: a CPU tensor that owns nothing.
+// Returns the tensor's memory at the kernels' address: a CPU tensor that does not own it.
 at::Tensor for_kernels(const at::Tensor& tensor);
 Access access_of(const at::Tensor& tensor, bool writes);
-// A kernel reads the host's own values when it is launched.
+// Copies values of the host, which a kernel reads at launch.
 inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
   if (tensor.is_cuda()) return for_kernels(tensor);
   TORCH_CHECK(tensor.dim() == 0, "simulated accelerator: a tensor of the host, of shape ", tensor.sizes(),
@@ -27,7 +28,7 @@ inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
   return copy;
 }
 
-// Values with each defined tensor among them, also in lists, replaced by of(tensor).
+// Replaces each defined tensor among the values, also in lists, by of(tensor).
 template <class Of>
 torch::jit::Stack mapped_tensors(torch::jit::Stack values, Of of) {
   for (c10::IValue& value : values)
@@ -38,20 +39,20 @@ torch::jit::Stack mapped_tensors(torch::jit::Stack values, Of of) {
 
 class KernelArguments {
  public:
-  // The last of the stack. A generator that is left open becomes the device's own.
+  // The top of the stack. An unset generator becomes the device's own.
   KernelArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack);
 
-  // Of the first tensor that is on one, or of an argument.
+  // Returns the device of the first tensor on one, or of a device argument.
   std::optional<int> device() const { return device_; }
-  // Whether it draws random numbers, and with them changes a generator.
+  // Whether it draws random numbers, and so changes a generator.
   bool draws() const { return draws_; }
   std::vector<Access> accesses() const { return accesses_; }
   template <class Of>
   torch::jit::Stack mapped(Of of) const {
     return mapped_tensors(values_, of);
   }
-  // Of arguments named out, which may have any shape before: gives them that which `shapes`, called if there are such,
-  // has for them.
+  // Resizes arguments named out, whose shape may be arbitrary, to the shapes from `shapes`, which is called only if
+  // there are such arguments.
   template <class Shapes>
   void resize_outputs(Shapes shapes) const {
     std::vector<at::Tensor> outputs;
@@ -63,7 +64,7 @@ class KernelArguments {
       if (results[i].isTensor() && outputs[i].sizes() != results[i].toTensor().sizes())
         outputs[i].resize_(results[i].toTensor().sizes());
   }
-  // What an operator that writes to arguments returns: those.
+  // Returns the arguments that the operator writes, which are its results.
   torch::jit::Stack written_results() const;
 
  private:

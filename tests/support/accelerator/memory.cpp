@@ -1,7 +1,7 @@
-// Device memory, given out as CUDACachingAllocator does it, and page-locked host memory.
+// Device memory, allocated like CUDACachingAllocator, and page-locked host memory.
 //
-// All memory is mapped twice: for kernels, and for the host, which may not touch a device's at all, nor page-locked
-// memory that a device may still be using.
+// All memory is mapped twice: for kernels, and for the host. The host must not touch device memory, nor page-locked
+// memory that a device may still use.
 #include "tests/support/accelerator/memory.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -24,11 +24,12 @@
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
-constexpr size_t kArenaBytes = size_t{2} << 30;  // of addresses; memory is taken as it is used
+constexpr size_t kArenaBytes = size_t{2} << 30;  // of addresses; memory is committed on use
 
-// A bump allocator over twice mapped memory. Nothing goes back to it but all at once.
+// A bump allocator over memory mapped twice. Frees only everything at once.
 class Arena {
  public:
   std::pair<std::byte*, std::byte*> take(size_t bytes, int host_protection) {
@@ -66,27 +67,27 @@ class Arena {
   size_t top_ = 0;
 };
 
-std::mutex mutex;  // guards all that follows
+std::mutex mutex;  // guards all variables below
 Arena device_arenas[kDevices];
 Arena pinned_arena;
 struct DeviceMemory {
-  int64_t allocated_bytes = 0, peak_bytes = 0;  // of tensors, and blocks whose streams are not through
+  int64_t allocated_bytes = 0, peak_bytes = 0;  // of tensors, and of blocks with uses in flight
   int64_t reserved_bytes = 0;                   // taken from the arena
 };
 DeviceMemory device_memory[kDevices];
-// Device blocks, by stream, bytes and group that they are registered with.
+// Free device blocks, by stream, bytes and registered group.
 std::map<std::tuple<int, size_t, int64_t>, std::vector<void*>> idle;
-thread_local int64_t group_of_thread = 0;  // for which memory is allocated now
+thread_local int64_t group_of_thread = 0;  // of this thread's allocations
 std::map<size_t, std::vector<void*>> idle_pinned;
 int64_t bytes_page_locked = 0;
 struct Leaving {
   void* begin;
-  std::vector<Point> uses;  // by streams that were recorded for it
+  std::vector<Point> uses;  // by recorded streams
 };
 std::vector<Leaving> leaving;
 std::map<const void*, std::vector<Point>> pinned_uses;
 
-// Anybody's again: a later use of it by another stream than its own is a race with that.
+// Frees a block. A later use by another stream than its own races with this.
 void give_back(void* begin, const Clock* also) {
   const auto info = Races::get().block_at(begin).value();
   const auto address = reinterpret_cast<uintptr_t>(begin);
@@ -159,7 +160,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
-    // As CUDACachingAllocator, which knows its own by the deleter.
+    // Like CUDACachingAllocator, which recognizes its own memory by the deleter.
     if (pointer.get_deleter() != &free_device || is_left_out(Request::kRecordStream)) return;
     Races::get().record_stream(pointer.get(), stream_of(stream.device_index(), stream.id()));
   }
@@ -207,17 +208,17 @@ void* take_pinned(size_t bytes) {
   return host;
 }
 
-// Whole pages, which are protected one block at a time.
+// Rounds to whole pages, the unit of protection.
 size_t in_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
-// Memory that devices used is lent again when they are through, as far as their use was recorded (record_event()).
+// Reuses memory once devices have completed the uses that were recorded (record_event()).
 void free_pinned(void* begin) {
   if (begin == nullptr) return;
   for (const Point& use : uses_of(begin)) use.reached->wait();
   give_back_pinned(begin);
 }
 
-// The driver's, which asks nobody.
+// The driver's memory, freed without waiting.
 class PageLocked final : public PageLockedAllocator {
  public:
   void* allocate(size_t bytes) override { return take_pinned(in_pages(bytes)); }
@@ -234,7 +235,7 @@ class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_pinned, c10::kCPU};
-    void* const begin = take_pinned(std::bit_ceil(in_pages(bytes)));  // as libtorch's
+    void* const begin = take_pinned(std::bit_ceil(in_pages(bytes)));  // like libtorch's
     return {begin, begin, &free_pinned, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
@@ -265,7 +266,7 @@ void explain_fault(int signal, siginfo_t* info, void* context) {
   }
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr)
     return before.sa_sigaction(signal, info, context);
-  std::signal(signal, SIG_DFL);  // it happens again, and ends the process
+  std::signal(signal, SIG_DFL);  // it faults again, which ends the process
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Operators on the simulated accelerator: memory, copies and views here, all others on CPU kernels in the order of the
-// current stream. Those whose results have shapes that can be told from the arguments' (Meta kernels), or that only
-// write to their arguments, run asynchronously. Of the others the host's thread waits for the arguments and computes,
-// which counts as a synchronisation for those alone that synchronise on a GPU too.
+// Operators on the simulated accelerator. Memory, copies and views are implemented here; all others run CPU kernels in
+// the order of the current stream. An operator runs asynchronously if Meta kernels give its results' shapes, or if it
+// only writes to its arguments. Otherwise the host's thread waits for the arguments and computes; that counts as a
+// synchronisation only if the operator synchronises on a GPU.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -29,6 +29,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 at::Tensor for_kernels(const at::Tensor& tensor) {
   return at::from_blob(kernel_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
@@ -130,7 +131,7 @@ const std::set<std::string> kSynchronise = {"aten::nonzero",
                                             "aten::repeat_interleave",
                                             "aten::_linalg_check_errors"};
 
-// An index that is a mask is one of nonzero() first, unless a number is put there: that is masked_fill().
+// Indexing by a mask calls nonzero() first, unless it puts a number there: that is masked_fill().
 bool is_indexed_by_mask(const std::string& name, const Stack& arguments) {
   if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
   if (arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().is_cpu() &&
@@ -145,7 +146,7 @@ bool is_indexed_by_mask(const std::string& name, const Stack& arguments) {
   return false;
 }
 
-// What the operator gives for arguments on the Meta device: its results' shapes. Empty if it has no such kernel.
+// Returns the operator's results on the Meta device, for their shapes. Empty if it has no Meta kernel.
 Stack on_meta(const c10::OperatorHandle& op, const KernelArguments& arguments) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return {};
   Stack stack = arguments.mapped([](const at::Tensor& tensor) {
@@ -164,7 +165,7 @@ at::Tensor room_like(const at::Tensor& tensor, at::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
 }
 
-// Results are new tensors: made here, filled by the kernel.
+// Allocates new result tensors, which the kernel fills.
 Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& arguments, int stream) {
   const auto& name = op.schema().name();
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(stream)));
@@ -194,7 +195,7 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
   return results;
 }
 
-// Results are arguments that the operator writes to.
+// Runs an operator whose results are arguments that it writes.
 void run_in_place(const c10::OperatorHandle& op, const KernelArguments& arguments, int stream) {
   arguments.resize_outputs([&] { return on_meta(op, arguments); });
   auto run = [op, host = arguments.mapped(&for_kernels_or_copy)]() mutable { op.callBoxed(host); };
@@ -234,7 +235,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-// Of which there are kernels for devices alone.
+// Operators with kernels for devices only.
 std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
                                             const at::Tensor& hx, const std::optional<at::Tensor>& input_bias,
                                             const std::optional<at::Tensor>& hidden_bias) {
@@ -286,7 +287,7 @@ ThreeTensors lstm_cell_backward(const std::optional<at::Tensor>& gradient_of_hy,
   return {of_gates, of_cy * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
 }
 
-// Whether a library that is not here would do it.
+// Answers false: an absent library does not support it.
 void say_no(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
   stack->emplace_back(false);
@@ -316,7 +317,8 @@ void register_kernels(torch::Library& library) {
   for (const char* choice :
        {"_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"})
     library.impl(choice, torch::CppFunction::makeFromBoxedFunction<&say_no>());
-  // Where libtorch has a decomposition beside kernels, a GPU has a kernel: with the CPU's numbers, or as one launch.
+  // Operators with a decomposition and kernels have a kernel on a GPU: uses the CPU's kernel for equal numbers, or one
+  // launch.
   const std::set<std::string> here = {"aten::copy_", "aten::empty", "aten::native_dropout"};
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -324,9 +326,9 @@ void register_kernels(torch::Library& library) {
     const bool is_foreach = name.name.rfind("aten::_foreach_", 0) == 0;
     const bool is_decomposed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
                                op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
-    // Made of one that writes to an argument whose shape only the kernel knows.
+    // Decomposes into an operator that writes an argument whose shape only the kernel knows.
     const bool is_opaque = (name.name == "aten::abs" || name.name == "aten::logical_not") && name.overload_name.empty();
-    // One that chooses among kernels by the device, some of which are in a GPU's library alone.
+    // Dispatches to kernels by device; some are only in a GPU's library.
     const bool is_choice = name.name == "aten::convolution" || name.name == "aten::convolution_backward";
     if (is_decomposed && (is_foreach || is_opaque || is_choice || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) &&
         !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
@@ -335,7 +337,7 @@ void register_kernels(torch::Library& library) {
   }
 }
 
-// What TORCH_LIBRARY_IMPL does, where no GPU's kernels are loaded.
+// Registers like TORCH_LIBRARY_IMPL, unless a GPU's kernels are loaded.
 const bool are_registered = [] {
   if (on_gpus()) return false;
   static torch::Library all(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__),

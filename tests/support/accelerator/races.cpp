@@ -13,11 +13,12 @@
 #include "tests/support/accelerator/memory.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 constexpr int kMaxFrames = 48;
 
-// "tessera::(anonymous namespace)::Unit::release() const" without what is the same everywhere; "" if it is not ours.
+// Shortens "tessera::(anonymous namespace)::Unit::release() const"; "" for functions that are not ours.
 std::string short_name(const char* mangled) {
   std::string name = c10::demangle(mangled);
   const std::string ours = "tessera::", anonymous = "(anonymous namespace)::";
@@ -26,8 +27,8 @@ std::string short_name(const char* mangled) {
   return name.substr(ours.size(), name.find('(') - ours.size());
 }
 
-// short_name() of the function that holds the address. Each is looked up once: among libtorch's symbols that takes
-// longer than the operator whose place it is.
+// Returns short_name() of the function at the address. Cached: a lookup among libtorch's symbols takes longer than an
+// operator.
 const std::string& function_at(void* address) {
   static std::mutex guards_names;
   static auto* const names = new std::unordered_map<void*, std::string>;
@@ -182,8 +183,8 @@ void Races::ordered(int stream, const Clock& clock) {
 
 // ---- the host -------------------------------------------------------------------------------------
 
-// The host may touch a page-locked block as far as it knows that what devices do with it is over. One memory page after
-// another has one owner, so that neighbours are not concerned.
+// The host may touch a page-locked block once it knows that devices have completed their accesses. Each page has one
+// owner, so protection does not affect neighbours.
 void Races::protect(Blocks::iterator position) {
   Block& block = position->second;
   int protection = PROT_READ | PROT_WRITE;
@@ -219,7 +220,7 @@ void Races::host_waited(int device, const Clock& clock, const char* what) {
   host_knows_locked(device, clock);
 }
 
-// Told once, then the host goes on with what it finds there, as it would.
+// Reports once; then the host continues with the current contents.
 bool Races::host_touched(const void* address) {
   const std::string place = CallStack::here().text();
   std::lock_guard lock(mutex_);
@@ -263,7 +264,7 @@ void Races::reset_counts() {
   counts_ = {};
 }
 
-// With all streams idle: what has happened so far is over for everybody.
+// With all streams idle: marks all earlier work as known to be over.
 void Races::reset() {
   std::lock_guard lock(mutex_);
   findings_.clear();

@@ -1,4 +1,4 @@
-// What is known of the order of accesses to memory, and what is not.
+// Detects unordered accesses to memory, by vector clocks.
 #pragma once
 
 #include <map>
@@ -13,47 +13,48 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
-// Where something was asked for: addresses now, names when somebody wants to read them.
+// The place of a request: addresses now, names on demand.
 class CallStack {
  public:
   static CallStack here();
-  // Functions of ours from the innermost, without their arguments: "Unit::unshard < Scheduler::use".
+  // Returns our functions, innermost first, without arguments: "Unit::unshard < Scheduler::use".
   std::string text() const;
 
  private:
   std::vector<void*> frames_;
 };
 
-// The detector. A block is what an allocator gave out; every access to one is kept until a later one covers it. Memory
-// outside of blocks is the host's own. Thread-safe.
+// The detector. A block is one allocation; each access to it is kept until a later one covers it. Memory outside blocks
+// belongs to the host. Is thread-safe.
 class Races {
  public:
   static Races& get();
 
-  // `alias`: where kernels reach the same memory; the host's own addresses fault when they should.
+  // `alias`: the kernels' address of this memory; accesses through host addresses fault.
   struct BlockInfo {
     size_t bytes = 0;
-    int stream = 0;  // on which it was allocated
+    int stream = 0;  // of the allocation
     bool is_pinned = false;
     void* alias = nullptr;
-    int64_t registered_with = 0;  // a group of NCCL's, of number 1 or more
+    int64_t registered_with = 0;  // number of an NCCL group, from 1
   };
   void add_block(void* begin, const BlockInfo& info);
   void remove_blocks(const void* begin, size_t bytes);
   std::optional<BlockInfo> block_at(const void* address);
-  // All that was done with the block is over, and its next owner need not know of it.
+  // Forgets the accesses to a block: all are over, and need no order with the next owner.
   void forget(const void* begin);
-  // Streams that were recorded for the block, and are to be asked when it is freed; forgets them.
+  // Record a stream's use of the block; return and clear the recorded streams, when the block is freed.
   void record_stream(const void* address, int stream);
   std::set<int> take_recorded(const void* address);
 
   void launched(int stream, std::string what, const std::vector<Access>& accesses, const Clock* also);
-  Clock clock_of(int stream);  // with what the host knows now
+  Clock clock_of(int stream);  // including the host's current knowledge
   void ordered(int stream, const Clock& clock);
   void host_knows(int device, const Clock& clock);
   void host_waited(int device, const Clock& clock, const char* what);
-  // The host touched an address that faulted. False if that is not for us to explain.
+  // Handles a fault of the host at an address; returns false if the address is not in a block.
   bool host_touched(const void* address);
 
   void count_registered(int device);
@@ -85,7 +86,7 @@ class Races {
 
   std::mutex mutex_;
   Blocks blocks_;
-  std::set<uintptr_t> protected_;  // pinned blocks that the host may not touch now
+  std::set<uintptr_t> protected_;  // pinned blocks that the host must not touch now
   std::array<Clock, kStreams> clocks_{};
   std::array<Clock, kDevices> host_{};
   std::array<Counts, kDevices> counts_{};

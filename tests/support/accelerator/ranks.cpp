@@ -8,6 +8,7 @@
 #include "tests/support/accelerator/gpus.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 class SimulatedGroups : public NcclBackends {

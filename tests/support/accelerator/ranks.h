@@ -4,17 +4,17 @@
 #include <functional>
 #include <memory>
 
+#include <tessera/launch.h>
 #include "core/comm/nccl/nccl_communicator.h"
-#include "core/launch/launch.h"
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
-// What an NCCL communicator's groups are made with: NCCL's on GPUs, else simulated ones.
+// Returns the factory of an NCCL communicator's groups: NCCL's on GPUs, otherwise simulated.
 std::shared_ptr<NcclBackends> device_groups();
 
-// run_ranks() on devices, with such groups: rank r is a thread with device r. Skips the test where there are fewer
-// GPUs.
+// run_ranks() on devices, with such groups: rank r is a thread with device r. Skips the test if there are fewer GPUs.
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
                 InitOptions options = {.timeout = std::chrono::seconds(60)});
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,

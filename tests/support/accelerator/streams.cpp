@@ -19,6 +19,7 @@
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 // A thread that does the stream's work in order. Never destroyed: it may outlive main().
@@ -57,13 +58,13 @@ class Worker {
 };
 
 Worker* const workers = new Worker[kStreams];
-std::vector<int> taken[kDevices];  // numbers that are free, of those that are taken for good
+std::vector<int> taken[kDevices];  // numbers returned by give_stream()
 std::mutex taken_mutex;
 std::atomic<int64_t> pool_position[kDevices];
 thread_local int this_device = 0;
 thread_local std::array<int, kDevices> this_stream{};
 
-// The default stream is rarely late, so that others are late compared to it.
+// The default stream is rarely delayed, so that others are late relative to it.
 std::chrono::microseconds delay_on(int stream) {
   const int longest_us = settings().longest_delay_us;
   if (longest_us == 0) return {};
@@ -132,7 +133,7 @@ void launch(int stream, std::string what, const std::vector<Access>& accesses, s
     if (delay.count() > 0) std::this_thread::sleep_for(delay);
     try {
       work();
-    } catch (const std::exception& error) {  // as a device that fails: nothing is right from here on
+    } catch (const std::exception& error) {  // like a failed device: later results are invalid
       std::fprintf(stderr, "simulated accelerator: %s failed: %.500s\n", what.c_str(), error.what());
       std::abort();
     }

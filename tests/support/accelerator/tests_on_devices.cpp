@@ -1,6 +1,6 @@
-// Tests that were written for CPUs, on devices: on_ranks() of a program that links this has them, each test being a
-// Simulation of its own. What a test makes by seeded() and on_rank_device() is there. On fewer GPUs than a test has
-// ranks it is skipped from there on.
+// Runs tests written for CPUs on devices. In a program that links this file, on_ranks() runs on devices, and each test
+// has its own Simulation. seeded() and on_rank_device() allocate there. A test is skipped once it needs more ranks than
+// there are GPUs.
 #include <chrono>
 #include <optional>
 
@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 void run(int world, const testing_support::RankBody& body) {

@@ -3,5 +3,5 @@
 #include "core/memory/cuda_page_locked.h"
 
 void tessera_gpu_support(tessera::accelerator::GpuSupport* support) {
-  *support = {tessera::nccl_backends(), tessera::cuda_page_locked_allocator()};
+  *support = {tessera::internal::nccl_backends(), tessera::internal::cuda_page_locked_allocator()};
 }

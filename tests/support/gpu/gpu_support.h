@@ -1,5 +1,4 @@
-// What a program of accelerator tests needs of Tessera on GPUs, which it is built without: see
-// tests/support/accelerator.
+// The parts of Tessera for GPUs that accelerator tests are built without: see tests/support/accelerator.
 #pragma once
 
 #include <memory>
@@ -8,6 +7,7 @@
 #include "core/memory/page_locked.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 struct GpuSupport {
   std::shared_ptr<NcclBackends> groups;  // NCCL's
@@ -16,5 +16,5 @@ struct GpuSupport {
 
 }  // namespace tessera::accelerator
 
-// Of the library that TESSERA_TEST_GPU names.
+// Exported by the library that TESSERA_TEST_GPU names.
 extern "C" __attribute__((visibility("default"))) void tessera_gpu_support(tessera::accelerator::GpuSupport* support);

@@ -1,8 +1,8 @@
-"""Tessera for Conan 2. libtorch is taken from the system, and so are gloo's headers, libcurl, xxHash, Boost and nlohmann-json, as
-tools/setup.sh installs them: the recipe asks no remote for anything.
+"""Tessera for Conan 2. Uses no remote: libtorch, gloo's headers, libcurl, xxHash, Boost and nlohmann-json are the
+system's, installed by tools/setup.sh.
 
     conan create tools/packaging/conan -o 'tessera/*:libtorch=/path/to/libtorch'
-    conan export-pkg tools/packaging/conan -o ...     # packs what `make build` has built, without building it again
+    conan export-pkg tools/packaging/conan -o ...     # packs the files of `make build`, without building again
 """
 
 import os
@@ -21,7 +21,7 @@ class TesseraConan(ConanFile):
     topics = ("libtorch", "distributed-training", "zero", "fsdp")
     package_type = "static-library"
     settings = "os", "arch", "compiler", "build_type"
-    # libtorch: its folder, with include/ and lib/. Empty: what CMake finds by itself (CMAKE_PREFIX_PATH), since Conan's
+    # libtorch: its folder, with include/ and lib/. If empty, CMake searches for it (CMAKE_PREFIX_PATH), because Conan's
     # copy of the tree has no .deps/.
     options = {"libtorch": ["", "ANY"], "cuda": [True, False]}
     default_options = {"libtorch": "", "cuda": False}
@@ -43,7 +43,7 @@ class TesseraConan(ConanFile):
         Apt(self).install(["libcurl4-openssl-dev", "libgloo-dev", "libxxhash-dev", "libboost-program-options-dev", "nlohmann-json3-dev"])
 
     def layout(self):
-        # In the tree, where export-pkg looks for what is built: make build.
+        # In the tree, where export-pkg expects the files of `make build`.
         self.folders.root = "../../.."
         self.folders.build = "build/release"
         self.folders.generators = "build/conan"

@@ -17,7 +17,7 @@ class TesseraTest(ConanFile):
 
     def generate(self):
         toolchain = CMakeToolchain(self)
-        toolchain.user_presets_path = False  # or it writes one beside this file, into the tree
+        toolchain.user_presets_path = False  # otherwise it writes one beside this file, into the tree
         toolchain.generate()
 
     def build(self):

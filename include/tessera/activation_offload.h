@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include <tessera/copy_traffic.h>
+#include <tessera/detail/saved_inputs.h>
+
+namespace tessera {
+
+// Options of ActivationOffload: its use of host memory.
+struct ActivationOffloadOptions {
+  bool pin_memory = true;                // page-locked memory, which devices access directly
+  int64_t host_limit_bytes = 0;          // 0: no limit
+  int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
+};
+
+// Keeps the inputs of checkpointed() blocks in host memory between forward and backward. A deep model then needs the
+// device memory of one block (DeepSpeed's cpu_checkpointing).
+//
+//   tessera::ActivationOffload activations(comm->device());
+//   at::Tensor loss;
+//   {
+//     tessera::ActivationOffload::Scope scope(activations);
+//     loss = loss_of(model(x));           // the blocks are called through checkpointed()
+//   }
+//   loss.backward();
+//
+// Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor once it is
+// copied; backward fetches the input of the next block in advance. Results are bit-equal to those without offload. Is
+// thread-safe. Must outlive the graphs.
+class ActivationOffload : public internal::SavedInputs {
+ public:
+  // Accepts tensors on this device.
+  explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
+  ~ActivationOffload() override;
+
+  // Throws std::runtime_error beyond host_limit_bytes.
+  std::unique_ptr<internal::SavedInput> keep(const at::Tensor& tensor) override;
+
+  // Host memory in use now, in bytes.
+  int64_t host_bytes() const;
+  // What has been copied since construction.
+  CopyTraffic traffic() const;
+
+ private:
+  class Pipeline;
+  const std::shared_ptr<Pipeline> pipeline_;
+};
+
+}  // namespace tessera

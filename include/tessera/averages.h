@@ -1,0 +1,21 @@
+#pragma once
+
+#include <tessera/scope.h>
+
+namespace tessera {
+
+// An optimizer that evaluates with averaged parameters (ScheduleFreeAdamW, also under OSS).
+class Averages {
+ public:
+  virtual ~Averages() = default;
+  // Replaces the parameters by their averages until the scope ends, then restores their bits. Allocates a copy of the
+  // parameters that this rank steps. Under OSS, both the call and the end of the scope are collective. Throws
+  // std::logic_error if a scope is already open, and under OSS if the optimizer keeps no averages.
+  virtual Scope swap_in_averages() = 0;
+  // Whether a scope is open; step() must not be called then.
+  virtual bool are_swapped_in() const = 0;
+  // false: under OSS, if the optimizer has no averages.
+  virtual bool keeps_averages() const { return true; }
+};
+
+}  // namespace tessera

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <tessera/checkpoint_options.h>
+#include <tessera/errors.h>
+#include <tessera/model_shards.h>
+#include <tessera/training_state.h>
+
+namespace tessera {
+
+// Saves and loads sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks can load
+// them. FORMAT.md defines the bytes; docs/checkpoint.md is the guide.
+//
+// Unless stated otherwise, these functions are collective over the model's communicator, and must be called on its
+// thread, outside forward and backward. If one rank fails, all throw an error that names it; group, model and optimizer
+// are then unchanged, and training can continue.
+//
+//   dir         the checkpoint itself ("out/step-000200"): the same path on all ranks, on a shared file system. Creates
+//               its parents, and replaces an existing checkpoint.
+//   model       any wrapper
+//   optimizer   any type known to optim/state/optimizer_state.h, over the wrapper's parameters; sharded or not
+//   extra       the caller's own values (step, position, ...), finite numbers without binary data; rank 0's is saved
+//
+// Throws CheckpointError for files, CommError for a broken group, std::invalid_argument for bad arguments and while the
+// averages of a given Ema or optimizer are swapped in.
+
+// Writes a checkpoint and blocks until it is complete and durable; until then, the directory keeps its old content.
+// Saves rank 0's buffers. Waits first for the group's asynchronous save in flight, and throws the error of one that
+// failed and was never waited for.
+void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
+                     const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
+void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
+                     const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
+
+// Saves a list of objects: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}). The list accepts any
+// Stateful (include/tessera/stateful.h), with or without tensors.
+void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
+                     const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
+
+namespace internal {
+class SaveJob;
+}
+
+// Handle of a save that runs in the background. Move-only.
+class [[nodiscard]] PendingSave {
+ public:
+  // Used by save_checkpoint_async() only.
+  explicit PendingSave(std::shared_ptr<internal::SaveJob> job) : job_(std::move(job)) {}
+  PendingSave(PendingSave&&) noexcept = default;
+  PendingSave& operator=(PendingSave&&) noexcept = default;
+  // Not collective. Blocks until the checkpoint is complete or has failed. An error becomes a warning (TORCH_WARN), and
+  // the group's next save throws it. During stack unwinding, waits for another rank only while it sends heartbeats.
+  ~PendingSave();
+
+  // Returns whether the save has ended, successfully or not, as far as this rank knows. Not collective; may be called
+  // on any thread, like wait().
+  bool done() const;
+
+  // Blocks until this rank's state is copied and may be modified; returns at once without
+  // SaveOptions::copy_in_background. Not collective. Does not throw.
+  void copied() const;
+
+  // Blocks until the checkpoint is complete; throws CheckpointError on all ranks if it failed. Not collective. A second
+  // call returns at once.
+  void wait();
+
+ private:
+  std::shared_ptr<internal::SaveJob> job_;
+};
+
+// Copies this rank's shards to host memory (pinned, for a GPU) and returns; training can continue while the save runs
+// in the background. The group reuses that memory for its next asynchronous save. The checkpoint appears even if wait()
+// is never called. If a rank cannot write, or one step of its save takes four times the group's timeout, all ranks get
+// an error that names it.
+PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
+                                  torch::optim::Optimizer& optimizer,
+                                  const nlohmann::json& extra = nlohmann::json::object(),
+                                  const SaveOptions& options = {});
+PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
+                                  const nlohmann::json& extra = nlohmann::json::object(),
+                                  const SaveOptions& options = {});
+
+// As save_checkpoint() of a list.
+PendingSave save_checkpoint_async(const std::filesystem::path& dir, const TrainingState& state,
+                                  const nlohmann::json& extra = nlohmann::json::object(),
+                                  const SaveOptions& options = {});
+
+// Loads a checkpoint saved by any wrapper on any number of ranks; returns its `extra`. Each rank reads and verifies the
+// blocks of its shards; no rank changes its state before all have read. Sets parameters, buffers, optimizer state,
+// hyper-parameters and random generators. One error lists all mismatches: missing, unexpected, shape, dtype, optimizer.
+// A checkpoint with optimizer state can be loaded without an optimizer, but not the reverse. Waits first for the
+// group's asynchronous save in flight, without throwing its error.
+nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
+                               const LoadOptions& options = {});
+nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
+
+// The list may omit Stateful objects of the checkpoint, but not name objects that the checkpoint lacks.
+nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
+                               const LoadOptions& options = {});
+
+// The result of load_newest_checkpoint(); `damaged` has the errors of the skipped checkpoints: those of unknown age
+// first, then the newest first.
+struct LoadedCheckpoint {
+  std::filesystem::path path;
+  nlohmann::json extra;
+  std::vector<std::string> damaged;
+};
+
+// Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged ones; one with a damaged
+// manifest has no known age and is always skipped. Collective; waits like load_checkpoint().
+//
+// Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is
+// itself a checkpoint; CheckpointMismatch like load_checkpoint(). Errors that prove no damage are thrown, because an
+// older checkpoint would lose progress: StorageUnavailable (no answer, no permission, too many open files, an
+// unreadable disk), and CheckpointError for lack of memory.
+std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
+                                                       const LoadOptions& options = {});
+std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
+                                                       torch::optim::Optimizer& optimizer,
+                                                       const LoadOptions& options = {});
+
+// Returns the newest complete checkpoint among the entries of a folder, or nullopt. Prefers one with a damaged
+// manifest, so that loading it reports the damage. Throws CheckpointError if the folder is itself a checkpoint. Not
+// collective: call it on rank 0 only, or when no save is in flight.
+std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
+
+}  // namespace tessera

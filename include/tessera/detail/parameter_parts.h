@@ -1,0 +1,80 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <tessera/model_shards.h>
+
+namespace tessera {
+
+// Maps an optimizer's tensors to the parameters that they are parts of, and to the ranks with the other parts. For
+// optimizers that are not elementwise.
+class ParameterParts {
+ public:
+  // For whole parameters on one rank.
+  ParameterParts() = default;
+  // For a wrapper's parameters. Is collective over model.comm(): one small all-gather.
+  explicit ParameterParts(const ModelShards& model);
+
+  // Throws std::invalid_argument, which names `optimizer`, for a tensor that is not in the wrapper's parameters(), or,
+  // without a wrapper, for a shard. With a wrapper it is collective, and throws on all ranks if groups, their options
+  // or their order differ between ranks.
+  void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
+
+  // Returns the shard of a parameter. Without a wrapper it is whole and has no name. A whole parameter's strides are
+  // the current ones: set_data() may have changed them.
+  NamedShard of(const at::Tensor& parameter) const;
+  // The range of a parameter that a rank holds, and the replica of the model that the rank belongs to. by_rank() is
+  // empty without a wrapper.
+  struct Held {
+    Range range;
+    int copy = 0;
+  };
+  const std::vector<Held>& by_rank(const at::Tensor& parameter) const;
+
+  // Returns the wrapper's group; null without a wrapper.
+  Communicator* comm() const { return comm_.get(); }
+  // Whether parameters may be cut (FullyShardedDataParallel on more than one rank). Equal on all ranks.
+  bool are_cut() const { return are_cut_; }
+  // Whether a sum over ranks must include this rank's part: each part counts in one replica only.
+  bool counts(const at::Tensor& parameter) const { return !are_cut_ || of(parameter).replica == 0; }
+
+  // Returns for each parameter whether it has a gradient on any rank: a rank without elements of it may not know. If
+  // parameters are cut, is collective: one small all-reduce.
+  std::vector<bool> have_gradients(const std::vector<at::Tensor>& parameters) const;
+
+ private:
+  struct Known {
+    NamedShard shard;
+    std::vector<Held> by_rank;
+  };
+  const Known& known(const at::Tensor& parameter) const;
+
+  std::shared_ptr<Communicator> comm_;
+  std::unordered_map<const c10::TensorImpl*, Known> known_;
+  bool are_cut_ = false;
+};
+
+// Returns a dense tensor's elements in memory order, [numel], as a view.
+at::Tensor in_memory_order(const at::Tensor& dense);
+
+// Returns `tensor`, or a copy of it with these strides, dtype and device unchanged.
+at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
+
+// Calls libtorch's add_param_group() and removes the group again if `check` throws.
+template <class Check>
+void add_checked_group(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,
+                       Check check) {
+  optimizer.add_param_group(group);
+  try {
+    check();
+  } catch (...) {
+    optimizer.param_groups().pop_back();
+    throw;
+  }
+}
+
+}  // namespace tessera

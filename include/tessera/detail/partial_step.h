@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace tessera {
+
+// Steps of some parameters that can be rolled back, from copies. The optimizer must outlive it. Must be used by one
+// thread at a time. Is not collective.
+class RevocableSteps {
+ public:
+  virtual ~RevocableSteps() = default;
+  // Calls PartialStep::step_parameters(parameters) and keeps copies of the changed values: the parameters' elements and
+  // the optimizer's state, whose tensors it may replace. A parameter must be stepped only once before keep() or
+  // roll_back(). Throws as step_parameters() does, and if there is no room for copies. Some parameters may be stepped
+  // then; roll_back() restores those.
+  virtual void step(const std::vector<at::Tensor>& parameters) = 0;
+  // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write fails (disk);
+  // must then be called again.
+  virtual void roll_back() = 0;
+  // Confirms the steps.
+  virtual void keep() = 0;
+};
+
+// An optimizer that can step some of its parameters and leave the others for later. Must be used by one thread at a
+// time. Is not collective.
+class ChosenStep {
+ public:
+  virtual ~ChosenStep() = default;
+  // Steps those of `parameters` that have a gradient, like step(). Throws std::invalid_argument for a tensor that is
+  // not a parameter of the optimizer.
+  virtual void step_parameters(const std::vector<at::Tensor>& parameters) = 0;
+  // Throws if step() would refuse parameters or gradients; changes nothing.
+  virtual void require_steppable() {}
+};
+
+// Whether the optimizer's class is derived from one of Tessera's, and so may override step(), which step_parameters()
+// would bypass.
+bool may_have_own_step(const torch::optim::Optimizer& optimizer);
+
+// Returns the optimizer as a ChosenStep, or null if it is none or may override step().
+ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
+
+// Calls take(group, parameter) for each of the optimizer's parameters, or each of `chosen`, that has a gradient, in the
+// order of the groups. Throws std::invalid_argument after those calls if the optimizer lacks a parameter of `chosen`,
+// so take() must only collect.
+void for_each_stepped(
+    torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
+    const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
+
+// A ChosenStep that runs in host memory, on any thread (StepInBackward).
+class PartialStep : public ChosenStep {
+ public:
+  // Returns an object for steps that can be rolled back; null if unsupported.
+  virtual std::unique_ptr<RevocableSteps> revocable_steps() { return nullptr; }
+};
+
+}  // namespace tessera

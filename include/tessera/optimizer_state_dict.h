@@ -1,0 +1,41 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace tessera {
+
+// What an optimizer keeps for one parameter, by name: {"exp_avg", ...}, {"step", 7}. Tensors have the shape that
+// StateForm says; undefined ones are left out. They are the optimizer's own, not copies.
+struct ParameterState {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  std::vector<std::pair<std::string, int64_t>> numbers;
+};
+
+// A group's hyper-parameters by name: {"lr", 1e-3}, {"beta1", 0.9}, {"amsgrad", false}.
+using OptimizerOption = std::variant<bool, double>;
+using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
+
+// An optimizer's state, as Python's optimizer.state_dict(): parameters are known by their place in
+// the groups, counted through all of them.
+struct OptimizerStateDict {
+  struct Group {
+    OptionList options;
+    int64_t parameter_count = 0;
+  };
+  std::string kind;  // "Adam"; see optimizer_kind()
+  std::vector<Group> groups;
+  std::map<int64_t, ParameterState> state;  // of parameters with a state; whole tensors
+
+  // Returns the number of parameters in all groups.
+  int64_t parameter_count() const;
+};
+
+}  // namespace tessera

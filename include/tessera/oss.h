@@ -1,0 +1,70 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <tessera/sharded_optimizer.h>
+
+namespace tessera {
+
+// Optimizer state sharding, ZeRO stage 1 (Rajbhandari et al., 2020; FairScale's OSS, torch's
+// ZeroRedundancyOptimizer): any torch::optim optimizer, with 1/N of its state on each rank.
+//
+//   tessera::DistributedDataParallel ddp(model, comm);
+//   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
+//   torch::mse_loss(ddp(x), y).backward();
+//   optimizer.step();   // each rank updates what it owns; the parameters are the same on all again
+//
+// Whole parameters have owners, so that optimizers which look at a whole parameter are exact, too.
+// Gradients must be averaged by somebody: DistributedDataParallel, ShardedDataParallel, or an
+// all-reduce of the program's own. For an optimizer that works on each element by itself, the
+// parameters are bit for bit those of the unsharded optimizer.
+//
+// `LocalOptimizer` is constructed from groups and its options, as torch's are. torch's LBFGS is refused: its history
+// and line search span all parameters; Lbfgs searches with all ranks together.
+template <class LocalOptimizer>  // not "Optimizer": that name is a base class's, and hides it
+class OSS : public ShardedOptimizer {
+ public:
+  // Collective: all ranks give the same parameters, in the same order. A parameter that appears
+  // twice (tied weights) is updated once. The parameters stay the caller's own tensors; small ones
+  // move into shared buckets (see ParameterBuckets). Throws std::invalid_argument, naming the
+  // parameter by its place, if ranks differ, and for parameters that are not leaves or not on the
+  // communicator's device, or are another wrapper's shards.
+  template <class Options>
+  OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
+      OssOptions oss_options = {})
+      : OSS(one_group(std::move(parameters)), std::move(options), std::move(comm), oss_options) {}
+
+  // The same with groups, which may have options of their own.
+  template <class Options>
+  OSS(std::vector<torch::optim::OptimizerParamGroup> groups, Options options, std::shared_ptr<Communicator> comm,
+      OssOptions oss_options = {})
+      : ShardedOptimizer(std::move(groups), defaults_of(options), factory(options), std::move(comm), oss_options,
+                         step_cost()) {}
+
+ private:
+  static std::vector<torch::optim::OptimizerParamGroup> one_group(std::vector<at::Tensor> parameters) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::move(parameters));
+    return groups;
+  }
+  // Muon's, for one.
+  static StepCost step_cost() {
+    if constexpr (requires { LocalOptimizer::step_cost; }) {
+      return &LocalOptimizer::step_cost;
+    } else {
+      return nullptr;
+    }
+  }
+  template <class Options>
+  static Factory factory(const Options& options) {
+    return [options](Groups groups) { return std::make_unique<LocalOptimizer>(std::move(groups), options); };
+  }
+  template <class Options>
+  static std::unique_ptr<torch::optim::OptimizerOptions> defaults_of(const Options& options) {
+    return factory(options)(one_group({}))->defaults().clone();
+  }
+};
+
+}  // namespace tessera

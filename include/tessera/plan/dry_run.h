@@ -1,0 +1,128 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include <tessera/communicator.h>
+#include <tessera/plan/run_record.h>
+
+namespace tessera {
+
+namespace internal {
+class Recorder;
+}
+
+// The rank and world that a dry run simulates, and its number of steps.
+struct DryRunOptions {
+  int world_size = 1;
+  int rank = 0;
+  // At least 2: the first creates the optimizer's state, all others are alike.
+  int steps = 2;
+  // This many consecutive ranks read each other's memory, as gloo ranks of one host do; 0: all ranks, 1: none (NCCL).
+  int ranks_sharing_memory = 0;
+};
+
+// The part of dry_run() and record_run() that needs no templates.
+class RunScope {
+ public:
+  explicit RunScope(const DryRunOptions& options);          // without data
+  RunScope(std::shared_ptr<Communicator> comm, int steps);  // with data, on real ranks
+  ~RunScope();
+  RunScope(const RunScope&) = delete;
+  RunScope& operator=(const RunScope&) = delete;
+
+  // The communicator to build the model with.
+  const std::shared_ptr<Communicator>& comm() const { return comm_; }
+  int steps() const { return steps_; }                    // number of steps to run
+  void end_step();                                        // call after the constructor and after each step
+  void name_parameters(const torch::nn::Module& module);  // names operators by module
+  RunRecord finish();                                     // call while the model exists
+
+ private:
+  struct Without;
+
+  const std::shared_ptr<Communicator> comm_;
+  const int steps_;
+  const std::shared_ptr<internal::Recorder> recorder_;
+  std::unique_ptr<Without> without_data_;  // null with data
+  struct Recording;
+  std::unique_ptr<Recording> recording_;
+};
+
+// Returns the module in the result of make_model(): of a wrapper, a pointer or a module holder. Null for any other
+// type, whose operators then have no module.
+template <class Model>
+const torch::nn::Module* module_in(Model& model) {
+  if constexpr (requires { static_cast<const torch::nn::Module&>(*model.module()); }) {
+    return &static_cast<const torch::nn::Module&>(*model.module());
+  } else if constexpr (requires { static_cast<const torch::nn::Module&>(*model->module()); }) {
+    return &static_cast<const torch::nn::Module&>(*model->module());
+  } else if constexpr (requires { static_cast<const torch::nn::Module&>(*model); }) {
+    return &static_cast<const torch::nn::Module&>(*model);
+  } else {
+    return nullptr;
+  }
+}
+
+// Runs the constructor and the steps in a scope.
+template <class MakeModel, class Step>
+RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
+  auto model = make_model(scope.comm());
+  if (const torch::nn::Module* module = module_in(model)) scope.name_parameters(*module);
+  scope.end_step();
+  for (int i = 0; i < scope.steps(); ++i) {
+    step(model);
+    scope.end_step();
+  }
+  return scope.finish();
+}
+
+// Runs a training program's constructor and steps as one rank of a world of any size, without data, other ranks or
+// memory, and returns its memory and work:
+//
+//   auto record = tessera::dry_run(
+//       [&](auto comm) { return tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3}); },
+//       [&](auto& model) {
+//         model.zero_grad();
+//         loss_of(model(torch::zeros({8, 1024}, torch::kLong))).backward();
+//         model.clip_grad_norm_(1.0);
+//         model.step();
+//       },
+//       {.world_size = 65536, .rank = 17});
+//   std::cout << record.summary();
+//
+// make_model(communicator) must return the object that step(model) trains, wrapped by Tessera with that communicator.
+// Wrappers, autograd and optimizer are real and create all their tensors. Operators that would compute with
+// floating-point values do not run, and collectives move nothing (CountingCommunicator). So all ranks are assumed to
+// have equal data and to use equal parameters.
+//
+// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes, but a library may choose
+// other kernels there (attention, convolutions), which save other tensors for backward. The allocator's rounding and
+// the kernels' scratch memory are unknown to a dry run.
+//
+// Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
+// computed reads as 0 (a loss's item(), a norm), and RunRecord::stand_ins lists it. Code that bypasses the dispatcher
+// reads zeros. If a result's shape depends on missing values, or libtorch has no C++ shapes for an operator too large
+// to run, throws std::invalid_argument that names the operator. Also throws std::invalid_argument for fewer than 2
+// steps, and std::logic_error in a nested run on this thread. Restores the default CPU generator. Not collective. Uses
+// one thread; while the first dry run of a process starts, no other thread may create tensors.
+template <class MakeModel, class Step>
+RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {
+  RunScope scope(options);
+  return run_recorded(scope, make_model, step);
+}
+
+// Records a run with data on the CPU, as this rank sees it, for comparison with a dry run. `comm` is real; its internal
+// tensors are not recorded. Collective, as make_model and step are. Throws as dry_run().
+template <class MakeModel, class Step>
+RunRecord record_run(MakeModel make_model, Step step, std::shared_ptr<Communicator> comm, int steps = 2) {
+  RunScope scope(std::move(comm), steps);
+  return run_recorded(scope, make_model, step);
+}
+
+}  // namespace tessera

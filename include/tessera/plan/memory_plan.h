@@ -1,0 +1,73 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/plan/planned_model.h>
+#include <tessera/plan/run_record.h>
+#include <tessera/plan/step_time.h>
+#include <tessera/plan/training_choice.h>
+
+namespace tessera {
+
+// The memory and work of a choice on one rank: two steps of AdamW with clipping by norm.
+struct PlannedTraining {
+  TrainingChoice choice;
+  std::string options;  // options_text()
+  // the rank that needs most memory: rank 0, or the owner of most parameters in stages 1 and 2
+  int rank = 0;
+  BytesByKind peak;              // on its device
+  int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory
+  int64_t collective_bytes = 0;  // of full tensors in a step
+  int64_t between_bytes = 0;     // the part that crosses hosts
+  int64_t flop = 0;              // of a step, with recomputation
+  int64_t tokens = 0;            // of a step, on all ranks
+  // The time of a step, without intervals, if the machines' speed is known. Not with offload, because the host's Adam
+  // and the copies are not operators.
+  std::optional<StepTime> time;
+  std::string why_not;  // libtorch's error if the model cannot run this way (in bfloat16, for example)
+};
+
+// The machines for the training. Ranks 0 to ranks_per_host - 1 are on the first host, and so on, for bytes and for
+// times.
+struct Machines {
+  int ranks = 1;
+  int ranks_per_host = 8;
+  int64_t memory_bytes = 0;             // of each rank's device
+  const MachineSpeed* speed = nullptr;  // null: unknown; its own ranks_per_host is ignored
+  int64_t host_memory_bytes = 0;        // of each host, for offload; 0: unknown
+
+  // The smaller of ranks and ranks_per_host.
+  int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
+  // As in DryRunOptions, for machines with the speed of CPUs.
+  int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
+};
+
+// Runs the choice as a dry run. Throws as PlannedModel::run(), except for libtorch's errors, and as predict_step().
+PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
+
+// Returns PlannedTraining::time of a record of the choice, with its intervals. Throws as predict_step().
+std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoice& choice, const Machines& machines);
+
+// The usable part of a GPU's memory; the rest is for its allocator, the kernels' scratch memory and the driver, which a
+// dry run does not count.
+inline constexpr double kUsable = 0.9;
+// Returns the index of the recommended plan, or -1. Its peak must be at most kUsable of the device's memory. With
+// offload, a host's ranks must also fit in that share of the host's memory, if known. Prefers, in this order: no
+// offload, the shortest time if known, the least recomputation, the least exchange between hosts, the least exchange,
+// the fewest options that are not defaults, the least memory.
+int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
+
+// Indices by preference: the recommended plan first; those that do not fit last, by memory.
+std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
+// A table with the memory of each plan, the milliseconds of a step and tokens a second if known, and which fit; then
+// the recommended plan, its options and its unknowns.
+std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
+
+// Parses "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument.
+int64_t bytes_of_text(const std::string& text);
+
+}  // namespace tessera

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <tessera/zero.h>
+
+namespace tessera {
+
+// The modules that become units of FullyShardedDataParallel.
+enum class UnitChoice : uint8_t {
+  kLayers,   // each repeated layer
+  kLinears,  // each Linear in the layers: smaller gathers, more collectives
+  kWhole     // the whole model
+};
+
+// One way to train a model: the options of zero() and of the model.
+struct TrainingChoice {
+  int stage = 0;
+  bool reshard_after_forward = true;  // stage 3
+  // Stage 3: gathers and computes in bfloat16, reduces in fp32. Stages 0 to 2: libtorch's autocast around forward.
+  bool bf16 = false;
+  bool checkpointed = false;               // recomputes each layer in backward
+  UnitChoice units = UnitChoice::kLayers;  // stage 3
+  int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
+  int ranks_per_secondary_copy = 0;        // stage 3 with reshard_after_forward: HybridSharding; 0: none
+  int prefetch = 1;                        // stage 3
+  // stages 1 to 3: gradients, optimizer state and, in stage 3, shards in host memory
+  bool offload = false;
+  bool operator==(const TrainingChoice&) const = default;
+};
+
+// The choices that a plan compares, each by a dry run: all stages, stage 3 with and without resharding, fp32 and bf16,
+// with and without checkpointing.
+std::vector<TrainingChoice> training_choices();
+
+// The options for zero(). `units`: the policy for the choice's units.
+ZeroOptions zero_options(const TrainingChoice& choice, WrapPolicy units);
+// Source text: "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the policy, and the other changes
+// that a program needs.
+std::string options_text(const TrainingChoice& choice, const std::string& units);
+
+}  // namespace tessera

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+
+#include <tessera/communicator.h>
+
+namespace tessera {
+
+// Options of ShardedGradScaler: torch.amp.GradScaler's arguments.
+struct GradScalerOptions {
+  double initial_scale = 65536.0;  // must be above 0
+  double growth_factor = 2.0;      // >= 1; applied after growth_interval successive steps with finite gradients
+  double backoff_factor = 0.5;     // between 0 and 1; applied after a step with an infinite or NaN gradient
+  int64_t growth_interval = 2000;  // 1 or more
+};
+
+// Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler). Scales the loss, so that small gradients are
+// representable in fp16, and divides the gradients again before the step. If any rank's gradient is infinite or NaN,
+// all ranks skip the step.
+//
+//   tessera::ShardedGradScaler scaler(comm);
+//   scaler.scale(loss).backward();
+//   scaler.unscale_(optimizer);       // needed only if gradients are used before the step
+//   fsdp.clip_grad_norm_(1.0);
+//   scaler.step(optimizer);           // instead of optimizer.step()
+//   scaler.update();
+//
+// Works with every wrapper and any torch::optim optimizer. Must be used by one thread.
+class ShardedGradScaler {
+ public:
+  // Throws std::invalid_argument for factors out of range.
+  explicit ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options = {});
+
+  // Returns loss * get_scale(), recorded by autograd.
+  at::Tensor scale(const at::Tensor& loss) const;
+
+  // Divides the gradients of the optimizer's parameters by the scale, and checks that they are finite on all ranks. Is
+  // collective: one all-reduce of one number. Throws std::logic_error if called twice in one step.
+  void unscale_(torch::optim::Optimizer& optimizer);
+
+  // Calls unscale_() unless already called, and optimizer.step() if all gradients are finite. Returns whether it
+  // stepped, equal on all ranks.
+  bool step(torch::optim::Optimizer& optimizer);
+
+  // Ends the step: raises or lowers the scale.
+  void update();
+
+  // Returns the current scale.
+  double get_scale() const { return scale_; }
+
+  // State for checkpoints; must be loaded between update() and scale().
+  struct State {
+    double scale = 0;
+    int64_t finite_steps = 0;  // in succession
+  };
+  // Returns the state after the last update(), equal on all ranks.
+  State state() const { return {scale_, finite_steps_}; }
+  // Continues from `state`. Throws std::invalid_argument unless the scale is above 0.
+  void load_state(State state);
+
+ private:
+  struct Seen {
+    bool is_finite = true;
+    bool has_stepped = false;
+  };
+
+  const std::shared_ptr<Communicator> comm_;
+  const GradScalerOptions options_;
+  double scale_;
+  int64_t finite_steps_ = 0;
+  std::unordered_map<torch::optim::Optimizer*, Seen> seen_;  // unscaled since the last update()
+};
+
+}  // namespace tessera

@@ -1,0 +1,137 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <tessera/detail/tensor_holders.h>
+
+// The tensors in what a program gives to a module and gets from it: casting inputs, calling again in backward,
+// finding which parameters were used.
+//
+// Looked into are tensors, and what is made of them by vectors (any range), arrays, tuples, pairs, optionals, maps,
+// unordered maps and torch::OrderedDict. A struct of the program's own is opaque until the program says, in the
+// struct's namespace, which of its members to look into; several, and of any of these types:
+//
+//   struct Prediction { at::Tensor logits; std::vector<at::Tensor> states; int steps = 0; };
+//   template <class Visit>
+//   void tessera_visit_tensors(Prediction& value, Visit&& visit) { visit(value.logits, value.states); }
+//
+// It must be declared before the first use of the struct with Tessera. checkpointed() copies such a struct;
+// FullyShardedDataParallel with MixedPrecision::cast_forward_inputs also makes one by default and assigns to it.
+namespace tessera {
+
+namespace internal {
+
+// What the program's function gives its members to.
+template <class Visitor>
+struct Members {
+  Visitor& visitor;
+  template <class... Values>
+  void operator()(Values&... members) const;
+};
+struct Ignore {
+  void operator()(auto&) const {}
+};
+
+template <class Value>
+concept IsTaught = requires(Value& value, Members<Ignore> visit) { tessera_visit_tensors(value, visit); };
+
+// kHolds: somewhere in it may be a tensor that can be exchanged. kKnown: all that may be in it is looked into.
+template <class Value>
+struct Traits;
+template <class... Values>
+struct Elements {
+  static constexpr bool kHolds = (... || Traits<std::remove_reference_t<Values>>::kHolds);
+  static constexpr bool kKnown = (... && Traits<std::remove_reference_t<Values>>::kKnown);
+};
+struct Opaque {
+  static constexpr bool kHolds = false, kKnown = false;
+};
+
+// Calls act(element) for each element of the value; returns their types.
+template <class Value, class Act>
+auto for_each_element(Value& value, Act act) {
+  if constexpr (IsOptional<Value>) {
+    if (value.has_value()) act(*value);
+    return Elements<decltype(*value)>();
+  } else if constexpr (IsOrderedDict<Value>) {
+    for (auto& entry : value) act(entry.value());
+    return Elements<decltype(value.begin()->value())>();
+  } else if constexpr (IsMap<Value>) {
+    for (auto& entry : value) act(entry.second);
+    return Elements<decltype((value.begin()->second))>();
+  } else if constexpr (IsPlain<Value>) {
+    return Elements<>();
+  } else if constexpr (IsRange<Value>) {
+    for (auto& element : value) act(element);
+    return Elements<decltype(*value.begin())>();
+  } else if constexpr (IsTuple<Value>) {
+    return std::apply([&](auto&... elements) { return (act(elements), ..., Elements<decltype(elements)...>()); },
+                      value);
+  } else {
+    return Opaque();
+  }
+}
+
+template <class Value>
+struct Traits : decltype(for_each_element(std::declval<Value&>(), Ignore())){};
+template <IsTensor Value>
+struct Traits<Value> {
+  static constexpr bool kHolds = !std::is_const_v<Value>, kKnown = true;
+};
+template <IsTaught Value>
+struct Traits<Value> {
+  static constexpr bool kHolds = true, kKnown = true;
+};
+
+template <class Value, class Visitor>
+void look_into(Value& value, Visitor& visitor) {
+  if constexpr (IsTensor<Value>) {
+    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // else it is one that cannot be exchanged
+  } else if constexpr (IsTaught<Value>) {
+    tessera_visit_tensors(value, Members<Visitor>{visitor});
+  } else {
+    for_each_element(value, [&](auto& element) { look_into(element, visitor); });
+  }
+}
+
+template <class Visitor>
+template <class... Values>
+void Members<Visitor>::operator()(Values&... members) const {
+  (look_into(members, visitor), ...);
+}
+
+}  // namespace internal
+
+// Whether visit_tensors() would look for tensors in a value of this type.
+template <class Value>
+constexpr bool kHoldsTensors = internal::Traits<std::decay_t<Value>>::kHolds;
+
+// Whether it would miss none: nothing in the type is opaque. (Numbers, enums and strings have no tensors.)
+template <class Value>
+constexpr bool kKnowsTensorsOf = internal::Traits<std::decay_t<Value>>::kKnown;
+
+// Calls visit(at::Tensor&) for each tensor in `value`, in order, undefined ones too; visit(const at::Tensor&), where
+// it takes that, for those that cannot be exchanged (in a set, an at::TensorList, a const value).
+template <class Value, class Visit>
+  requires std::invocable<Visit&, at::Tensor&>
+void visit_tensors(Value& value, Visit&& visit) {
+  internal::look_into(value, visit);
+}
+
+// The defined ones.
+template <class Value>
+std::vector<at::Tensor> tensors_of(Value& value) {
+  std::vector<at::Tensor> tensors;
+  visit_tensors(value, [&](const at::Tensor& tensor) {
+    if (tensor.defined()) tensors.push_back(tensor);
+  });
+  return tensors;
+}
+
+}  // namespace tessera
