@@ -179,9 +179,9 @@ const at::Tensor& FlatParameter::link_source() {
   return low_precision_->values;
 }
 
-Pending FlatParameter::gather(const at::Tensor& full, Communicator& comm) const {
-  if (full.scalar_type() == dtype() && !is_on_host_) return comm.all_gather(full, shard_, {}, name());
-  return comm.all_gather(full, own_part_of(full).copy_(shard_), {}, name());
+at::Tensor FlatParameter::shard_for(const at::Tensor& full) const {
+  if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
+  return own_part_of(full).copy_(shard_);
 }
 
 Pending FlatParameter::gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {

@@ -116,9 +116,9 @@ class FlatParameter : public FlatSpec {
   // Whether a tensor other than parameter_shards() is a view of shard(): a detach() that the user kept, say.
   bool is_shard_shared() const;
 
-  // Starts an all-gather of the shards into `full`, [layout().full_numel()] of any dtype on the device. Casts this
-  // rank's shard, and copies it to the device, before it is sent.
-  Pending gather(const at::Tensor& full, Communicator& comm) const;
+  // The tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the device:
+  // the shard itself, or this rank's part of `full`, into which the shard is cast or copied from host memory.
+  at::Tensor shard_for(const at::Tensor& full) const;
 
   // Bytes that this rank sends to each other one in place of its shard: with kInt8Blocks, else 0.
   int64_t encoded_bytes() const { return encoded_bytes_; }

@@ -12,6 +12,13 @@
 #include "fsdp/parameter_checks.h"
 
 namespace tessera::internal {
+namespace {
+
+void require_outside_backward(const char* call) {
+  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
+}
+
+}  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                            const FsdpOptions& options) {
@@ -153,10 +160,6 @@ void Scheduler::reshard_all() {
 }
 
 // ---- scopes -------------------------------------------------------------------------------------
-
-void Scheduler::require_outside_backward(const char* call) const {
-  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
-}
 
 void Scheduler::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);

@@ -71,7 +71,6 @@ class Scheduler : public Pager, public BackwardPass {
   void inspect(Unit& unit);
   void inspect_all();
   void reshard_all();
-  void require_outside_backward(const char* call) const;
   void require_use(const std::string& use) const;
 
   // By unit: the writes to its shards since the last backward.

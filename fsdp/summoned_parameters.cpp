@@ -93,7 +93,7 @@ void SummonedParameters::copy_own_part(const PagedFlatParameter& paged, const at
 at::Tensor SummonedParameters::gather(const PagedFlatParameter& paged) {
   const at::Tensor full = memory_.take(paged.flat.layout().full_numel(), paged.flat.dtype());
   log_.add("all-gather", paged.flat.name(), full.numel());
-  paged.flat.gather(full, comm_).wait();
+  comm_.all_gather(full, paged.flat.shard_for(full), {}, paged.flat.name()).wait();
   return full;
 }
 

@@ -133,13 +133,8 @@ void Unit::start_all_gather(PagedFlatParameter& paged, const at::Tensor& full) {
     paged.wire = context_.memory.take(encoded_bytes * comm.size(), at::kByte);
     paged.gathering = flat.gather_encoded(paged.wire, is_fetched ? paged.staging : flat.shard(), comm);
   } else {
-    paged.gathering = is_fetched ? comm.all_gather(full, paged.staging, {}, flat.name()) : flat.gather(full, comm);
+    paged.gathering = comm.all_gather(full, is_fetched ? paged.staging : flat.shard_for(full), {}, flat.name());
   }
-}
-
-void Unit::finish_all_gather(PagedFlatParameter& paged, const at::Tensor& full) {
-  paged.gathering.wait();
-  if (paged.wire.defined()) paged.flat.decode(std::exchange(paged.wire, {}), full);
 }
 
 // A lazy all-gather copies from the peers' memory in wait(). To start it early would only hold its buffer longer.
@@ -151,10 +146,12 @@ bool Unit::can_unshard_ahead() const {
 }
 
 void Unit::wait_for_unshard() {
-  if (state_ != State::kUnsharding) return;
+  if (state_ != State::kUnsharding) return uses_.use();
   for (size_t i = 0; i < flat_parameters_.size(); ++i) {
-    finish_all_gather(*flat_parameters_[i], buffers_[i]);
-    flat_parameters_[i]->page->lend(buffers_[i]);
+    PagedFlatParameter& paged = *flat_parameters_[i];
+    paged.gathering.wait();
+    if (paged.wire.defined()) paged.flat.decode(std::exchange(paged.wire, {}), buffers_[i]);
+    paged.page->lend(buffers_[i]);
   }
   uses_.begin(context_.comm.device());
   free_staging();
@@ -175,8 +172,8 @@ void Unit::free_staging() {
 void Unit::reshard() {
   if (is_summoned()) return;
   if (state_ == State::kWhole) return set_current(Page::GradMode::kNone);
-  wait_for_unshard();
   if (state_ == State::kSharded) return;
+  if (state_ == State::kUnsharding) wait_for_unshard();
   uses_.join();  // the next user of this memory must run after all streams that read it
   if (state_ == State::kUnsharded && !is_stale()) secondary_.cut(buffers_);
   // Errors of a copy that no operator waited for do not matter.

@@ -73,10 +73,8 @@ class Unit {
   void unshard();
   // Whether unshard() moves data before wait_for_unshard().
   bool can_unshard_ahead() const;
-  // Blocks until the parameters may be used on the current stream. A no-op unless unsharding.
+  // After unshard(): blocks until the parameters may be used on the current stream.
   void wait_for_unshard();
-  // Orders the current stream after the all-gather. Must be unsharded.
-  void use_here() { uses_.use(); }
   // Frees the unsharded parameters, after the all-gather or copy in flight. A no-op if summoned.
   void reshard();
   SecondaryShard& secondary() { return secondary_; }
@@ -108,7 +106,6 @@ class Unit {
  private:
   bool has_secondary() const { return secondary_.state() == SecondaryShard::State::kHeld && !is_stale(); }
   void start_all_gather(PagedFlatParameter& paged, const at::Tensor& full);
-  void finish_all_gather(PagedFlatParameter& paged, const at::Tensor& full);
   void free_staging();
 
   const int index_;

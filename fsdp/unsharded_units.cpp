@@ -45,10 +45,7 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
     if (unit->is_stale() && unit->state() != Unit::State::kSharded) reshard(*unit);
   evict_for(needed, backward && order.seen().empty());
   for (Unit* unit : needed) unit->unshard();
-  for (Unit* unit : needed) {
-    unit->wait_for_unshard();
-    unit->use_here();
-  }
+  for (Unit* unit : needed) unit->wait_for_unshard();
   for (Unit* unit : needed) {
     if (!backward && mode == Page::GradMode::kRecording) unit->secondary().keep();
     recent_.push_back(unit);
