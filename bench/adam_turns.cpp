@@ -1,6 +1,5 @@
-// The C++ half of bench/cpu_adam.py: adam_turns THREADS. For each line of its input it takes one step of AdamW on 16 Mi
-// elements of fp32, with the optimizer that the line names (host, fused), and prints "MS CPU_MS": on the clock, and of
-// the process's processors.
+// The C++ half of bench/cpu_adam.py: adam_turns THREADS. Each input line names an optimizer (host, fused). The program
+// runs one step of AdamW with it on 16 Mi elements of fp32, and prints "MS CPU_MS": wall time and processor time.
 #include <torch/torch.h>
 
 #include <chrono>

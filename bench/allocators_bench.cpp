@@ -1,7 +1,7 @@
-// Is Tessera's memory cache better than mimalloc, in whose place it stands? One training program, whose CPU tensors
-// come from libtorch's own allocator (glibc), from mimalloc and from the cache in turn, a step each, many times: the
-// ratios of the medians tell. Then each alone in a child: the most memory that the process had, beside what its tensors
-// took. Numbers are compared first: the same losses, to the bit.
+// Compares Tessera's memory cache with mimalloc, which it replaces, and with glibc. One training program allocates its
+// CPU tensors from glibc, mimalloc and the cache by turns, one step each; the result is the ratio of median step times.
+// Then each allocator runs alone in a child process, which reports its peak memory without the tensors. First checks
+// that all give the same losses, bit for bit.
 #include <c10/core/CPUAllocator.h>
 #include <mimalloc.h>
 #include <sys/resource.h>
@@ -43,12 +43,12 @@ class Mimalloc final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-// A tensor goes back to where it came from, whoever is chosen by then.
+// Frees a tensor by the allocator that made it, which may not be the one in use.
 class Chosen final : public c10::Allocator {
  public:
   explicit Chosen(c10::Allocator* cache) : cache_(cache) {}
   c10::DataPtr allocate(size_t bytes) override { return now().allocate(bytes); }
-  // For kernels that forget where they have it from.
+  // For kernels that free memory by its pointer alone.
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* memory) {
       mi_is_in_heap_region(memory) ? mi_free(memory) : memory_cache_allocator()->raw_deleter()(memory);
@@ -65,7 +65,7 @@ class Chosen final : public c10::Allocator {
   c10::Allocator* const cache_;
 };
 
-// A few layers of a transformer's sizes: weights of 4 MiB, activations of 2 to 8, gradients that come and go.
+// Layers with the sizes of a transformer: weights of 4 MiB, activations of 2 to 8 MiB, temporary gradients.
 struct ModelImpl : torch::nn::Module {
   ModelImpl() {
     for (int i = 0; i < 4; ++i) {
@@ -108,14 +108,14 @@ struct Training {
   int steps = 0;
 };
 
-// Of a process that takes all tensors from one allocator.
+// The peak memory of a process with one allocator.
 double peak_mib(Which which) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;
   const pid_t child = ::fork();
   if (child == 0) {
     chosen = which;
-    at::set_num_threads(1);  // the pool of the parent's threads is not there
+    at::set_num_threads(1);  // the parent's thread pool does not exist after fork
     Training training;
     for (int i = 0; i < 12; ++i) training.step();
     rusage usage{};

@@ -1,16 +1,16 @@
-// How long do saving and loading take, against `dd` with fsync on the same disk, and how long does the
-// asynchronous save hold the training loop up?
+// Measures saving and loading against `dd` with fsync on the same disk, and the stall of the training loop during an
+// asynchronous save.
 //
-// A chain of linear layers under FullyShardedDataParallel with AdamW, ranks as threads. Each round runs dd's write and
-// the save, the asynchronous saves, and then dd's read, the disk alone and the load, what is compared side by side and
-// in an order drawn anew each round; the table has medians and, for ratios, the median of the rounds' own. What is read
-// has been dropped from the page cache before, what was written and is removed is off the disk.
+// The model is a chain of linear layers under FullyShardedDataParallel with AdamW; ranks are threads. A round runs dd's
+// write and the save, the asynchronous saves, then dd's read, a plain read and the load. The order within a comparison
+// is random in each round. The table has medians, and medians of the rounds' ratios. Before a read, its files are
+// dropped from the page cache; before a write, deleted files are off the disk.
 //
-// "the disk alone" is what a load could come to: the same files to new memory in huge pages, past the page cache, on
-// three threads a file, without checksums or anything to do with tensors.
+// "the disk alone" is the fastest possible load: it reads the same files with direct I/O into new huge pages, by three
+// threads a file, without checksums or tensors.
 //
-// Targets: dd's time is at least that of a save, and 0.9 of that of a load; the stall, which is the call and the wait
-// before the optimizer's step after one forward and backward, is at most 0.15 of a save.
+// Targets: a save takes at most dd's time; a load at most dd's time / 0.9; the stall, which is the call and the wait
+// before the optimizer's step after one forward and backward, at most 0.15 of a save.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/torch.h>
@@ -83,7 +83,7 @@ int64_t drop_all_from_cache(const fs::path& folder) {
   return bytes;
 }
 
-// One thread's part of a file, past the page cache where the file system allows it. Returns the bytes that there were.
+// Reads one thread's part of a file, with direct I/O if the file system supports it. Returns the bytes read.
 int64_t read_range(const fs::path& path, char* to, int64_t begin, int64_t end) {
   constexpr int64_t kPieceBytes = int64_t{2} << 20;
   int fd = ::open(path.c_str(), O_RDONLY | O_DIRECT);
@@ -95,7 +95,7 @@ int64_t read_range(const fs::path& path, char* to, int64_t begin, int64_t end) {
   return done - begin;
 }
 
-// The folder's files, by as many threads as a load has.
+// Reads all files of the folder with the number of threads of a load.
 double read_alone(const fs::path& folder) {
   constexpr int64_t kHugePageBytes = int64_t{2} << 20, kThreads = 3;
   const auto began = Clock::now();
@@ -222,7 +222,7 @@ class Bench {
     }
   }
 
-  // A load after a change brings everything back.
+  // Checks that a load restores changed values.
   template <class Model>
   void verify(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
     const double before = digest(fsdp.parameters(), optimizer);
@@ -285,7 +285,7 @@ class Bench {
     return round;
   }
 
-  // Without any option: the call, and what a step is slower by that follows one forward and backward.
+  // Without options: the time of the call, and the delay of a step that follows one forward and backward.
   template <class Model>
   double stall_by_default(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
     auto seconds_of_step = [&] {
@@ -304,7 +304,7 @@ class Bench {
     return call + std::max(0.0, step - usual);
   }
 
-  // The same on all ranks, which have drawn alike.
+  // All ranks draw the same order.
   static void in_any_order(std::vector<std::function<void()>> turns, std::mt19937& random) {
     std::shuffle(turns.begin(), turns.end(), random);
     for (const auto& turn : turns) turn();
@@ -313,7 +313,7 @@ class Bench {
     return run_dd("if=/dev/zero of=" + dd_file().string() +
                   " bs=1M count=" + std::to_string(std::max<int64_t>(1, bytes_ >> 20)) + " conv=fsync");
   }
-  // Of the checkpoint that was replaced, on a thread of its save's.
+  // The save deletes the replaced checkpoint on its own thread.
   void await_removals() const {
     while (std::distance(fs::directory_iterator(settings_.folder), fs::directory_iterator()) > 2)
       std::this_thread::sleep_for(std::chrono::milliseconds(5));

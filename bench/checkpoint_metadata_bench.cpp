@@ -1,9 +1,9 @@
-// What the manifest of a checkpoint of very many ranks costs: to make, as a save does, and to read, as one rank does
-// that goes on in a world of another size. Real files, but for the data: ranks' files are holes behind their headers.
+// Measures the manifest of a checkpoint of very many ranks: the time and memory to make it in a save, and to read it on
+// one rank of a world of another size. Files are real, but sparse: their data is a hole behind the header.
 //
-// Parameters in units, each unit cut evenly over the ranks, as FullyShardedDataParallel does. Reading runs in a process
-// of its own, whose memory is what it has at its highest less what it has at the beginning. Targets for 65,536 ranks
-// and 1,000 tensors: 2 s and 200 MB.
+// Parameters are in units, and each unit is cut evenly over the ranks, as in FullyShardedDataParallel. Reading runs in
+// a process of its own; its memory is the difference between peak and start. Targets for 65,536 ranks and 1,000
+// tensors: 2 s and 200 MB.
 #include <algorithm>
 #include <boost/program_options.hpp>
 #include <chrono>
@@ -32,9 +32,9 @@ constexpr uint64_t kId = 42;
 
 struct Settings {
   int64_t ranks = 65536;
-  int64_t to_ranks = 50000;  // that load
+  int64_t to_ranks = 50000;  // the ranks that load
   int64_t tensors = 1000;
-  int64_t of_unit = 10;   // tensors of a unit
+  int64_t of_unit = 10;   // tensors in a unit
   int64_t width = 16384;  // a tensor is [width, width]
   std::string folder = "out/checkpoint_metadata_bench";
 
@@ -47,7 +47,7 @@ double seconds_since(Clock::time_point began) { return std::chrono::duration<dou
 
 std::string name_of(int64_t tensor) { return "blocks." + std::to_string(tensor) + ".weight"; }
 
-// The elements that a rank of `world` holds of each tensor, by name.
+// The range of each tensor that a rank of `world` holds, by name.
 std::map<std::string, Range> held_by(const Settings& settings, int64_t rank, int64_t world) {
   const int64_t each = (settings.unit_numel() + world - 1) / world;
   std::map<std::string, Range> held;
@@ -78,7 +78,7 @@ std::string part_text(const Settings& settings, int64_t rank) {
   return part.text();
 }
 
-// The header of a rank's files, and a hole for the data.
+// Writes the header of a rank's files, and a hole for the data.
 void write_rank(const Settings& settings, int64_t rank) {
   std::vector<std::vector<tessera::internal::SafetensorsEntry>> files;
   for (const auto& [name, range] : held_by(settings, rank, settings.ranks)) {
@@ -135,7 +135,7 @@ int64_t kilobytes(const char* field) {
   throw std::runtime_error("/proc/self/status has no " + std::string(field));
 }
 
-// What a rank in the middle of the new world reads.
+// Loads the part of a rank in the middle of the new world.
 void read(const Settings& settings, bool writes_files) {
   const auto wanted = held_by(settings, settings.to_ranks / 2, settings.to_ranks);
   if (writes_files) {

@@ -1,8 +1,8 @@
-// How long do our collectives take on gloo, against gloo's own and against copying the bytes?
+// Compares Tessera's collectives on gloo with gloo's own, and with a copy of the same bytes.
 //
-// Ranks are threads of this process, joined over loopback; a measurement is the slowest rank's.
-// Ours and gloo's own run in turn over the same connections' worth of bytes, so compare the rows
-// of one run. `--benchmark_filter=world:2` picks two ranks; sizes are of the full tensor.
+// Ranks are threads of this process, joined over loopback; each time is that of the slowest rank. Both implementations
+// run by turns over equal connections, so compare rows of the same run. `--benchmark_filter=world:2` selects two ranks;
+// sizes are those of the full tensor.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -41,7 +41,7 @@ void run(Kind kind, Who who, Rank& rank) {
   if (kind == Kind::kAllReduce) rank.gloo->allreduce(tensors)->wait();
 }
 
-// Both give what the definition says.
+// Checks the results of both against the definition.
 bool verify(Kind kind, Who who, Rank& rank, int world) {
   const int64_t part = rank.shard.numel();
   const int own = rank.comm->rank();
@@ -59,11 +59,11 @@ bool verify(Kind kind, Who who, Rank& rank, int world) {
   return result.eq(sum).all().item<bool>();
 }
 
-// Runs `body(rank)` on every rank's thread, between barriers; seconds of the slowest.
+// Runs `body(rank)` on every rank's thread, between barriers; returns the seconds of the slowest rank.
 class World {
  public:
   World(int world, int64_t numel) : world_(world), ranks_(world) {
-    // c10d's record of collectives is not for groups that start at once in one process.
+    // c10d's flight recorder does not support groups that start at the same time in one process.
     ::setenv("TORCH_FR_BUFFER_SIZE", "0", 1);
     auto ours = c10::make_intrusive<c10d::HashStore>(), theirs = c10::make_intrusive<c10d::HashStore>();
     each([&](Rank& rank, int index) {

@@ -1,13 +1,12 @@
-"""DeepSpeed's CPUAdam beside HostAdamW and libtorch's fused operator: steps of AdamW on 16 Mi elements of fp32.
+"""Compares DeepSpeed's CPUAdam, HostAdamW and libtorch's fused operator: steps of AdamW on 16 Mi elements of fp32.
 
     bench/compare/setup.sh
     cmake --build --preset release --target adam_turns
     tools/python.sh bench/cpu_adam.py [--threads 1] [--rounds 60] [--build build/release]
 
-DeepSpeed compiles its operator when it is first used, and is checked against torch.optim.AdamW before it is timed. In a
-round each takes one step, DeepSpeed's here and the others' in bench/adam_turns.cpp, a process that waits meanwhile; so
-what else the machine does falls on all. Prints each one's median, and the median over rounds of its time beside
-DeepSpeed's in the same round.
+DeepSpeed compiles its operator on first use. The result is checked against torch.optim.AdamW before it is timed. In a
+round each optimizer runs one step, so that other load on the machine affects all: DeepSpeed's in this process, the others
+in bench/adam_turns.cpp. Prints the median of each, and the median over rounds of its ratio to DeepSpeed's time.
 """
 import argparse
 import statistics
@@ -76,7 +75,7 @@ def main():
     names = ["deepspeed", "host", "fused"]
     times = {name: [] for name in names}
     for round_ in range(WARM_UP + arguments.rounds):
-        for shift in range(len(names)):  # each comes first in turn
+        for shift in range(len(names)):  # each is first by turns
             name = names[(round_ + shift) % len(names)]
             times[name].append(turns.step(name))
     turns.others.stdin.close()

@@ -1,9 +1,9 @@
-// What a node of an exported model costs beside its operator: the chain of bench/exported_chain.py, run by
-// ExportedModule and written out in C++, by turns.
+// Measures the overhead of a node of an exported model, beside its operator: ExportedModule runs the chain of
+// bench/exported_chain.py by turns with the same chain in C++.
 //
 //   tools/python.sh bench/exported_chain.py out/chain.pt2 && build/release/bench/exported_bench out/chain.pt2
 //
-// Medians over rounds, with autograd off and on; the answers are compared first.
+// Prints medians over rounds, with autograd off and on, after a check that the results are equal.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kRounds = 400;
 
-// As many rounds of the chain as the archive has.
+// Repeats the chain as often as the archive does.
 at::Tensor written_out(at::Tensor x, const at::Tensor& shift, int64_t rounds) {
   for (int64_t i = 0; i < rounds; ++i) x = at::sub(at::tanh(at::mul(at::add(x, shift), 0.75)), shift);
   return x;

@@ -1,6 +1,6 @@
 """Writes the archive that bench/exported_bench measures: tools/python.sh bench/exported_chain.py FILE.pt2 [NODES]
 
-A chain of operators on four numbers, so small that what is left is what it takes to call them.
+A chain of operators on four numbers. The tensors are so small that the cost of the calls dominates.
 """
 
 import pathlib

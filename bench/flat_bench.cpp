@@ -1,8 +1,8 @@
-// What do the parts of a step cost that neither compute nor communicate? Planning a layout, by
-// parameters and by ranks; copying gradients into a bucket, against copying as many bytes at once; a
-// fused step of Adam against torch's loop.
+// Measures the parts of a step that neither compute nor communicate: planning a layout, by number of parameters and of
+// ranks; copying gradients into a bucket, against one copy of the same bytes; a fused step of Adam against torch's
+// loop.
 //
-// Targets: planning grows with parameters and not with ranks; a bucket fills at the speed of a copy.
+// Targets: the time of planning grows with parameters but not with ranks; a bucket fills at the speed of a copy.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -52,7 +52,7 @@ void flatten(benchmark::State& state) {
 BENCHMARK(flatten)->ArgName("numel")->Arg(256)->Arg(4096)->Arg(1 << 16)->Arg(1 << 20)->Arg(1 << 22)->Unit(
     benchmark::kMicrosecond);
 
-// What FSDP does instead of unflattening: parameters are views.
+// FSDP does this instead of unflattening: parameters are views.
 void unflatten_by_views(benchmark::State& state) {
   const torch::NoGradGuard no_grad;
   const Pieces pieces(state.range(0));

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What gpu_step measures, by PyTorch's FSDP2 on one GPU: bench/gpu_peers.py [layers] [width].
+"""Measures the step of bench/gpu_step.cpp under PyTorch's FSDP2, on one GPU: bench/gpu_peers.py [layers] [width].
 
 The same chain of Linear layers, a unit each, in bf16 with gradients reduced in fp32, gradients clipped by their norm and
-AdamW; without offload and with it. One process, one GPU, NCCL: what a framework takes beside the kernels.
+AdamW; without offload and with it. One process, one GPU, NCCL: the overhead of the framework beside the kernels.
 """
 import os
 import sys
@@ -44,7 +44,7 @@ def main():
     layers, width = (int(word) for word in (sys.argv[1:] + ["24", "4096"][len(sys.argv) - 1 :])[:2])
     torch.cuda.set_device(0)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
-    # FSDP2 clips gradients that are on the host by a collective of the host's.
+    # With offload, FSDP2 clips on the host, which needs a CPU backend for its collective.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for offloads in (False, True):
         each_ms = milliseconds_a_step(layers, width, offloads)

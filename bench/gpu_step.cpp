@@ -1,7 +1,7 @@
-// A step on GPUs, for tools/gpu_check.sh: gpu_step [ranks] [layers] [width]. A chain of Linear layers, a unit each, in
-// bf16, under FSDP with and without offload; milliseconds a step and the device's memory, from rank 0. Then a part of a
-// model that is not sharded, captured as a CUDA graph beside the group's threads: replayed, it must compute what it
-// computes without, or the program fails.
+// Measures a step on GPUs, for tools/gpu_check.sh: gpu_step [ranks] [layers] [width]. The model is a chain of Linear
+// layers, a unit each, in bf16, under FSDP with and without offload. Rank 0 prints milliseconds a step and device
+// memory. Then captures a part of the model that is not sharded as a CUDA graph, while the group's threads run. The
+// replay must give the same result, or the program fails.
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/torch.h>
@@ -31,7 +31,7 @@ double milliseconds_since(std::chrono::steady_clock::time_point began) {
 
 struct Measured {
   double step_ms;
-  double forward_ms, backward_ms, clip_ms, optimizer_ms;  // each waited for, which a step's are not
+  double forward_ms, backward_ms, clip_ms, optimizer_ms;  // with a wait after each phase, unlike a whole step
   tessera::MemoryReport memory;
 };
 
@@ -65,7 +65,7 @@ Measured measure(const Shape& shape, const std::shared_ptr<tessera::Communicator
     return [&comm, part, total_ms] {
       const auto began = std::chrono::steady_clock::now();
       part();
-      comm->barrier();  // which the host waits for
+      comm->barrier();  // blocks the host
       *total_ms += milliseconds_since(began) / kSteps;
     };
   };
@@ -90,8 +90,8 @@ double milliseconds_each(const c10::cuda::CUDAStream& stream, Call call) {
   return milliseconds_since(began) / kSteps;
 }
 
-// Forward and backward of what lies between two gathers. In thread-local mode, since the group's threads ask CUDA for
-// events meanwhile; on a stream of its own, as captures are.
+// Captures forward and backward of modules between two gathers. The mode is thread-local, because the group's threads
+// query events during the capture.
 bool replays_what_it_computes(const Shape& shape, at::Device device) {
   constexpr int kLayers = 8;
   torch::nn::Sequential part;
@@ -105,16 +105,16 @@ bool replays_what_it_computes(const Shape& shape, at::Device device) {
   auto compute = [&] { return torch::autograd::grad({part->forward(x).square().mean()}, parameters); };
 
   const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
-  c10::cuda::device_synchronize();  // x and the parameters were made on another
+  c10::cuda::device_synchronize();  // x and the parameters were made on another stream
   const c10::cuda::CUDAStreamGuard on(stream);
-  for (int i = 0; i < kWarmUp; ++i) compute();  // libraries make their workspaces
+  for (int i = 0; i < kWarmUp; ++i) compute();  // libraries allocate their workspaces
   stream.synchronize();
   at::cuda::CUDAGraph graph;
   graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
   const std::vector<at::Tensor> captured = compute();
   graph.capture_end();
 
-  x.normal_();  // other values than those at the capture
+  x.normal_();  // must differ from the values at the capture
   const std::vector<at::Tensor> expected = compute();
   for (const at::Tensor& gradient : captured) gradient.fill_(std::numeric_limits<double>::quiet_NaN());
   graph.replay();

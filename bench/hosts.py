@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Step times of ranks that share no memory: each in a network namespace of its own, with so many Mbit/s in each direction.
+"""Measures step times of ranks without shared memory. Each rank has a network namespace with a link of limited speed.
 
     hosts.py [--hosts 2 3 4] [--mbit 1000 10000] [--rounds 3] [--pairs fsdp:fsdp2 sdp:zero1 ddp:ddp]
-    hosts.py --pairs fsdp,int8:fsdp,exact  # ours against ours: what travels in int8 blocks, or as it is
+    hosts.py --pairs fsdp,int8:fsdp,exact  # ours against ours: sent in int8 blocks, or exactly
     hosts.py --other old/train_step        # ours against an older build of ours instead of PyTorch's
-    hosts.py --hosts 2 --limit             # beside that, computing and moving as many bytes by themselves
+    hosts.py --hosts 2 --limit             # also measures the limits: computing alone, sending alone
 
-A pair is one of our wrappers and what it is compared with: a peer of bench/compare/peer.py, or ours again. In a round
-the programs of a pair run one after the other, the other one first every second time; a ratio is that of the two runs
-of one round, and what is printed its median and range. "link" is how full ours kept it: the bytes that a rank sent in
-a step, over what the link takes in that time. Losses have to agree with the pair's. The limit is the two things that a
-step must do, each by itself: compute undistributed, on all hosts at once, and move its bytes through plain sockets, both
-directions at once. Where the cores are full and not the link, the two take turns, and a step takes about their sum: less
-by what a sharded rank saves of the optimizer's step, which computing has whole.
+A pair is one of our wrappers and its opponent: a peer of bench/compare/peer.py, or ours again. In a round both programs
+of a pair run one after the other, in alternating order. A ratio is that of two runs of one round; the table has its median
+and range. "link" is the utilization of the link by ours: bytes that a rank sent in a step, divided by the link's capacity
+in that time. The losses of a pair must agree.
 
-Hosts hang on one bridge by veth pairs, with a token bucket (tc tbf) at both ends of each. The way through shared memory
-is switched off (TESSERA_PEER_MEMORY=0), since the namespaces are on one machine. Needs root and iproute2.
+The limits are the two tasks of a step, each alone: computing without distribution, on all hosts at once, and sending its
+bytes through plain sockets, in both directions at once. If the cores are the bottleneck, a step takes about the sum of
+both, less the saving of a sharded optimizer's step.
+
+Hosts are connected to one bridge by veth pairs, with a token bucket (tc tbf) at both ends. Shared memory is switched off
+(TESSERA_PEER_MEMORY=0), since the namespaces are on one machine. Needs root and iproute2.
 """
 import argparse
 import json
@@ -33,7 +34,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PORT = 29577
 EXCHANGES = 5
-# Python's programs now and then end by "terminate called without an active exception".
+# Python's programs sometimes fail with "terminate called without an active exception".
 PEER_TRIES = 3
 
 
@@ -42,13 +43,13 @@ def run(*command):
 
 
 class Hosts:
-    """Network namespaces for as many hosts as asked for, gone at the end."""
+    """Network namespaces, one per host; removed at the end."""
 
     def __init__(self, count, mbit, burst_kb=None):
         self.prefix = f"tessera{os.getpid()}"
         self.names = [f"{self.prefix}h{i}" for i in range(count)]
         self.mbit = mbit
-        # A millisecond's: the kernel's clock must be able to keep up with the rate.
+        # The bytes of one millisecond: smaller buckets need a finer kernel clock.
         self.burst_kb = burst_kb or max(256, mbit // 8)
         self.processes = []
 
@@ -83,7 +84,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
     def ranks(self, command, tries=1):
-        """Runs the command as a rank on every host, again if it fails; what rank 0 printed last, as JSON."""
+        """Runs the command as a rank on every host, again if it fails. Returns the last line of rank 0, parsed as JSON."""
         for left in reversed(range(tries)):
             try:
                 return json.loads(self.start(command).splitlines()[-1])
@@ -93,7 +94,7 @@ class Hosts:
                 print(f"{error}: once more", file=sys.stderr, flush=True)
 
     def start(self, command):
-        """The same, once; all that rank 0 printed."""
+        """Runs the command once on every host. Returns the output of rank 0."""
         self.processes = processes = []
         for rank, name in enumerate(self.names):
             environment = dict(os.environ, TESSERA_PEER_MEMORY="0", RANK=str(rank), WORLD_SIZE=str(len(self.names)), LOCAL_RANK="0",
@@ -108,7 +109,7 @@ class Hosts:
 
 
 def exchange(sent_bytes):
-    """Between two hosts, as one of them: what it takes to send so many bytes and to receive as many, the median of several times."""
+    """Runs as one of two hosts: the median time to send and receive this number of bytes at once."""
     is_first = os.environ["RANK"] == "0"
     address = (os.environ["MASTER_ADDR"], PORT)
     connection = socket.create_server(address).accept()[0] if is_first else connect(address)
@@ -137,7 +138,7 @@ def connect(address):
     for _ in range(100):
         try:
             return socket.create_connection(address)
-        except ConnectionRefusedError:  # the other host has not begun
+        except ConnectionRefusedError:  # the other host does not listen yet
             time.sleep(0.1)
     raise SystemExit(f"hosts.py: nobody answers at {address[0]}")
 
@@ -148,7 +149,7 @@ def cpu_now():
 
 
 def limit_of(hosts, args, result):
-    """Computing and moving what `result`'s step of ours has sent, each by itself: anew beside each pair, in the same minutes."""
+    """The limits of `result`'s step: computing alone, and sending its bytes alone. Measured again beside each pair."""
     computing = hosts.ranks(command_of("local", args, len(hosts.names), is_ours=True))
     moving = hosts.ranks([sys.executable, os.path.abspath(__file__), "--exchange", str(result["sent_bytes"])])
     limit_s = computing["step_s_median"] + moving["exchange_s"]
@@ -215,7 +216,7 @@ def main():
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--json", help="a file for everything measured")
     parser.add_argument("--limit", action="store_true", help="measure computing and moving by themselves, too, of 2 hosts")
-    parser.add_argument("--exchange", type=int, help=argparse.SUPPRESS)  # as one of two hosts
+    parser.add_argument("--exchange", type=int, help=argparse.SUPPRESS)  # runs as one of two hosts
     args = parser.parse_args()
     if args.exchange is not None:
         return exchange(args.exchange)
@@ -228,7 +229,7 @@ def main():
     for program in filter(None, (args.train_step, args.other)):
         if not os.access(program, os.X_OK):
             parser.error(f"{program} is not built")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also removes the namespaces
     results = []
     for count in args.hosts:
         for mbit in args.mbit:

@@ -1,6 +1,5 @@
-// How large a model do a device, a host and a disk hold, by stage and tier? Bytes are computed from the
-// layouts, for fp32 parameters and Adam, and the table is printed only if runs of a small model, ranks
-// being threads, say the same of themselves.
+// Computes the largest model that a device, a host and a disk hold, by stage and tier of offload, for fp32 parameters
+// and Adam. Bytes come from the layouts. Prints the table only if small models on thread ranks report the same bytes.
 //
 //   largest_model [ranks=8] [device GiB=24] [host GiB a rank=64] [disk GiB a rank=512]
 #include <torch/torch.h>
@@ -24,7 +23,8 @@ using tessera::MemoryReport;
 
 constexpr double kGiB = 1024.0 * 1024 * 1024;
 
-// Of one rank. `flight`: units' worth of memory on the device at a time, whatever the number of units.
+// Memory of one rank. `flight`: the memory of units in flight on the device, in units, independent of the number of
+// units.
 struct Need {
   double device_per_parameter = 0, host_per_parameter = 0, disk_per_parameter = 0;  // bytes
   double gathered_units = 0, bucket_units = 0, staging_shards = 0;
@@ -36,7 +36,7 @@ struct Row {
   std::function<Need(double ranks)> need;
 };
 
-// Parameters, gradients and Adam's two moments take 4 bytes each, and 1/N of what is split.
+// Parameters, gradients and Adam's two moments take 4 bytes an element each, divided by N if they are sharded.
 std::array<Row, 8> rows(const Need& flight) {
   auto fsdp = [flight](Need need) {
     need.gathered_units = flight.gathered_units;
@@ -95,7 +95,7 @@ void require(const std::string& what, int64_t got, int64_t expected) {
   if (got != expected) mismatch(what, got, expected);
 }
 
-// What FSDP has in flight on the device, in units; and the check of everything else.
+// Measures FSDP's units in flight on the device, and checks all other figures.
 Need check_small() {
   constexpr int kRanks = 2;
   const auto unit = tessera::internal::FlatLayout::evenly({kUnitNumel}, kRanks, 16);
@@ -123,13 +123,13 @@ Need check_small() {
     flight.staging_shards =
         static_cast<double>(host.report.peak_staging_bytes) / (4.0 * static_cast<double>(unit.shard_numel()));
   };
-  tessera::run_ranks(kRanks, body, {.peer_memory = false});  // with it less is in flight than on devices
+  tessera::run_ranks(kRanks, body, {.peer_memory = false});  // peer memory has less in flight than devices have
   return flight;
 }
 
 double room_for(double bytes, double per_parameter) { return per_parameter > 0 ? bytes / per_parameter : HUGE_VAL; }
 
-// The parameters of a model in `units` equal units, as many as fit.
+// The most parameters that fit, for a model of `units` equal units.
 double largest(const Need& need, double ranks, double device, double host, double disk, double units) {
   const double in_flight = 4 * (need.gathered_units + need.bucket_units + need.staging_shards / ranks) / units;
   return std::min({room_for(device, need.device_per_parameter + in_flight), room_for(host, need.host_per_parameter),

@@ -1,10 +1,10 @@
-// What can a step not be faster than, on this machine, now? The two things that it must do, each by
-// itself: compute (the model and the optimizer, undistributed, as many processes as there are ranks,
-// the optimizer on all parameters), and move the bytes of its stage; and what it costs to copy as many.
+// Measures the lower bounds of a step on this machine, now. A step must compute (the model and the optimizer, not
+// sharded, in one process a rank, the optimizer on all parameters) and move the bytes of its stage. Measures both
+// alone, and the time to copy the same bytes.
 //
 //   limits --model deep --ranks 2 --json
 //
-// Options are train_step's; compare a result with its step_s_median of the same hour.
+// The options are train_step's. Compare a result with a step_s_median of the same hour.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct Cost {
   double seconds = 0, cpu_seconds = 0;
 };
 
-// The median over `repeats`, of the slowest rank in each; processor time is their mean, on rank 0.
+// The median over `repeats` of the slowest rank's time; on rank 0 also the mean processor time.
 Cost cost_of(int repeats, tessera::Communicator& comm, const std::function<void()>& work) {
   std::vector<double> seconds;
   const double cpu_before = train_step::cpu_seconds();
@@ -58,7 +58,7 @@ int main(int argc, char** argv) {
     options->wrapper = "local";
     const auto local = train_step::measure(*options, comm);
 
-    // All parameters, padded to whole shards; the bytes of one all-gather are (N-1)/N of them.
+    // All parameters, padded to whole shards. One all-gather moves (N-1)/N of them.
     const int64_t shard_bytes = (local["model_bytes"].get<int64_t>() + comm->size() - 1) / comm->size();
     const auto full = torch::zeros({shard_bytes * comm->size()}, torch::kByte), copy = torch::zeros_like(full);
     const auto shard = full.narrow(0, comm->rank() * shard_bytes, shard_bytes);

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-// Of one value or more; of an even number of them the upper one.
+// Needs at least one value. With an even number of values, returns the upper of the middle two.
 inline double median(std::vector<double> values) {
   std::ranges::nth_element(values, values.begin() + static_cast<int64_t>(values.size() / 2));
   return values[values.size() / 2];

@@ -1,8 +1,8 @@
-// What does mixed precision save? Bytes that a rank sends in forward and in backward, and gathered and
-// bucket memory, of a step in fp32, in bf16, and in bf16 with gradients reduced in fp32. Two ranks as
-// threads; the time is of a whole step of both, on this machine.
+// Measures the savings of mixed precision: bytes that a rank sends in forward and in backward, gathered memory and
+// bucket memory, in fp32, in bf16, and in bf16 with gradients reduced in fp32. The two ranks are threads; the time is
+// that of a step of both.
 //
-// Target: bytes gathered, and gathered memory, are half those of fp32.
+// Target: in bf16, gathered bytes and gathered memory are half those of fp32.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -32,7 +32,7 @@ void step(benchmark::State& state, std::optional<at::ScalarType> compute, std::o
     tessera::FullyShardedDataParallel fsdp(model, comm, options);
     const at::Tensor x = torch::ones({16, kWidth});
     auto sent = [&] { return comm->traffic().sent_bytes; };
-    fsdp(x).sum().backward();  // the order is known now
+    fsdp(x).sum().backward();  // records the order of units for prefetching
     comm->barrier();
     const auto began = std::chrono::steady_clock::now();
     for (int64_t i = 0; i < repeats; ++i) {

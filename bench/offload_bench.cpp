@@ -1,10 +1,10 @@
-// What does the host optimizer cost, what does the disk add, and what does a speculative step save? First a step of
-// AdamW on a fp32 parameter with torch::optim's loop, libtorch's fused operator, and HostAdamW: as it is, so that the
-// step can be taken back, and with its copy in 16 bit. Then the same step with parameter and state on a disk, beside
-// what the disk does by itself. Last, iterations under clipping, whose steps wait for the norm or do not.
+// Measures the host optimizer, the disk tier and speculative steps. First a step of AdamW on a fp32 parameter: by
+// torch::optim's loop, by libtorch's fused operator, and by HostAdamW (plain, revocable, and with a 16-bit copy). Then
+// the same step with parameter and state on a disk, beside the bandwidth of the disk itself. Last, iterations under
+// clipping, with steps that wait for the norm and steps that do not.
 //
-// Targets: HostAdamW 8 times torch::optim::AdamW; the disk tier close to the disk's own bandwidth. The folder is
-// that of TESSERA_BENCH_DISK, or the system's for temporary files.
+// Targets: HostAdamW is 8 times as fast as torch::optim::AdamW; the disk tier is close to the disk's own bandwidth. The
+// folder is TESSERA_BENCH_DISK, or the system's for temporary files.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kNumel = 16 << 20;
 const auto kOptions = torch::optim::AdamWOptions(1e-3).weight_decay(0.1);
 
-// Three steps against torch's, on the tail of a parameter too.
+// Checks three steps against torch's, with a parameter that does not fill the last vector.
 template <class Optimizer>
 bool is_right() {
   at::Tensor own = torch::linspace(-1, 1, 100003), expected = own.clone();
@@ -49,7 +49,7 @@ void report(benchmark::State& state, double bytes_per_element) {
                                               benchmark::Counter::kIsIterationInvariantRate);
 }
 
-// The step that can be taken back.
+// The revocable step.
 void host_adamw_revocable(benchmark::State& state) {
   at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
   tessera::HostAdamW optimizer({parameter}, kOptions);
@@ -61,7 +61,7 @@ void host_adamw_revocable(benchmark::State& state) {
   };
   step();
   for (auto _ : state) step();
-  report(state, 32);  // and what the parameter was
+  report(state, 32);  // and the old parameter
 }
 
 template <class Optimizer>
@@ -90,7 +90,7 @@ std::string folder() {
   return chosen != nullptr ? chosen : std::filesystem::temp_directory_path().string();
 }
 
-// Blocks of 8 MiB, as many threads as the pager has, all written and all read.
+// Writes and reads all blocks of 8 MiB, with the number of threads of the pager.
 void disk_by_itself(benchmark::State& state) {
   constexpr int64_t kBlock = 8 << 20, kBlocks = 48, kTargets = 16;
   tessera::internal::File file = tessera::internal::offload_file(folder());
@@ -145,7 +145,7 @@ void host_adamw_on_disk(benchmark::State& state) {
   state.counters["moved_MB/s"] = benchmark::Counter(moved * 1e-6, benchmark::Counter::kIsRate);
 }
 
-// Backward waits here, as for a device that computes while the host has nothing to do.
+// Backward sleeps here, like a host that waits for its device.
 struct OnDevice : torch::autograd::Function<OnDevice> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t device_ms) {
     context->saved_data["ms"] = device_ms;
@@ -158,7 +158,7 @@ struct OnDevice : torch::autograd::Function<OnDevice> {
   }
 };
 
-// A chain of layers under FSDP with offload; a thread computes, another steps.
+// A chain of layers under FSDP with offload. One thread computes, another runs the optimizer.
 struct Training {
   Training(std::shared_ptr<tessera::Communicator> comm, double max_norm, bool speculative)
       : fsdp(layers(), comm,
@@ -186,7 +186,7 @@ struct Training {
   tessera::FullyShardedDataParallel<torch::nn::Sequential> fsdp;
   tessera::HostAdamW optimizer;
   tessera::StepInBackward step;
-  std::vector<double> finish_ms;  // what is left for after backward
+  std::vector<double> finish_ms;  // the part of the step after backward
 };
 
 double median(std::vector<double> values) {
@@ -194,8 +194,8 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Turn by turn, so that what else the machine does falls on both. `max_norm` decides whether all clip, or none; the
-// arguments are rows of a batch, and milliseconds of backward of a layer in which the host has nothing to do.
+// Runs both kinds by turns, so that other load on the machine affects both. `max_norm` decides whether all steps clip,
+// or none. The arguments are the rows of a batch, and the milliseconds that the host is idle in a layer's backward.
 void step_under_clipping(benchmark::State& state, double max_norm) {
   at::set_num_threads(1);
   tessera::run_ranks(1, [&](std::shared_ptr<tessera::Communicator> comm) {

@@ -1,12 +1,14 @@
-// What does a step of each optimizer cost in each stage, and what does its state take? Ranks are threads of this
-// process, of one intra-operator thread each; the parameters are those of GPT blocks of width 384. CPU time is summed
-// over the ranks: more than at world 1 is what sharding adds. Target: Muon's, and that of its products of matrices (the
-// Newton-Schulz iteration), within 1.1 of one process: gathering every matrix on all ranks costs as many times as there
-// are ranks. In stages 1 and 2 a step ends with the exchange of parameters, which stage 3 has in forward and backward.
+// Measures a step of each optimizer in each stage, and the bytes of its state. Ranks are threads of this process, with
+// one intra-operator thread each; the parameters are those of GPT blocks of width 384. Processor time is summed over
+// the ranks: the excess over world 1 is the cost of sharding.
+//
+// Target: Muon's processor time, and that of its matrix products (the Newton-Schulz iteration), is at most 1.1 of one
+// process; if every rank gathered every matrix, it would be N times as much. In stages 1 and 2 a step ends with the
+// exchange of parameters, which stage 3 does in forward and backward.
 //
 //   optimizer_bench [part of an optimizer's name] [rounds]
 //
-// A round measures all layouts; figures are medians over the rounds, and so are ratios within one.
+// A round measures all layouts. Prints medians over rounds, also for ratios within a round.
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
@@ -35,7 +37,7 @@ struct Layout {
   int world, stage;
   auto operator<=>(const Layout&) const = default;
 };
-// The first is what the others are compared with.
+// The others are compared with the first.
 constexpr std::array kLayouts{Layout{1, 3}, Layout{2, 3}, Layout{3, 3}, Layout{4, 3},
                               Layout{2, 0}, Layout{2, 1}, Layout{2, 2}};
 
@@ -51,13 +53,13 @@ struct BlocksImpl : torch::nn::Module {
   BlocksImpl() {
     for (int i = 0; i < kBlocks; ++i) register_module("block" + std::to_string(i), std::make_shared<BlockImpl>());
   }
-  at::Tensor forward(at::Tensor x) { return x; }  // never called: gradients are given
+  at::Tensor forward(at::Tensor x) { return x; }  // never called: the bench sets the gradients
 };
 TORCH_MODULE(Blocks);
 
 double thread_cpu_ms() { return thread_processor_s() * 1e3; }
 
-// Processor time of all threads' products of matrices, of which no optimizer but Muon has any.
+// Processor time of all threads in matrix products. Only Muon has any.
 std::atomic<double> products_ms = 0;
 struct ProductBegan : at::ObserverContext {
   double cpu_ms = thread_cpu_ms();
@@ -79,20 +81,20 @@ void watch_products() {
 }
 
 struct Figures {
-  double wall_ms = 0, cpu_ms = 0, products_ms = 0, bytes_per_parameter = 0;  // bytes of the rank that has most
+  double wall_ms = 0, cpu_ms = 0, products_ms = 0, bytes_per_parameter = 0;  // bytes: of the rank with the most
   at::Tensor probe;                                                          // a parameter at the end
 };
 
-// Of this rank.
+// This rank's optimizer.
 struct Trained {
   std::shared_ptr<ModelShards> model;
   torch::optim::Optimizer* optimizer;
-  torch::optim::Optimizer::LossClosure closure;  // null: gradients stay as they are
+  torch::optim::Optimizer::LossClosure closure;  // null: gradients are unchanged
   std::function<at::Tensor()> probe;
 };
 using Make = std::function<Trained(Blocks, std::shared_ptr<Communicator>, int stage)>;
 
-// The same in every layout, whole or in parts.
+// Equal values in every layout, whole or sharded.
 void give_gradients(const ModelShards& model) {
   for (const NamedShard& shard : model.named_shards()) {
     const at::Tensor gradient = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).mul(0.37).cos();
@@ -144,7 +146,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// A line for each layout. False if one of them does not train as one rank does.
+// Prints a line for each layout. Returns false if a layout does not train like one rank.
 bool report(const char* name, const Make& make, int rounds) {
   struct Column {
     std::vector<double> wall_ms, cpu_ms, products_ms, cpu_ratio, products_ratio;
@@ -188,7 +190,7 @@ Make with(const Options& options, std::function<ZeroOptions::Groups(const ZeroOp
     if constexpr (std::is_same_v<Optimizer, Lbfgs>)
       trained.closure = [zero = model.get(), loss = 0.0]() mutable {
         const at::NoGradGuard no_grad;
-        for (const NamedShard& shard : zero->named_shards()) {  // of a bowl, whose sides are not alike
+        for (const NamedShard& shard : zero->named_shards()) {  // the gradient of an anisotropic quadratic
           const at::Tensor slopes = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).cos().add_(1.5);
           at::Tensor leaf = shard.tensor;
           leaf.mutable_grad() = leaf.detach() * slopes.view(leaf.sizes());

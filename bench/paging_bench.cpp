@@ -1,9 +1,8 @@
-// What does paging cost an operator? The same operator on an ordinary tensor, on a parameter whose
-// unit is resident and was used last (the usual case), on two units in turn (both resident, but
-// each use goes to the runtime), and on tensors that are no parameters in a process that pages. And what
-// does a span of the timeline cost that nobody asked for?
+// Measures the overhead of paging for an operator. Cases: an ordinary tensor; a parameter whose unit is resident and
+// was used last (the usual case); two resident units by turns, where each use calls the runtime; tensors that are not
+// parameters, in a process that pages. Also measures a span of the timeline while tracing is off.
 //
-// Target: under 1 microsecond on a resident parameter, nothing for others.
+// Target: under 1 microsecond on a resident parameter, nothing for other tensors.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -12,7 +11,7 @@
 
 namespace {
 
-// Cheap operators on small tensors, so that dispatching is what is timed.
+// Cheap operators on small tensors, so that dispatch dominates.
 struct Setup {
   Setup() : comm(tessera::init()) {
     torch::manual_seed(1);
@@ -74,7 +73,7 @@ void linear(benchmark::State& state, torch::nn::Sequential& model) {
 void linear_ordinary(benchmark::State& state) { linear(state, Setup::instance().ordinary); }
 void linear_resident(benchmark::State& state) { linear(state, Setup::instance().sharded); }
 
-// What each of the library's spans costs while nobody asked for a timeline.
+// The cost of a span while tracing is off.
 void trace_span_unset(benchmark::State& state) {
   if (tessera::internal::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
   for (auto _ : state) {
@@ -83,7 +82,7 @@ void trace_span_unset(benchmark::State& state) {
   }
 }
 
-// The medians of the repetitions are what to compare.
+// Compare the medians of the repetitions.
 BENCHMARK(ordinary_tensors)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(resident_parameter)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(two_units_in_turn)->Repetitions(9)->ReportAggregatesOnly();

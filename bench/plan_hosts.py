@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""How far are predicted steps from measured ones where ranks share no memory? Hosts of bench/hosts.py, a rank on each.
+"""Compares predicted with measured step times of ranks without shared memory, on the hosts of bench/hosts.py, a rank each.
 
     plan_hosts.py [--hosts 2 4] [--mbit 100 1000 10000] [--steps 6] [--speed speed.json] [--only fsdp]
 
-The machine is calibrated once, with two ranks (or the file is taken), and then the link between the hosts, by
-`tessera calibrate --speed`. The token buckets let no more than a millisecond's bytes, or 32 KiB, through at once after a
-pause. bench/plan_time then trains and predicts, those of its
-cases whose wrapper and model have the text of --only in them. The ratio is predicted by measured. "wait" is how much of the
-predicted step waits for messages. Needs root and iproute2.
+Calibrates the machine once, with two ranks, or reads --speed; then calibrates the link between the hosts by `tessera
+calibrate --speed`. After a pause, the token buckets pass at most the bytes of one millisecond, or 32 KiB, at once.
+bench/plan_time then trains and predicts the cases whose wrapper and model contain the text of --only. The ratio is
+predicted / measured. "wait" is the share of the predicted step that waits for messages. Needs root and iproute2.
 """
 import argparse
 import os
@@ -33,7 +32,7 @@ def main():
         parser.error("needs root, for network namespaces")
     if not shutil.which("ip") or not shutil.which("tc"):
         parser.error("needs ip and tc: install iproute2")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also removes the namespaces
     with tempfile.TemporaryDirectory() as folder:
         speed = args.speed or os.path.join(folder, "speed.json")
         if not args.speed:

@@ -1,15 +1,14 @@
-// How far are predicted steps from measured ones? Calibrates this machine, trains small models under DDP, OSS + SDP and
-// FSDP, each in fp32 on ranks that are threads, then predicts the same constructor and step from a dry run.
+// Compares predicted with measured step times. Calibrates this machine, trains small models in fp32 under DDP, OSS +
+// SDP and FSDP on thread ranks, then predicts the same constructor and step from a dry run.
 //
 //   plan_time [--ranks 2] [--steps 20] [--rounds 3] [--quick] [--operators] [--speed speed.json] [--only "fsdp, gpt"]
-//   plan_time --speed speed.json --link 1Gbit [--latency 50us] --json   # by a launcher: a rank a host (plan_hosts.py)
+//   plan_time --speed speed.json --link 1Gbit [--latency 50us] --json   # under a launcher, a rank a host
 //   plan_time --scale                                                   # 70 billion parameters on 65,536 ranks
 //
-// Calibration and training take turns, so that a machine that gets slower is so for both: in each round what is
-// predicted goes by that round's calibration. The ratio is predicted by measured (median of the slowest rank), the
-// median of the rounds: 1 is exact, below 1 too fast. Beside it what a rank's thread has of a processor, predicted by
-// measured, which others on the machine change less. With --speed everything goes by that file: as many ranks as cores
-// do to calibrate for more.
+// Each round calibrates and trains, and its prediction uses its own calibration, so that a change in the machine's
+// speed affects both. The ratio is predicted / measured (median of the slowest rank), the median of the rounds: 1 is
+// exact, below 1 too fast. The second ratio is a rank thread's processor time, which depends less on other load. With
+// --speed, all predictions use that file, which is required for more ranks than cores.
 #include <sys/resource.h>
 #include <torch/torch.h>
 
@@ -26,7 +25,7 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/fused_optimizers.h>
+#include <tessera/optim/fused_optimizers.h>
 #include <tessera/plan.h>
 #include <tessera/plan/decoder.h>
 #include <tessera/plan/dry_run.h>
@@ -66,8 +65,8 @@ struct Case {
 struct Measured {
   double median_s = 0;
   double least_s = 0;
-  double wait_s = 0;       // a step's, of the rank that waited longest
-  double processor_s = 0;  // a step's, of a rank's thread in the mean
+  double wait_s = 0;       // per step, of the rank that waited longest
+  double processor_s = 0;  // per step, mean over the ranks' threads
 };
 
 const char* name_of_stage(int stage) { return stage == 0 ? "ddp" : stage == 2 ? "sdp" : "fsdp"; }
@@ -77,7 +76,7 @@ std::string text_of(const std::string& model, int stage) { return std::string(na
 auto make_model(const Case& each, const std::shared_ptr<Communicator>& comm) {
   ZeroOptions options{.stage = each.stage};
   options.fsdp.auto_wrap = wrap_modules<DecoderBlockImpl>();
-  const auto build = [&] {  // one at a time draws from the process's generator
+  const auto build = [&] {  // locked: all ranks draw from the process's generator
     static std::mutex mutex;
     std::lock_guard lock(mutex);
     torch::manual_seed(0);
@@ -94,7 +93,7 @@ void train(const Case& each, Model& model) {
   model.step();
 }
 
-// On every rank; of the slowest.
+// Measures on every rank; returns the slowest rank's figures.
 Measured measure_on(const std::shared_ptr<Communicator>& comm, const Case& each, const Options& options) {
   at::set_num_threads(1);
   auto model = make_model(each, comm);
@@ -134,8 +133,7 @@ StepTime predict(const Case& each, const Options& options, const MachineSpeed& s
   return predict_step(records, speed);
 }
 
-// Where the error comes from: kernels' seconds in a step of a recorded run with data beside predicted ones, the largest
-// differences first.
+// Explains the error: prints predicted and recorded seconds of each kernel in a step, the largest differences first.
 void print_operators(const Case& each, const Options& options, const MachineSpeed& speed) {
   struct Seconds {
     double measured_s = 0, predicted_s = 0;
@@ -161,7 +159,7 @@ void print_operators(const Case& each, const Options& options, const MachineSpee
   });
   const RunRecord dry = dry_run([&](const std::shared_ptr<Communicator>& comm) { return make_model(each, comm); },
                                 [&](auto& model) { train(each, model); }, {.world_size = options.ranks});
-  for (const RecordedCollective& collective : dry.collectives) {  // a run with data records none
+  for (const RecordedCollective& collective : dry.collectives) {  // a run with data does not record collectives
     if (collective.step != 2) continue;
     exchanged.predicted_s += work_of(collective).seconds(speed.within_host);
     ++exchanged.count;
@@ -177,7 +175,7 @@ void print_operators(const Case& each, const Options& options, const MachineSpee
               exchanged.predicted_s * 1e3);
 }
 
-// Those that have `only` in them.
+// The cases whose name contains `only`.
 std::vector<Case> cases(const std::string& only) {
   std::vector<Case> all;
   for (const char* model : {"gpt:layers=2,width=128,heads=4,vocab=512,sequence=64,batch=2",
@@ -230,7 +228,7 @@ void print_speed(const MachineSpeed& speed) {
       speed.tcp.latency_s * 1e6, speed.tcp.bytes_per_s * 1e-9);
 }
 
-// Ranks are threads of this process, which calibrates and trains in turn.
+// Ranks are threads of this process; calibration and training alternate.
 void run(const Options& options) {
   if (options.json || !options.link.empty() || !options.latency.empty())
     throw std::invalid_argument("--json, --link and --latency are for ranks that a launcher starts");
@@ -272,7 +270,7 @@ void run(const Options& options) {
               processor_errors.back());
 }
 
-// A rank of a launcher's, alone on its host.
+// One rank of a launcher, alone on its host.
 void run_launched(const Options& options) {
   if (options.speed.empty()) throw std::invalid_argument("ranks that a launcher has started need --speed");
   const auto comm = init();
@@ -282,7 +280,7 @@ void run_launched(const Options& options) {
   if (!options.link.empty()) speed.between_hosts.bytes_per_s = bytes_per_s_of_text(options.link);
   if (!options.latency.empty()) speed.between_hosts.latency_s = seconds_of_text(options.latency);
   nlohmann::json result;
-  std::vector<Measured> measured;  // before the first dry run, whose allocator stays
+  std::vector<Measured> measured;  // must precede the first dry run, which replaces the allocator
   const std::vector<Case> all = cases(options.only);
   for (const Case& each : all) measured.push_back(measure_on(comm, each, options));
   if (comm->rank() != 0) return;
@@ -302,7 +300,7 @@ void run_launched(const Options& options) {
   std::printf("%s\n", result.dump().c_str());
 }
 
-// What planning itself takes: one dry run of a rank.
+// Measures the planner: one dry run of a rank.
 void run_scale() {
   const auto model = planned_decoder(
       decoder_of("llama:layers=80,width=8192,heads=64,kv_heads=8,mlp=28672,vocab=128256,sequence=8192"));

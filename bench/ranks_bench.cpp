@@ -1,5 +1,5 @@
-// What a rank costs as there are more of them: start, step and checkpoint of eight Linear(64, 64) under
-// FullyShardedDataParallel, on thread ranks of one process. The model is so small that all of it is the runtime's.
+// Measures the cost per rank as the number of ranks grows: start, step and checkpoint of eight Linear(64, 64) under
+// FullyShardedDataParallel, on thread ranks. The model is so small that the runtime dominates.
 #include <unistd.h>
 
 #include <boost/program_options.hpp>
@@ -19,7 +19,8 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// Of the same values on each rank: threads share torch's random generator, and would draw from it in any order.
+// A model with the same values on each rank. Ranks are threads that share torch's random generator, so values are
+// computed.
 torch::nn::Sequential eight_layers() {
   torch::nn::Sequential model;
   for (int layer = 0; layer < 8; ++layer) model->push_back(torch::nn::Linear(64, 64));
@@ -29,7 +30,7 @@ torch::nn::Sequential eight_layers() {
   return model;
 }
 
-// One step on the same rows for each rank, so that the mean over ranks is that of one of them.
+// One step with the same rows on each rank, so that the mean gradient equals that of one rank.
 template <class Model>
 double train_step(Model& model, torch::optim::Optimizer& optimizer) {
   auto loss = model.forward(torch::ones({4, 64})).square().mean();
@@ -43,7 +44,7 @@ struct Seconds {
   double start = 0, step = 0, save = 0, loss = 0;
 };
 
-// Of one world: rank 0's clock, between barriers.
+// The times of one world: rank 0's clock, between barriers.
 Seconds measure(int world, int steps, const std::filesystem::path& folder) {
   Seconds seconds;
   const auto begin = Clock::now();
@@ -70,7 +71,7 @@ Seconds measure(int world, int steps, const std::filesystem::path& folder) {
   return seconds;
 }
 
-// What one process computes.
+// The result of one process.
 double reference(int steps) {
   auto model = eight_layers();
   torch::optim::SGD optimizer(model->parameters(), 0.01);

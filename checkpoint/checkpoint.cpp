@@ -12,8 +12,8 @@
 #include <typeinfo>
 #include <variant>
 
-#include <tessera/averages.h>
-#include <tessera/fused_optimizers.h>
+#include <tessera/optim/averages.h>
+#include <tessera/optim/fused_optimizers.h>
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/load_state.h"
 #include "checkpoint/save/commit.h"

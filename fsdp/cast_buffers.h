@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include <tessera/fsdp_options.h>
+#include <tessera/options/fsdp_options.h>
 
 namespace tessera::internal {
 

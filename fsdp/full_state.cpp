@@ -2,7 +2,7 @@
 
 #include <unordered_set>
 
-#include <tessera/data_parallel.h>
+#include <tessera/model/data_parallel.h>
 
 namespace tessera::internal {
 

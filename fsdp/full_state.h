@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/summon_options.h>
+#include <tessera/options/fsdp_options.h>
 #include "fsdp/sharded_model.h"
 
 namespace tessera::internal {

@@ -1,10 +1,10 @@
-#include <tessera/fsdp_options.h>
+#include <tessera/options/fsdp_options.h>
 
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
-#include <tessera/summon_options.h>
+#include <tessera/options/fsdp_options.h>
 
 namespace tessera {
 using namespace internal;

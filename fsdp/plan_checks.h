@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include <tessera/fsdp_options.h>
+#include <tessera/options/fsdp_options.h>
 #include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
 #include "core/model/memory_warning.h"

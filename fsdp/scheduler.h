@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/grad_norm.h>
+#include <tessera/model/grad_norm.h>
 #include "core/gradients/backward_pass.h"
 #include "core/paging/residency.h"
 #include "fsdp/full_state.h"

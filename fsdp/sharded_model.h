@@ -8,9 +8,9 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/fsdp_options.h>
-#include <tessera/memory_report.h>
-#include <tessera/model_shards.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/model/model_shards.h>
+#include <tessera/options/fsdp_options.h>
 #include "core/gradients/order_log.h"
 #include "core/layout/mesh.h"
 #include "core/memory/counted_buffers.h"

@@ -6,8 +6,8 @@
 #include <string>
 
 #include <tessera/communicator.h>
-#include <tessera/cpu_offload.h>
-#include <tessera/memory_report.h>
+#include <tessera/options/cpu_offload.h>
+#include <tessera/model/data_parallel.h>
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"

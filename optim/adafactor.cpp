@@ -1,4 +1,4 @@
-#include <tessera/adafactor.h>
+#include <tessera/optim/adafactor.h>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>

@@ -1,4 +1,4 @@
-#include <tessera/adamw_8bit.h>
+#include <tessera/optim/adamw_8bit.h>
 
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty_strided.h>

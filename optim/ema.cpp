@@ -1,4 +1,4 @@
-#include <tessera/ema.h>
+#include <tessera/optim/ema.h>
 
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/empty.h>

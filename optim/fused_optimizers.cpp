@@ -1,4 +1,4 @@
-#include <tessera/fused_optimizers.h>
+#include <tessera/optim/fused_optimizers.h>
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>

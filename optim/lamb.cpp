@@ -1,4 +1,4 @@
-#include <tessera/lamb.h>
+#include <tessera/optim/lamb.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>

@@ -1,4 +1,4 @@
-#include <tessera/lbfgs.h>
+#include <tessera/optim/lbfgs.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -1,4 +1,4 @@
-#include <tessera/lion.h>
+#include <tessera/optim/lion.h>
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>

@@ -1,4 +1,4 @@
-#include <tessera/muon.h>
+#include <tessera/optim/muon.h>
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>

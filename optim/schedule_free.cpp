@@ -1,4 +1,4 @@
-#include <tessera/schedule_free.h>
+#include <tessera/optim/schedule_free.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>

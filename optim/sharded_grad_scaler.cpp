@@ -1,4 +1,4 @@
-#include <tessera/sharded_grad_scaler.h>
+#include <tessera/optim/sharded_grad_scaler.h>
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>

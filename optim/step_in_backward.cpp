@@ -1,4 +1,4 @@
-#include <tessera/step_in_backward.h>
+#include <tessera/optim/step_in_backward.h>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>

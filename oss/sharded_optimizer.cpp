@@ -11,8 +11,8 @@
 #include <utility>
 
 #include <tessera/detail/parameter_parts.h>
-#include <tessera/detail/partial_step.h>
-#include <tessera/lbfgs.h>
+#include <tessera/optim/lbfgs.h>
+#include <tessera/optim/partial_step.h>
 #include "core/comm/agreement.h"
 #include "core/comm/reduced_report.h"
 #include "core/gradients/gradient_keeper.h"

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Builds the API reference, build/docs/index.html: Doxygen over tessera.h and its headers, except the internal ones
-# (docs/reference/internal_headers). Fails on any warning.
+# Builds the API reference, build/docs/index.html: Doxygen over the public headers. Fails on any warning.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/docs

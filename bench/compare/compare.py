@@ -2,16 +2,14 @@
 
     compare.py --build build/release [--quick] [--models deep gpt] [--ranks 2 4] [--rounds 5]
 
-In a round every program runs once, one after the other, so that what else the machine does falls on all
-alike; a ratio is that of two runs of one round, and the table has its median over rounds and its range. What
-bench/limits measures, computing and moving, runs in the round too. After the first round (--rounds-of-all) only
-ours run again, and the two fastest peers of each stage.
-Programs whose losses differ from the others' are not compared but listed, and so are those that fail.
+In a round every program runs once, one after the other, so that other load on the machine affects all alike. A ratio is
+that of two runs of one round; the table has its median over rounds and its range. The limits of bench/limits, computing
+and moving, are measured in the same round. After the first round (--rounds-of-all) only our programs and the two fastest
+peers of each stage run again. Programs that fail, or whose losses differ from the others', are listed and not compared.
 
-Everything measured goes to <out>/results.json, and the verdict by target to <out>/verdict.md and the terminal. The
-documentation is written by a run of everything alone, and by --render, --more and --again of one: what --quick, --models,
---ranks or --programs leave out would be missing there, so such runs go to folders of their own, out/bench/quick and
-out/bench/part.
+Writes all measurements to <out>/results.json, and the verdict by target to <out>/verdict.md and the terminal. Only a
+complete run, or --render, --more and --again of one, writes the documentation. Runs with --quick, --models, --ranks or
+--programs are partial: they write to out/bench/quick and out/bench/part.
 """
 import argparse
 import importlib.metadata
@@ -33,24 +31,24 @@ OUT = os.path.join(ROOT, "out/bench")
 
 MODELS = ["deep", "recipe", "gpt", "deep-768", "recipe-2600", "gpt-512", "llama", "mlp"]
 RANKS = [2, 4]
-# Of --quick: ours, and whoever was the fastest of a stage in some long run; models in the order of what is asked first.
+# For --quick: our programs, and each peer that was the fastest of its stage in a long run. The most important models first.
 QUICK = ["tessera ddp", "ddp", "tessera sdp", "zero1", "fairscale_sdp", "tessera fsdp", "fsdp1", "fsdp2", "deepspeed3"]
 QUICK_MODELS = ["deep", "recipe", "gpt", "mlp"]
 QUICK_MINUTES = 15
-# What is freed goes back to the system at once, instead of staying in glibc's heap: for one more run with these models.
+# Returns freed memory to the system at once, instead of keeping it in glibc's heap: for a second run of these models.
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4194304"}
 MEMORY_MODELS = ["recipe", "recipe-2600"]
-# Models by their flags, where these are not the model's own sizes.
+# Flags of models whose sizes are not the model's defaults.
 SIZES = {"deep-768": ["--model", "deep", "--layers", "24", "--width", "768"],
          "recipe-2600": ["--model", "recipe", "--layers", "12", "--width", "2600"],
          "gpt-512": ["--model", "gpt", "--layers", "4", "--width", "512", "--heads", "8"]}
-# Models of transformers that ours trains from an archive (models.py writes it): the class of a layer, the vocabulary.
+# Models of transformers, which our program trains from an archive that models.py writes: class of a layer, vocabulary.
 ARCHIVES = {"llama": ("LlamaDecoderLayer", 1000), "gpt2": ("GPT2Block", 50257)}
-# A chain of so many units, so narrow that nothing but their overhead is left: under FSDP, and the model by itself.
+# Chains of this number of units, so narrow that overhead dominates: under FSDP, and without a wrapper.
 UNITS = [10, 1000]
 UNIT_WRAPPERS = ["fsdp", "local"]
-FASTEST = 2  # peers of a stage, in a model at so many ranks, that run in each round
-# Python's programs, whatever the wrapper, now and then end by "terminate called without an active exception".
+FASTEST = 2  # number of peers, per stage, model and number of ranks, that run in each round
+# Python's programs sometimes fail with "terminate called without an active exception", under any wrapper.
 TRIES = 2
 PEERS = ["torch", "fairscale", "deepspeed", "transformers"]
 
@@ -63,17 +61,17 @@ def parse():
     parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS))
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--rounds-of-all", type=int, default=1, help="in which the slower peers run, too")
-    parser.add_argument("--minutes", type=float, help=f"begin nothing after so many; of --quick {QUICK_MINUTES}")
-    parser.add_argument("--quick", action="store_true", help="two rounds at 2 ranks, fewer steps, the faster programs alone")
+    parser.add_argument("--rounds-of-all", type=int, default=1, help="the number of rounds that the slower peers run in, too")
+    parser.add_argument("--minutes", type=float, help=f"start no run after this time; with --quick {QUICK_MINUTES}")
+    parser.add_argument("--quick", action="store_true", help="two rounds at 2 ranks, fewer steps, only the faster programs")
     parser.add_argument("--more", action="store_true", help="add rounds to what an earlier call has measured")
-    parser.add_argument("--again", action="store_true", help="the library has changed: what was measured of ours goes, and one "
-                        "more round measures it beside the fastest peers; of the others stays what was measured before")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--again", action="store_true", help="after a change of the library: discard our results, and measure "
+                        "them again in one round with the fastest peers; keep the results of the other peers")
+    parser.add_argument("--render", action="store_true", help="write the tables of earlier results; measure nothing")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for a run")
     args = parser.parse_args()
     is_part = args.models or args.ranks or args.programs
-    # What --more, --again and --render add to or draw is all of what is there.
+    # --more, --again and --render work on all earlier results.
     args.writes_docs = args.out is None and not args.quick and (not is_part or args.more or args.again or args.render)
     args.out = os.path.abspath(args.out or os.path.join(OUT, "quick" if args.quick else "" if args.writes_docs else "part"))
     args.models = args.models or (QUICK_MODELS if args.quick else MODELS)
@@ -166,7 +164,7 @@ def measure_one(args, results, model, ranks, program):
     key = f"{model}/{ranks}/{program}"
     runs = results["runs"].setdefault(key, [])
     if runs and "error" in runs[-1]:
-        return  # it cannot run
+        return  # cannot run
     for _ in range(TRIES):
         began = time.time()
         line = run(args, command(args, program, model, ranks))
@@ -199,7 +197,7 @@ def machine():
 
 
 def versions():
-    """Of those that are there: the peers of a run are known by them."""
+    """The versions of the installed peers."""
     found = {}
     for name in PEERS:
         try:
@@ -225,7 +223,7 @@ def results_of(args):
             results = json.load(file)
         if not args.again:
             return results
-    if os.path.exists(path):  # what was measured in hours is not lost by beginning anew
+    if os.path.exists(path):  # a new run must not destroy the results of hours
         os.replace(path, os.path.join(args.out, "results.before.json"))
     if args.again:
         return without_ours(results)

@@ -1,10 +1,10 @@
-"""FairScale's FullyShardedDataParallel takes CUDA for granted: here it runs without."""
+"""Runs FairScale's FullyShardedDataParallel without CUDA, which it requires otherwise."""
 
 import contextlib
 
 
 def without_streams():
-    """FullyShardedDataParallel with one stream that does nothing."""
+    """FullyShardedDataParallel with one stream that does nothing, in place of CUDA's."""
     import torch
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 

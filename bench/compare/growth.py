@@ -1,8 +1,8 @@
-"""How the cost of a step grows with units, parameters and ranks: runs train_step, draws docs/benchmarks/growth.svg.
+"""Measures the growth of a step's cost with units, parameters and ranks: runs train_step, draws docs/benchmarks/growth.svg.
 
     growth.py --build build/release
 
-Layers are so narrow that computing and sending cost next to nothing: what is left is the overhead.
+Layers are so narrow that the overhead dominates computing and sending.
 Prints a table for docs/benchmarks.md.
 """
 import argparse

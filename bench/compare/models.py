@@ -2,8 +2,8 @@
 
     tools/python.sh bench/compare/models.py llama llama.pt2  # writes the archive that train_step trains
 
-Parameters and data are the same function of (index of the parameter, index of the element) as there,
-so that both sides start from the same bits whatever their random generators do.
+Parameters and data are the same function of (index of the parameter, index of the element) as in bench/train_step, so both
+programs start from the same bits, whatever their random generators.
 """
 import math
 import sys
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-DATA_STREAM = 1 << 20  # above it data, below it parameters
+DATA_STREAM = 1 << 20  # streams from here on are data, lower ones parameters
 SIZES = {  # batch of a rank, layers, width
     "gpt": (4, 6, 384),
     "deep": (8, 48, 512),
@@ -22,7 +22,7 @@ SIZES = {  # batch of a rank, layers, width
     "llama": (4, 8, 384),
     "gpt2": (1, 12, 768),
 }
-# Models of transformers, which ours trains from an archive: the class of a layer, tokens in the vocabulary.
+# Models of transformers, which our program trains from an archive: class of a layer, tokens in the vocabulary.
 ARCHIVES = {"llama": ("LlamaDecoderLayer", 1000), "gpt2": ("GPT2Block", 50257)}
 
 
@@ -73,7 +73,7 @@ class Gpt(nn.Module):
 
 
 class Chain(nn.Module):
-    """Linear layers one after the other: with ReLU between them, or not."""
+    """A chain of linear layers, with or without ReLU between them."""
 
     def __init__(self, widths, relu, loss):
         super().__init__()
@@ -107,13 +107,13 @@ def of_transformers(name, layers, width):
     if name == "llama":
         config = transformers.LlamaConfig(vocab_size=vocabulary, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
                                           num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=1024)
-    else:  # dropout would draw other numbers on each side
+    else:  # dropout would draw different numbers in both programs
         config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return LossOf(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
 
 
 def hashed(stream, numel):
-    """`numel` numbers of [-1, 1), as doubles."""
+    """`numel` numbers in [-1, 1), as doubles."""
     with np.errstate(over="ignore"):
         x = np.arange(numel, dtype=np.uint32) + np.uint32(stream * 0x9E3779B1 & 0xFFFFFFFF)
         x ^= x >> np.uint32(16)
@@ -165,7 +165,7 @@ def make_batch(args, rank):
 
 
 def unit_class(args):
-    """What is wrapped by itself: a block of gpt, a layer of transformers' models, each linear layer of the others."""
+    """The class of a unit: a block of gpt, a layer of transformers' models, each linear layer of the other models."""
     if args.model in ARCHIVES:
         import importlib
 

@@ -1,8 +1,8 @@
-"""One training run under one of Python's wrappers: prints what bench/train_step prints, as JSON.
+"""One training run under one of Python's wrappers: prints the fields of bench/train_step, as JSON.
 
     peer.py --peer fsdp2 --model deep --ranks 2
 
-Started by itself it starts its ranks; each is a process with one gloo group over loopback.
+Without a launcher, starts its ranks as processes that are joined by gloo over loopback.
 """
 import argparse
 import json
@@ -141,7 +141,7 @@ def make_fairscale_sdp(model):
 
     optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=1e-3, fused=True)
     sharded = ShardedDataParallel(model, optimizer)
-    return Trainer(sharded, optimizer, sharded.zero_grad)  # its own zero_grad: the optimizer's leaves it training wrongly
+    return Trainer(sharded, optimizer, sharded.zero_grad)  # the wrapper's zero_grad: training is wrong with the optimizer's
 
 
 def make_fairscale_fsdp(model, unit):
@@ -216,7 +216,7 @@ def run(args):
         import fairscale.optim.oss  # noqa: F401
     if args.model in models.ARCHIVES:
         models.unit_class(args)  # imports transformers
-    # What a first step brings into memory besides the model: modules that torch imports late.
+    # Loads the modules that torch imports in the first step, so that they do not count as its memory.
     tiny = torch.nn.Linear(4, 4)
     tiny(torch.ones(1, 4)).sum().backward()
     adam(tiny.parameters()).step()

@@ -1,15 +1,15 @@
-"""What compare.py has measured, as tables: the verdict by target, ratios to peers, every program, and the plots.
+"""Makes tables of compare.py's results: the verdict by target, ratios to peers, every program, and the plots.
 
-`results`: "runs", by "<model>/<ranks>/<program>", what each run printed; "returning", the same once more with memory
-given back; "units", by "<wrapper>/<count>", what a chain of so many units printed; "machine", "versions" of the peers, "rounds";
-"rounds_without_ours", those of them that measured another library of ours than what is here.
+`results` holds: "runs", the output of each run by "<model>/<ranks>/<program>"; "returning", the output of a run that returns
+freed memory; "units", the output of a chain of units by "<wrapper>/<count>"; "machine"; "versions" of the peers; "rounds";
+"rounds_without_ours", the rounds that measured another version of our library.
 """
 import os
 import statistics
 
 MIB = 1 << 20
 
-# name: (stage, what it is). Stages 1 and 2 compete: both split the optimizer's state.
+# name: (stage, description). Stages 1 and 2 compete: both shard the optimizer's state.
 PROGRAMS = {
     "tessera local": (None, "one process a rank, each by itself"),
     "local": (None, "the same in Python"),
@@ -29,21 +29,21 @@ PROGRAMS = {
 }
 STEPS = {"gpt": (8, 2), "gpt-512": (8, 2), "llama": (8, 2), "deep": (10, 3), "deep-768": (10, 3), "recipe": (5, 2),
          "recipe-2600": (5, 2), "mlp": (60, 10), "gpt2": (18, 2)}  # timed, warm-up
-# Ours against the fastest peer of the stage: at most this.
+# The highest ratio of ours to the fastest peer of the stage.
 TARGETS = {("tessera fsdp", "deep"): 0.5, ("tessera fsdp", "recipe"): 0.6, ("tessera fsdp", "gpt"): 0.85, ("tessera fsdp", "mlp"): 0.3,
            ("tessera sdp", "recipe"): 0.7, ("tessera sdp", "gpt"): 0.9, ("tessera sdp", "gpt-512"): 0.9, ("tessera fsdp", "llama"): 0.8,
            ("tessera sdp", "llama"): 0.9, ("tessera local", "llama"): 1.0}
-OWN_TARGETS = {("tessera fsdp", "tessera ddp", "gpt"): 1.1}  # among ourselves
-# What bench/limits measures, and ours against it: by program the exchange of its stage, and at most this.
+OWN_TARGETS = {("tessera fsdp", "tessera ddp", "gpt"): 1.1}  # between our own wrappers
+# By program: the exchange of its stage in bench/limits, and the highest ratio of ours to it.
 LIMIT = "limits"
 LIMIT_TARGETS = {"tessera fsdp": ("exchange_stage_1_and_3", 1.15), "tessera sdp": ("exchange_stage_0_and_2", 1.1)}
 LIMITED = {model: LIMIT_TARGETS for model in ("deep", "recipe", "gpt")}
 PLOTS_IN_A_ROW = 4
-GROWTH_TARGET = 1.1  # of resident memory, over what FSDP says it holds: where that is more than a runtime's own
+GROWTH_TARGET = 1.1  # growth of resident memory, relative to FSDP's memory report; only if that exceeds the runtime's own memory
 GROWTH_MODELS = ("recipe", "recipe-2600")
-UNIT_TARGET_MS, UNIT_GROWTH_TARGET = 0.1, 1.1  # processor time of a unit, and of one among the most units over the fewest
-# How far a loss may be from ours, relatively. Early on it is rounding, of sums in another order; Adam divides by roots of
-# squares near zero, so that in ten steps of a deep model this grows a million times.
+UNIT_TARGET_MS, UNIT_GROWTH_TARGET = 0.1, 1.1  # processor time of a unit; its ratio between the most units and the fewest
+# The relative tolerance of losses. In early steps they differ by rounding, since sums have another order. Adam divides by
+# square roots near zero, so the difference grows a million times in ten steps of a deep model.
 EARLY_STEPS, EARLY_TOLERANCE, LATE_TOLERANCE = 4, 1e-5, 2e-2
 
 
@@ -52,7 +52,7 @@ def good_runs(results, model, ranks, program):
 
 
 def loss_problem(results, model, ranks, program):
-    """What is wrong with a program's losses, None if nothing: they are compared with our DDP's."""
+    """The problem with a program's losses, compared with those of our DDP; None if they agree."""
     runs, reference = good_runs(results, model, ranks, program), good_runs(results, model, ranks, "tessera ddp")
     if not runs or not reference or PROGRAMS.get(program, (None,))[0] is None:
         return None
@@ -73,7 +73,7 @@ def peers_of(results, model, ranks, ours):
 
 
 def ratios(results, model, ranks, ours, peer, field):
-    """Of ours to the peer's, a number for each round in which both ran."""
+    """The ratios of ours to the peer's, one for each round in which both ran."""
     theirs = {run["round"]: run[field] for run in good_runs(results, model, ranks, peer)}
     return [run[field] / theirs[run["round"]] for run in good_runs(results, model, ranks, ours) if run["round"] in theirs]
 
@@ -88,12 +88,12 @@ def growth_mib(run):
 
 
 def held_mib(run):
-    """What our wrappers and the optimizer say they hold, at most."""
+    """The most memory that our wrappers and the optimizer report."""
     return sum(run[field] for field in ("param_bytes", "grad_bytes", "optimizer_bytes", "peak_gathered_bytes", "peak_bucket_bytes")) / MIB
 
 
 def spread(values, digits=2):
-    """The median, and of several values the range."""
+    """The median, with the range if there are several values."""
     middle = f"{statistics.median(values):.{digits}f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
@@ -104,7 +104,7 @@ def cases(results):
 
 
 def fastest_peer(results, model, ranks, ours):
-    """Of those that ran in a round with ours: --again leaves some out."""
+    """The fastest of the peers that ran in a round with ours; --again leaves some out."""
     rounds = {run["round"] for run in good_runs(results, model, ranks, ours)}
     steps = {peer: [run["step_s_median"] for run in good_runs(results, model, ranks, peer) if run["round"] in rounds]
              for peer in peers_of(results, model, ranks, ours)}
@@ -118,7 +118,7 @@ def least_growth(results, model, ranks, programs):
 
 
 def glance_table(results):
-    """Ours over the fastest peer of the stage, and over the one with the least memory, and whether that is the goal."""
+    """Ours over the fastest peer of the stage, and over the peer with the least memory, with the verdict."""
     columns = {"tessera fsdp": "FSDP", "tessera sdp": "OSS + SDP", "tessera ddp": "DDP", "tessera local": "one process"}
     lines = ["| step time, ours / the fastest peer's | " + " | ".join(columns.values()) + " | memory, FSDP / the least of its peers |",
              "| --- " * (len(columns) + 2) + "|"]
@@ -144,7 +144,7 @@ def verdict(value, goal):
 
 
 def limit_ratios(results, model, ranks, ours, cpu):
-    """Of ours to computing and moving, measured in the same round."""
+    """The ratios of ours to computing and moving, measured in the same round."""
     exchange, _ = LIMIT_TARGETS[ours]
     kind = "_cpu_s" if cpu else "_s"
     least = {run["round"]: run["compute" + kind] + run[exchange + kind] for run in good_runs(results, model, ranks, LIMIT)}
@@ -178,7 +178,7 @@ def growth_rows(results):
 
 
 def unit_costs_ms(results, wrapper):
-    """Of a unit, by how many there are, the fewest first: processor time of a rank."""
+    """Processor time of a rank per unit, by number of units, the fewest first."""
     costs = {}
     for key, lines in results.get("units", {}).items():
         good = [line["cpu_s"] for line in lines if "error" not in line]
@@ -200,7 +200,7 @@ def unit_rows(results):
 
 
 def glance(results):
-    """What a reader takes in at a glance: the ratios to peers, then the targets that are no ratio to a peer."""
+    """The summary: the ratios to peers, then the other targets."""
     lines = glance_table(results)
     rows = [*limit_rows(results), *growth_rows(results), *unit_rows(results)]
     if rows:
@@ -316,7 +316,7 @@ def provenance(results):
 
 
 def write_documentation(results, docs):
-    """benchmarks.md between its two marks, and the plots."""
+    """Writes benchmarks.md between its two marks, and the plots."""
     folder, document = os.path.join(docs, "benchmarks"), os.path.join(docs, "benchmarks.md")
     draw(results, folder)
     text = "\n".join([provenance(results), "", *glance(results), "", "### Against peers", "", *ratio_table(results), "",

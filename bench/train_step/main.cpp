@@ -1,5 +1,5 @@
-// How long does one training step take under each wrapper, what does a rank hold, and what does it
-// send? One line a run, printed by rank 0: measure.h says what is in it.
+// Measures one training step under each wrapper: time, memory of a rank, bytes sent. Rank 0 prints one line a run;
+// measure.h describes the fields.
 //
 //   train_step --model gpt --wrapper fsdp --ranks 2 --json
 #include <torch/torch.h>

@@ -31,7 +31,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// A row of numbers from each rank.
+// One row of numbers from each rank.
 class OverRanks {
  public:
   OverRanks(tessera::Communicator& comm, const std::vector<double>& own) {
@@ -39,7 +39,7 @@ class OverRanks {
   }
   std::vector<double> most() const { return to_vector(std::get<0>(all_.max(0))); }
   std::vector<double> mean() const { return to_vector(all_.mean(0)); }
-  double of_highest(int64_t wanted, int64_t by) const {  // what the rank has that is highest in column `by`
+  double of_highest(int64_t wanted, int64_t by) const {  // column `wanted` of the rank with the highest `by`
     return all_[all_.select(1, by).argmax().item<int64_t>()][wanted].item<double>();
   }
 
@@ -72,8 +72,8 @@ nlohmann::ordered_json settings(const Options& options, int ranks) {
   return line;
 }
 
-// What a first step brings into memory besides the model, libtorch's own code above all. Peers do the same
-// (bench/compare/peer.py).
+// Loads into memory the code, mostly libtorch's, that the first step needs, so that it is not counted as growth. Peers
+// do the same (bench/compare/peer.py).
 void load_code() {
   torch::nn::Linear tiny(4, 4);
   tessera::Adam adam(tiny->parameters(), torch::optim::AdamOptions(1e-3));
@@ -81,7 +81,7 @@ void load_code() {
   adam.step();
 }
 
-// What this rank has moved and used so far.
+// This rank's traffic and resources so far.
 struct Spent {
   tessera::Traffic traffic;
   double cpu_s = 0, page_faults = 0;
@@ -91,7 +91,7 @@ struct Spent {
 };
 
 struct Steps {
-  std::vector<double> losses;  // of those before, too
+  std::vector<double> losses;  // of all steps, warm-up included
   std::vector<double> step_s;
   Spent before, after;
 };
@@ -124,7 +124,7 @@ double cpu_seconds() {
 }
 
 nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tessera::Communicator>& comm) {
-  comm->barrier("the start");  // connections are made before memory is looked at
+  comm->barrier("the start");  // opens the connections before memory is measured
   load_code();
   const auto rss_before = static_cast<double>(resident_bytes("VmRSS:"));
   const Batch batch = make_batch(options, comm->rank());

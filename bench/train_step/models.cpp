@@ -8,7 +8,7 @@
 namespace train_step {
 namespace {
 
-constexpr int64_t kDataStream = 1 << 20;  // above it data, below it parameters
+constexpr int64_t kDataStream = 1 << 20;  // streams from here on are data, lower ones parameters
 
 class GptModelImpl : public ModelImpl {
  public:
@@ -27,7 +27,7 @@ class GptModelImpl : public ModelImpl {
   train_gpt::Gpt gpt_{nullptr};
 };
 
-// What Python exported, its loss included.
+// A model exported by Python, with its loss.
 class ArchiveModelImpl : public ModelImpl {
  public:
   explicit ArchiveModelImpl(const std::string& archive)
@@ -40,7 +40,7 @@ class ArchiveModelImpl : public ModelImpl {
   std::shared_ptr<tessera::ExportedModule> exported_;
 };
 
-// Linear layers one after the other: with ReLU between them, or not.
+// A chain of linear layers, with or without ReLU between them.
 class ChainImpl : public ModelImpl {
  public:
   enum class Loss { kMeanSquares, kCrossEntropy };
@@ -79,7 +79,7 @@ at::Tensor values(at::IntArrayRef sizes, int64_t stream, double scale) {
   return tensor;
 }
 
-// Numbers of 0 to `count` - 1.
+// Integers from 0 to `count` - 1.
 at::Tensor choices(at::IntArrayRef sizes, int64_t stream, int64_t count) {
   const auto tensor = torch::empty(sizes, torch::kInt64);
   auto* element = tensor.mutable_data_ptr<int64_t>();
@@ -110,7 +110,7 @@ void set_values(const Options& options, const std::vector<tessera::NamedShard>& 
   const torch::NoGradGuard no_grad;
   int64_t stream = 0;
   for (const tessera::NamedShard& shard : shards) {
-    // Matrices of a variance that keeps activations' about as it is; norms near 1; biases small.
+    // Matrices keep the variance of activations; scales of norms are near 1; biases are small.
     const bool is_matrix = shard.sizes.size() == 2;
     const double scale =
         is_matrix ? std::sqrt((options.model == "deep" ? 6.0 : 3.0) / static_cast<double>(shard.sizes[1])) : 0.02;

@@ -5,13 +5,13 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include "core/layout/unit_plan.h"
 #include "options.h"
 
 namespace train_step {
 
-// A model with its loss, so that one wrapper type serves all: [batch, ...] and targets to a scalar.
+// A model with its loss: maps [batch, ...] and targets to a scalar. One type for all models needs one type of wrapper.
 class ModelImpl : public torch::nn::Module {
  public:
   virtual at::Tensor forward(const at::Tensor& inputs, const at::Tensor& targets) = 0;
@@ -22,22 +22,21 @@ struct Batch {
   at::Tensor inputs, targets;
 };
 
-// With whatever values torch's constructors give; set_values() follows. May be called in deferred().
+// Builds the model with torch's initial values; call set_values() next. May be called in deferred().
 Model make_model(const Options& options);
 
-// Gives every parameter values that are a function of (its place in the module, index of the element):
-// the same in any program that knows the function (bench/compare/models.py), whatever its generators.
-// Writes to what this rank holds, so that nothing has to be whole.
+// Sets every parameter to a function of (its position in the module, index of the element), which
+// bench/compare/models.py implements too: both programs start from equal values, whatever their generators. Writes only
+// this rank's shards.
 void set_values(const Options& options, const std::vector<tessera::NamedShard>& shards);
 
-// The part of the data that `rank` has; the same in each step, and by the same function.
+// This rank's data, by the same function; equal in each step.
 Batch make_batch(const Options& options, int rank);
 
-// A wrapper's units, as Python's programs wrap too: a block of gpt, --unit of an archive, each linear layer of the
-// others.
+// The units, as in Python's programs: a block of gpt, --unit of an archive, each linear layer of the other models.
 tessera::WrapPolicy units_of(const Options& options);
 
-// Element `index` of stream `stream`: a number of [-1, 1), by an integer hash.
+// Element `index` of stream `stream`: a number in [-1, 1), from an integer hash.
 double hashed(int64_t stream, int64_t index);
 
 }  // namespace train_step

@@ -67,20 +67,21 @@ std::optional<Options> parse(int argc, char** argv) {
   Options options;
   std::string dtype = "float32", wire = "exact";
   bool no_reshard = false, whole = false;
-  po::options_description all("train_step: how long one training step takes, what it holds and what it sends");
+  po::options_description all("train_step: measures time, memory and traffic of one training step");
   all.add_options()("help,h", "this text")("model", po::value(&options.model)->default_value(options.model),
                                            "gpt, deep, recipe, mlp or archive")(
-      "archive", po::value(&options.archive), "of --model archive: what torch.export.save() wrote, a loss of tokens")(
-      "unit", po::value(&options.unit), "of --model archive: the class of its layers, LlamaDecoderLayer, say")(
+      "archive", po::value(&options.archive),
+      "of --model archive: a file of torch.export.save(), which maps tokens to a loss")(
+      "unit", po::value(&options.unit), "of --model archive: the class of its layers, such as LlamaDecoderLayer")(
       "wrapper", po::value(&options.wrapper)->default_value(options.wrapper),
       "local (each rank by itself), ddp, oss (with ddp), sdp (with oss) or fsdp")(
       "optimizer", po::value(&options.optimizer)->default_value(options.optimizer), "adam (fused) or sgd")(
       "ranks", po::value(&options.ranks)->default_value(options.ranks),
-      "processes to start; under a launcher its ranks are taken")(
+      "processes to start; a launcher's number takes precedence")(
       "batch", po::value(&options.batch),
       "rows, or sequences, of each rank; default: gpt 4, deep 8, recipe 20, mlp 16, archive 4")(
       "steps", po::value(&options.steps)->default_value(options.steps), "timed steps")(
-      "warmup", po::value(&options.warmup)->default_value(options.warmup), "steps before these")(
+      "warmup", po::value(&options.warmup)->default_value(options.warmup), "steps before the timed ones")(
       "threads", po::value(&options.threads)->default_value(options.threads), "intra-operator threads of each rank")(
       "dtype", po::value(&dtype)->default_value(dtype), "float32 or bfloat16: parameters, gradients and computation")(
       "layers", po::value(&options.layers),
@@ -91,14 +92,14 @@ std::optional<Options> parse(int argc, char** argv) {
       "vocabulary", po::value(&options.vocabulary)->default_value(options.vocabulary), "of gpt or archive")(
       "prefetch", po::value(&options.prefetch)->default_value(options.prefetch), "of fsdp: units gathered ahead")(
       "wire", po::value(&wire)->default_value(wire),
-      "exact or int8: how fsdp's parameters and gradients, and sdp's gradients, travel")(
+      "exact or int8: format of fsdp's parameters and gradients, and of sdp's gradients, in messages")(
       "no-reshard", po::bool_switch(&no_reshard), "of fsdp: units stay gathered from forward to backward")(
       "whole", po::bool_switch(&whole),
-      "of fsdp: make the model whole on each rank, then shard it; default: unit by unit")(
+      "of fsdp: build the whole model on each rank, then shard it; default: unit by unit")(
       "json", po::bool_switch(&options.json), "one line of JSON instead of text");
   po::variables_map values;
   std::vector<std::string> arguments(argv + 1, argv + argc);
-  for (auto& argument : arguments)  // Boost knows one long name an option
+  for (auto& argument : arguments)  // Boost allows one long name per option
     if (argument == "--count" || argument.starts_with("--count=")) argument.replace(0, 7, "--layers");
   po::store(po::command_line_parser(arguments).options(all).run(), values);
   po::notify(values);

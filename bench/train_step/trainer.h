@@ -4,8 +4,8 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/memory_report.h>
-#include <tessera/model_shards.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/model/model_shards.h>
 #include "models.h"
 #include "options.h"
 
@@ -15,19 +15,19 @@ namespace train_step {
 class Trainer {
  public:
   virtual ~Trainer() = default;
-  // Loss of the batch, its gradients, one step of the optimizer; gradients stay. Returns the loss.
+  // Runs forward, backward and one step of the optimizer, and returns the loss. Does not clear the gradients.
   virtual at::Tensor step(const Batch& batch) = 0;
   virtual void zero_grad() = 0;
   virtual tessera::MemoryReport memory() const = 0;
   virtual std::vector<tessera::NamedShard> shards() const = 0;
-  // What this rank holds of the optimizer's state.
+  // Bytes of this rank's optimizer state.
   virtual int64_t optimizer_bytes() = 0;
-  // Over all parameters, in double, in the module's order, so that equal parameters give equal sums.
-  // Collective, but with the wrapper "local". Takes the memory of the whole model.
+  // The sum of all parameters, in double, in the module's order: equal parameters give equal sums. Collective, but for
+  // the wrapper "local". Takes the memory of the whole model.
   virtual double parameter_sum() = 0;
 };
 
-// Collective, but with the wrapper "local". Values are those of set_values().
+// Builds the model with the values of set_values(). Collective, but for the wrapper "local".
 std::unique_ptr<Trainer> make_trainer(const Options& options, const std::shared_ptr<tessera::Communicator>& comm);
 
 }  // namespace train_step

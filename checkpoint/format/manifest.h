@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/stateful.h>
+#include <tessera/checkpoint/stateful.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/saved_tensors.h"
 #include "optim/state/optimizer_state.h"

@@ -3,8 +3,8 @@
 #include <map>
 #include <set>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/errors.h>
-#include <tessera/full_file.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
 

@@ -7,8 +7,8 @@
 #include <random>
 #include <set>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/errors.h>
-#include <tessera/full_file.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
 #include "checkpoint/save/outcome.h"

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include <tessera/checkpoint_options.h>
-#include <tessera/model_shards.h>
-#include <tessera/stateful.h>
+#include <tessera/checkpoint/options.h>
+#include <tessera/checkpoint/stateful.h>
+#include <tessera/model/model_shards.h>
 #include "checkpoint/format/manifest.h"
 
 namespace tessera::internal {

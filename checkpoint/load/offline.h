@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/full_file.h>
+#include <tessera/checkpoint/full_file.h>
 #include "checkpoint/format/shard_writer.h"
 
 namespace tessera::internal {

@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include <tessera/checkpoint_options.h>
+#include <tessera/checkpoint/options.h>
 #include <tessera/communicator.h>
 #include "checkpoint/save/commit.h"
 #include "checkpoint/save/outcome.h"

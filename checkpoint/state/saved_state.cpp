@@ -12,7 +12,7 @@
 #include <stdexcept>
 
 #include <tessera/detail/parameter_parts.h>
-#include <tessera/lamb.h>
+#include <tessera/optim/lamb.h>
 #include "checkpoint/format/safetensors_header.h"
 #include "core/model/module_state.h"
 #include "core/runtime/lazy_values.h"

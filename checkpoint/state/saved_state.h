@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/shard_writer.h"
 

@@ -1,4 +1,4 @@
-#include <tessera/training_state.h>
+#include <tessera/checkpoint/training_state.h>
 
 #include <limits>
 #include <set>

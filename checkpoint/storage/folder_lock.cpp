@@ -1,4 +1,4 @@
-#include <tessera/folder_lock.h>
+#include <tessera/checkpoint/folder_lock.h>
 
 #include <fstream>
 #include <stdexcept>

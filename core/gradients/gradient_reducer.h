@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/memory_report.h>
+#include <tessera/model/data_parallel.h>
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/gradients/order_log.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/grad_norm.h>
+#include <tessera/model/grad_norm.h>
 
 namespace tessera::internal {
 

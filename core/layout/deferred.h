@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <tessera/deferred.h>
-#include <tessera/range.h>
+#include <tessera/model/range.h>
 
 namespace tessera::internal {
 

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/range.h>
+#include <tessera/model/range.h>
 
 namespace tessera::internal {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include <tessera/wire_format.h>
+#include <tessera/options/wire_format.h>
 
 namespace tessera::internal {
 

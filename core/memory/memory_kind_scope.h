@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/memory_kind.h>
+#include <tessera/plan/memory_kind.h>
 
 #include "core/runtime/thread_scope.h"
 

@@ -1,4 +1,4 @@
-#include <tessera/data_parallel.h>
+#include <tessera/model/data_parallel.h>
 
 #include <ATen/ops/empty.h>
 

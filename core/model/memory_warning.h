@@ -4,7 +4,7 @@
 #include <string>
 
 #include <tessera/communicator.h>
-#include <tessera/planned_memory.h>
+#include <tessera/plan/planned_memory.h>
 
 namespace tessera::internal {
 

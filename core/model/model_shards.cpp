@@ -1,4 +1,4 @@
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 
 #include <c10/core/GradMode.h>
 

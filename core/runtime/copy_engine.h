@@ -9,7 +9,7 @@
 #include <mutex>
 #include <utility>
 
-#include <tessera/copy_traffic.h>
+#include <tessera/detail/copy_traffic.h>
 #include <tessera/detail/operation_handle.h>
 
 namespace tessera::internal {

@@ -1,11 +1,11 @@
-// Trains a causal language model that Python exported, with ZeRO of any stage: `make finetune` makes a small Llama with
+// Trains a causal language model that Python exported, in any ZeRO stage. `make finetune` builds a small Llama with
 // transformers, trains it here, and loads the result in transformers.
 //
 //   finetune --archive out/model.pt2 --weights out/initial --ids out/ids.safetensors --out out --stage 3 --ranks 2
 //
-// --ids is one long text, of which each step draws windows; --rows are examples of their own, padded and cut
-// (tools/tokenize_text.py), taken in order. Adapters (tools/export_model.py --lora) train beside a base whose weights
-// are those of the model without them, and are saved as peft reads them, beside the whole.
+// --ids is one long text; each step draws random windows of it. --rows are separate examples, padded and cut
+// (tools/tokenize_text.py), which are read in order. Adapters (tools/export_model.py --lora) are trained beside a base
+// with the weights of the model without adapters. They are saved in peft's format, beside the whole model.
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/exported.h>
-#include <tessera/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
@@ -51,7 +51,7 @@ tessera::NamedInputs as_inputs(const at::Tensor& ids, at::Device device) {
   return {{"input_ids", own}, {"attention_mask", torch::ones_like(own)}, {"labels", own}};
 }
 
-// What a rank is given in a step.
+// A rank's batch of each step.
 class Batches {
  public:
   Batches(const Options& options, at::Device device) : options_(options), device_(device) {
@@ -78,11 +78,11 @@ class Batches {
     for (const auto& [name, values] : rows_) inputs.add(name, values.index_select(0, chosen).to(device_));
     return inputs;
   }
-  // A line to compare models by.
+  // The first tokens of the text, to compare models.
   at::Tensor line() const { return ids_.narrow(0, 0, std::min(options_.length, ids_.numel())).unsqueeze(0); }
 
  private:
-  // Of the text, at random places.
+  // Random windows of the text.
   at::Tensor windows(uint64_t seed) const {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
     const at::Tensor starts =
@@ -97,7 +97,7 @@ class Batches {
   std::vector<std::pair<std::string, at::Tensor>> rows_;
 };
 
-// Every rank computes, since parameters may be sharded; the most likely of a few, drawn alike everywhere.
+// Generates tokens, each drawn from the 8 likeliest. Collective, since parameters may be sharded; all ranks draw alike.
 template <class Model>
 std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Options& options, at::Device device) {
   const at::NoGradGuard no_grad;
@@ -113,7 +113,7 @@ std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Op
   return text;
 }
 
-// After the prompt, or the beginning of the text. As text if ids are characters; those of a tokenizer are printed, for
+// Continues the prompt, or the beginning of the text. Prints text if ids are characters, else ids for
 // tools/tokenize_text.py --decode.
 template <class Model>
 void print_sample(Model& model, const Batches& batches, const Options& options, const Comm& comm) {
@@ -129,7 +129,7 @@ void print_sample(Model& model, const Batches& batches, const Options& options, 
   std::printf("\n");
 }
 
-// ---- adapters of peft ---------------------------------------------------------------------------
+// Adapters in peft's format.
 
 constexpr const char* kPeft = "base_model.model.";
 
@@ -137,7 +137,7 @@ void erase_part(std::string& name, const std::string& part) {
   if (const size_t at = name.find(part); at != std::string::npos) name.erase(at, part.size());
 }
 
-// What a model without adapters calls a weight: "base_model.model.lm_head.base_layer.weight" is "lm_head.weight".
+// The name of a weight in the model without adapters: "base_model.model.lm_head.base_layer.weight" is "lm_head.weight".
 std::string name_in_base(std::string name) {
   if (name.starts_with(kPeft)) name.erase(0, std::string(kPeft).size());
   erase_part(name, ".base_layer");
@@ -154,7 +154,7 @@ tessera::ExportedOptions load_options(const Options& options, const Comm& comm) 
   return load;
 }
 
-// Of the whole model in `folder`: adapters alone under the names that PeftModel.from_pretrained() reads.
+// Extracts the adapters from the whole model in `folder`, under the names that PeftModel.from_pretrained() reads.
 void write_adapters(const fs::path& folder, const fs::path& archive) {
   const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(folder / "model.safetensors");
   std::vector<tessera::FullTensor> adapters;
@@ -171,11 +171,11 @@ void write_adapters(const fs::path& folder, const fs::path& archive) {
   tessera::write_full(folder / "adapter_model.safetensors", adapters, [&](const tessera::FullTensor& tensor) {
     return reader.read(own_names.at(tensor.name), tessera::internal::whole_box(tensor.shape));
   });
-  const fs::path config = archive.parent_path() / "adapter_config.json";  // by tools/export_model.py
+  const fs::path config = archive.parent_path() / "adapter_config.json";  // written by tools/export_model.py
   if (fs::exists(config)) fs::copy_file(config, folder / config.filename(), fs::copy_options::overwrite_existing);
 }
 
-// For comparing with Python: what the trained model says about a line of the text.
+// Writes the trained model's logits for a line of the text, to compare with Python.
 template <class Model>
 void write_logits(Model& model, const at::Tensor& ids, const fs::path& file, const Comm& comm) {
   const at::NoGradGuard no_grad;
@@ -227,23 +227,23 @@ void train(const Options& options, const Comm& comm) {
 int main(int argc, char** argv) {
   Options options;
   po::options_description described("Options");
-  described.add_options()("help", "this text")                                                      //
-      ("archive", po::value(&options.archive)->required(), "of tools/export_model.py")              //
-      ("weights", po::value(&options.weights), "safetensors, of the base; default: the archive's")  //
-      ("ids", po::value(&options.ids), "a safetensors file with a text's 'ids'; or --rows")         //
-      ("rows", po::value(&options.rows), "one with 'input_ids', 'attention_mask' and 'labels'")     //
-      ("out", po::value(&options.out)->required(), "where results go")                              //
-      ("resume", po::value(&options.resume), "a checkpoint to go on from")                          //
-      ("classes", po::value(&options.classes)->multitoken(), "Python classes that become units")    //
-      ("stage", po::value(&options.stage), "of ZeRO: 0 to 3")                                       //
-      ("ranks", po::value(&options.ranks), "how many to start here, unless a launcher does")        //
-      ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "of each rank")  //
-      ("length", po::value(&options.length), "of a window")("lr", po::value(&options.lr), "")       //
-      ("weight-decay", po::value(&options.weight_decay), "0 makes AdamW Adam")                      //
-      ("sample", po::value(&options.sample), "how many ids to write at the end")                    //
-      ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: writes text")    //
-      ("prompt", po::value(&options.prompt), "what the sample goes on from, with --characters")     //
-      ("log-every", po::value(&options.log_every), "steps: prints the loss")                        //
+  described.add_options()("help", "this text")                                                           //
+      ("archive", po::value(&options.archive)->required(), "written by tools/export_model.py")           //
+      ("weights", po::value(&options.weights), "safetensors of the base; default: the archive's")        //
+      ("ids", po::value(&options.ids), "a safetensors file with a text's 'ids'; or --rows")              //
+      ("rows", po::value(&options.rows), "a file with 'input_ids', 'attention_mask', 'labels'")          //
+      ("out", po::value(&options.out)->required(), "the folder of results")                              //
+      ("resume", po::value(&options.resume), "a checkpoint to continue from")                            //
+      ("classes", po::value(&options.classes)->multitoken(), "Python classes that become units")         //
+      ("stage", po::value(&options.stage), "ZeRO stage, 0 to 3")                                         //
+      ("ranks", po::value(&options.ranks), "processes to start, without a launcher")                     //
+      ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "rows of each rank")  //
+      ("length", po::value(&options.length), "tokens in a window")("lr", po::value(&options.lr), "")     //
+      ("weight-decay", po::value(&options.weight_decay), "of AdamW; 0: Adam")                            //
+      ("sample", po::value(&options.sample), "number of ids to generate at the end")                     //
+      ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: print text")          //
+      ("prompt", po::value(&options.prompt), "start of the sample, with --characters")                   //
+      ("log-every", po::value(&options.log_every), "steps between printed losses")                       //
       ("checkpoint-every", po::value(&options.checkpoint_every), "steps; 0: never");
   try {
     po::variables_map values;

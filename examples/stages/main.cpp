@@ -1,5 +1,5 @@
-// One number switches the ZeRO stage. OneFlow's example of it: a small classifier, trained by SGD on
-// cross entropy, and asked for a prediction right after, sharded as it is.
+// Selects the ZeRO stage by one number, after OneFlow's example: trains a small classifier by SGD on cross entropy,
+// then predicts with the sharded model.
 #include <boost/program_options.hpp>
 
 #include <cstdio>
@@ -25,7 +25,7 @@ struct Data {
   at::Tensor features, labels;
 };
 
-// The classes are clusters: something can be learned.
+// Each class is a cluster, so the model can learn.
 Data draw(int64_t rows, at::Generator& generator) {
   static const auto centres = [] {
     auto fixed = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -42,7 +42,7 @@ void train(const Options& options, const std::shared_ptr<tessera::Communicator>&
   zero.fsdp.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>();
   auto model = tessera::zero(module, torch::optim::SGDOptions(0.05), comm, zero);
 
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + comm->rank());  // each rank has data of its own
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + comm->rank());  // each rank draws other data
   for (int64_t step = 0; step < options.steps; ++step) {
     const auto data = draw(options.batch, generator);
     const auto loss = torch::cross_entropy_loss(model(data.features), data.labels);
@@ -70,9 +70,9 @@ Options parse(int argc, char** argv) {
   po::options_description all("stages");
   all.add_options()("help", "this text")(
       "stage", po::value(&options.stage)->default_value(options.stage),
-      "what is split over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")(
+      "ZeRO stage, sharded over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too")(
       "ranks", po::value(&options.ranks)->default_value(options.ranks),
-      "processes to start; under a launcher its ranks are taken")(
+      "processes to start; a launcher's number takes precedence")(
       "steps", po::value(&options.steps)->default_value(options.steps), "steps to train")(
       "batch", po::value(&options.batch)->default_value(options.batch), "examples per rank and step");
   po::variables_map values;

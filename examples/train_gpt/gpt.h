@@ -3,7 +3,12 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
+
+namespace tessera {
+class ModelShards;
+}  // namespace tessera
 
 namespace train_gpt {
 
@@ -15,13 +20,13 @@ struct GptOptions {
   int64_t context = 128;  // the longest sequence
   bool tie = false;       // the head's weight is the token embedding's
 
-  // What some GPT-2 of others have otherwise.
+  // Some published GPT-2 models have other values of these.
   double norm_epsilon = 1e-5;             // added to variances
   bool scale_attention = true;            // scores are divided by the root of a head's features
   bool scale_attention_by_layer = false;  // and by the number of the layer, from 1
 };
 
-// Each token looks at itself and at those before it.
+// Each token attends to itself and to earlier tokens.
 class CausalSelfAttentionImpl : public torch::nn::Module {
  public:
   CausalSelfAttentionImpl(const GptOptions& options, int64_t layer);  // layer: from 0
@@ -29,7 +34,7 @@ class CausalSelfAttentionImpl : public torch::nn::Module {
 
  private:
   int64_t heads_;
-  std::optional<double> scale_;  // of scores; not given: as usual
+  std::optional<double> scale_;  // of scores; default: 1 / sqrt(features of a head)
   torch::nn::Linear qkv_{nullptr};
   torch::nn::Linear projection_{nullptr};
 };
@@ -50,15 +55,14 @@ class BlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// A decoder-only language model in the manner of GPT-2, without dropout. Initialised from
-// torch's default generator.
+// A decoder-only language model like GPT-2, without dropout. It is plain torch::nn and knows nothing of ranks. Draws
+// its initial values from torch's default generator.
 class GptImpl : public torch::nn::Module {
  public:
   // Throws std::invalid_argument for sizes below 1 or a width that the heads do not divide.
   explicit GptImpl(const GptOptions& options);
 
-  // Tokens [B, T] of int64, T at most `context`, to logits [B, T, vocabulary]: those at t predict
-  // token t + 1.
+  // Tokens [B, T] of int64, T at most `context`, to logits [B, T, vocabulary]. The logits at t predict token t + 1.
   at::Tensor forward(const at::Tensor& tokens);
 
   const GptOptions& options() const { return options_; }
@@ -71,8 +75,21 @@ class GptImpl : public torch::nn::Module {
   torch::nn::Embedding position_embedding_{nullptr};  // [context, width]
   torch::nn::ModuleList blocks_{nullptr};
   torch::nn::LayerNorm norm_{nullptr};
-  torch::nn::Linear head_{nullptr};  // [vocabulary, width]; none when tied
+  torch::nn::Linear head_{nullptr};  // [vocabulary, width]; empty if tied
 };
 TORCH_MODULE(Gpt);
+
+// Files of Hugging Face's GPT2LMHeadModel: a directory with config.json and model.safetensors, whose linear layers hold
+// transposed weights. Import and export are collective and throw tessera::CheckpointError.
+
+// Writes such a directory from a model under any wrapper. Rank 0 renames and transposes tensor by tensor.
+void export_gpt2(const std::filesystem::path& directory, tessera::ModelShards& model, const GptOptions& options);
+
+// Loads such a directory, with one file or several with an index, of any floating dtype. Each rank reads its own part.
+// The settings in config.json that do not show in shapes must equal `options`: see read_gpt2_options().
+void import_gpt2(const std::filesystem::path& directory, tessera::ModelShards& model, const GptOptions& options);
+
+// Reads config.json. Throws tessera::CheckpointError for another kind of model.
+GptOptions read_gpt2_options(const std::filesystem::path& directory);
 
 }  // namespace train_gpt

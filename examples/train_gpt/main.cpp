@@ -1,6 +1,10 @@
-// Trains a GPT (gpt.h) with its state sharded over ranks. Reading order: gpt.h, which knows nothing of ranks;
-// distributed.cpp, which wraps it; trainer.cpp, the loop; then whatever you like.
+// Trains a GPT with its state sharded over ranks. Reading order: gpt.h, the model; model.cpp, the wrappers;
+// trainer.cpp, the loop; run.cpp, which combines them.
 
-#include "program.h"
+namespace train_gpt {
+struct TrainOptions;
+// As in run.h, which includes torch/torch.h: to compile that a second time takes 20 s.
+int program(int argc, char** argv, void (*plans)(const TrainOptions& options));
+}  // namespace train_gpt
 
-int main(int argc, char** argv) { return train_gpt::program(argc, argv); }
+int main(int argc, char** argv) { return train_gpt::program(argc, argv, nullptr); }

@@ -1,41 +1,291 @@
 #include "model.h"
 
+#include <tessera/ema.h>
+#include <tessera/model_shards.h>
+#include <tessera/quantize_linears.h>
+
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
-#include "adapters.h"
-#include "distributed.h"
-#include "local.h"
-#include "optimizer.h"
+#include "core/layout/unit_plan.h"
+#include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
 namespace {
 
-int stage_of(Wrapper wrapper) {
-  switch (wrapper) {
-    case Wrapper::kOss:
-      return 1;
-    case Wrapper::kSdp:
-      return 2;
-    case Wrapper::kFsdp:
-      return 3;
-    default:
-      return 0;
-  }
+// Optimizers: their options, their groups of parameters, their memory.
+
+constexpr double kBeta1 = 0.9, kBeta2 = 0.95;  // GPT-3's
+
+struct Hyperparameters {
+  double lr, weight_decay;
+  int64_t warmup;  // steps; for schedule-free AdamW, which has no other schedule
+};
+
+// The options of --optimizer: GPT-3's betas for AdamW, the values of their papers for the others.
+template <class Options>
+Options options_from(const Hyperparameters& hyper);
+template <>
+torch::optim::AdamWOptions options_from(const Hyperparameters& hyper) {
+  return torch::optim::AdamWOptions(hyper.lr).betas({kBeta1, kBeta2}).weight_decay(hyper.weight_decay);
+}
+template <>
+torch::optim::SGDOptions options_from(const Hyperparameters& hyper) {
+  return torch::optim::SGDOptions(hyper.lr).momentum(kBeta1).weight_decay(hyper.weight_decay);
+}
+template <>
+tessera::LionOptions options_from(const Hyperparameters& hyper) {
+  return tessera::LionOptions(hyper.lr).weight_decay(hyper.weight_decay);
+}
+template <>
+tessera::AdafactorOptions options_from(const Hyperparameters& hyper) {
+  return tessera::AdafactorOptions(hyper.lr).weight_decay(hyper.weight_decay);
+}
+// Muon's steps are scaled to the size of AdamW's, so that one --lr fits all parameters.
+template <>
+tessera::MuonOptions options_from(const Hyperparameters& hyper) {
+  return tessera::MuonOptions(hyper.lr).weight_decay(hyper.weight_decay).match_rms_adamw(true).bfloat16(false);
+}
+template <>
+tessera::AdamW8bitOptions options_from(const Hyperparameters& hyper) {
+  return tessera::AdamW8bitOptions(hyper.lr).beta1(kBeta1).beta2(kBeta2).weight_decay(hyper.weight_decay);
+}
+template <>
+tessera::ScheduleFreeOptions options_from(const Hyperparameters& hyper) {
+  return tessera::ScheduleFreeOptions(hyper.lr)
+      .beta1(kBeta1)
+      .beta2(kBeta2)
+      .weight_decay(hyper.weight_decay)
+      .warmup_steps(hyper.warmup);
 }
 
+using Parameters = torch::OrderedDict<std::string, at::Tensor>;  // by name
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+// Two groups of the trained parameters: those in `matrices` have weight decay, biases and the scales of norms do not.
+template <class Options>
+Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices, const Options& options) {
+  std::vector<at::Tensor> decayed, plain;
+  for (const auto& item : parameters) {
+    if (item.value().requires_grad()) (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
+  }
+  Groups groups;
+  groups.emplace_back(std::move(decayed), std::make_unique<Options>(options));
+  groups.emplace_back(std::move(plain), std::make_unique<Options>(Options(options).weight_decay(0.0)));
+  return groups;
+}
+
+// Three groups: Muon steps the matrices of the blocks, AdamW the embeddings and the head, and the rest without decay.
+Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices,
+                 const tessera::MuonOptions& options) {
+  std::vector<at::Tensor> hidden, others, plain;
+  for (const auto& item : parameters) {
+    if (!item.value().requires_grad()) continue;
+    if (!matrices.contains(item.key())) {
+      plain.push_back(item.value());
+    } else {
+      (item.key().starts_with("blocks.") ? hidden : others).push_back(item.value());
+    }
+  }
+  const auto adamw = tessera::MuonOptions(options).use_muon(false);
+  Groups groups;
+  groups.emplace_back(std::move(hidden), std::make_unique<tessera::MuonOptions>(options));
+  groups.emplace_back(std::move(others), std::make_unique<tessera::MuonOptions>(adamw));
+  groups.emplace_back(std::move(plain),
+                      std::make_unique<tessera::MuonOptions>(tessera::MuonOptions(adamw).weight_decay(0.0)));
+  return groups;
+}
+
+// Bytes of this rank's optimizer state; 0 before the first step.
+int64_t state_bytes(torch::optim::Optimizer& optimizer) {
+  int64_t bytes = 0;
+  for (const auto& [parameter, state] : optimizer.state())
+    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
+      bytes += static_cast<int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+// The ways to hold a model: whole in one process, in a ZeRO stage over the ranks, and either with an average.
+
+// A model that every rank holds whole, as the functions that load and save take it.
+class WholeModel final : public tessera::ModelShards {
+ public:
+  WholeModel(Gpt model, std::shared_ptr<tessera::Communicator> comm)
+      : model_(std::move(model)), comm_(std::move(comm)) {}
+
+  const std::shared_ptr<tessera::Communicator>& comm() const override { return comm_; }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const override { return model_->named_buffers(); }
+
+  std::vector<tessera::NamedShard> named_shards() const override {
+    std::vector<tessera::NamedShard> shards;
+    for (const auto& item : model_->named_parameters())
+      shards.push_back({.fqn = item.key(),
+                        .aliases = {},
+                        .sizes = item.value().sizes().vec(),
+                        .strides = item.value().strides().vec(),
+                        .held = {0, item.value().numel()},
+                        .tensor = item.value()});
+    return shards;
+  }
+
+ private:
+  Gpt model_;
+  std::shared_ptr<tessera::Communicator> comm_;
+};
+
+// --wrapper local: the ordinary training loop in one process.
+template <class Optimizer, class Options>
+class LocalModel final : public Trainable {
+ public:
+  LocalModel(Gpt model, const Options& options, std::shared_ptr<tessera::Communicator> comm)
+      : model_(std::move(model)),
+        shards_(model_, std::move(comm)),
+        optimizer_(groups_of(model_->named_parameters(), matrix_names(*model_), options), options) {}
+
+  at::Tensor forward(const at::Tensor& tokens) override { return model_->forward(tokens); }
+  at::Tensor add_gradients(const Batch& batch, double scale, bool /*last_of_step*/) override {
+    const auto loss = language_model_loss(model_->forward(batch.inputs), batch.targets);
+    (loss * scale).backward();
+    return loss.detach();
+  }
+  double clip_grad_norm(double max_norm) override {
+    return torch::nn::utils::clip_grad_norm_(model_->parameters(), max_norm);
+  }
+  void step() override { optimizer_.step(); }
+  void zero_grad() override { model_->zero_grad(); }
+  torch::optim::Optimizer& optimizer() override { return optimizer_; }
+  tessera::ModelShards& shards() override { return shards_; }
+  NamedTensors full_state() override { return model_->named_parameters(); }
+  std::string describe() const override { return "one process, nothing sharded"; }
+
+  std::optional<tessera::Scope> averaged() override {
+    auto* averages = dynamic_cast<tessera::Averages*>(static_cast<torch::optim::Optimizer*>(&optimizer_));
+    return averages != nullptr ? std::optional<tessera::Scope>(averages->swap_in_averages()) : std::nullopt;
+  }
+
+  MemoryUse memory() const override {
+    MemoryUse memory;
+    for (const auto& parameter : model_->parameters()) {
+      memory.parameter_bytes += static_cast<int64_t>(parameter.nbytes());
+      if (parameter.grad().defined()) memory.grad_bytes += static_cast<int64_t>(parameter.grad().nbytes());
+    }
+    memory.optimizer_bytes = state_bytes(optimizer_);
+    return memory;
+  }
+
+ private:
+  Gpt model_;
+  WholeModel shards_;
+  mutable Optimizer optimizer_;
+};
+
+// --wrapper ddp, oss, sdp and fsdp: the ZeRO stage that `zero` names. In stage 3 each block is a unit.
+template <class Optimizer, class Options>
+class DistributedModel final : public Trainable {
+ public:
+  // Sets the groups and the wrap policy of `zero`.
+  DistributedModel(Gpt model, const Options& options, std::shared_ptr<tessera::Communicator> comm,
+                   tessera::ZeroOptions zero)
+      : units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
+        zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
+
+  at::Tensor forward(const at::Tensor& tokens) override { return zero_(tokens); }
+  at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override {
+    std::optional<tessera::Scope> without_reduction;
+    if (!last_of_step) without_reduction.emplace(zero_.no_sync());
+    const auto loss = language_model_loss(zero_(batch.inputs), batch.targets);
+    (loss * scale).backward();
+    return loss.detach();
+  }
+  double clip_grad_norm(double max_norm) override { return zero_.clip_grad_norm_(max_norm); }
+  void step() override { zero_.step(); }
+  void zero_grad() override { zero_.zero_grad(); }
+  torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
+  tessera::ModelShards& shards() override { return zero_; }
+  NamedTensors full_state() override { return zero_.full_state_dict(); }
+
+  std::optional<tessera::Scope> averaged() override {
+    auto* averages = dynamic_cast<tessera::Averages*>(&zero_.optimizer());
+    return averages != nullptr && averages->keeps_averages()
+               ? std::optional<tessera::Scope>(averages->swap_in_averages())
+               : std::nullopt;
+  }
+
+  MemoryUse memory() const override {
+    const auto report = zero_.memory();
+    return {.parameter_bytes = report.shard_bytes,
+            .grad_bytes = report.grad_bytes,
+            .optimizer_bytes = state_bytes(zero_.optimizer()),
+            .peak_gathered_bytes = report.peak_gathered_bytes,
+            .peak_bucket_bytes = report.peak_bucket_bytes};
+  }
+
+  std::string describe() const override {
+    const int ranks = zero_.comm()->size();
+    const std::string over = std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks");
+    switch (zero_.stage()) {
+      case 0:
+        return "ddp: the whole state on each of " + over;
+      case 1:
+        return "oss: optimizer state split over " + over;
+      case 2:
+        return "sdp: optimizer state and gradients split over " + over;
+      default:
+        return "fsdp: " + std::to_string(units_) + " units, each split over " + over;
+    }
+  }
+
+ private:
+  static tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, const Options& options) {
+    zero.groups = [matrices = matrix_names(*model), options](const tessera::ZeroOptions::Parameters& parameters) {
+      return groups_of(parameters, matrices, options);
+    };
+    zero.fsdp.auto_wrap = tessera::wrap_modules<BlockImpl>();
+    return zero;
+  }
+
+  size_t units_;
+  mutable tessera::Zero<Gpt, Optimizer> zero_;
+};
+
+class WithEma final : public Trainable {
+ public:
+  WithEma(std::unique_ptr<Trainable> model, double decay)
+      : model_(std::move(model)), ema_(model_->shards(), {.decay = decay, .warmup = true}) {}
+
+  at::Tensor forward(const at::Tensor& tokens) override { return model_->forward(tokens); }
+  at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override {
+    return model_->add_gradients(batch, scale, last_of_step);
+  }
+  double clip_grad_norm(double max_norm) override { return model_->clip_grad_norm(max_norm); }
+  void step() override {
+    model_->step();
+    ema_.update();
+  }
+  void zero_grad() override { model_->zero_grad(); }
+  std::optional<tessera::Scope> averaged() override { return ema_.swap_in(); }
+  torch::optim::Optimizer& optimizer() override { return model_->optimizer(); }
+  tessera::ModelShards& shards() override { return ema_.with_model(); }
+  tessera::ModelShards& own_shards() override { return model_->shards(); }
+  NamedTensors full_state() override { return model_->full_state(); }
+  MemoryUse memory() const override { return model_->memory(); }
+  std::string describe() const override { return model_->describe() + ", with the average of weights"; }
+
+ private:
+  std::unique_ptr<Trainable> model_;
+  tessera::Ema ema_;
+};
+
+// `Offloaded`: the optimizer with --offload.
 template <class Optimizer, class Options, class Offloaded = Optimizer>
 std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                    std::shared_ptr<tessera::Communicator> comm) {
   const auto own = options_from<Options>({options.lr, options.weight_decay, options.warmup_steps()});
-  if (options.wrapper == Wrapper::kLocal) {
-    auto make = [&](const torch::nn::Module& module) {
-      return std::make_unique<Optimizer>(groups_of(module.named_parameters(), matrix_names(module), own), own);
-    };
-    return std::make_unique<LocalModel>(std::move(model), make, comm);
-  }
-  tessera::ZeroOptions zero{.stage = stage_of(options.wrapper)};
+  if (options.wrapper == Wrapper::kLocal)
+    return std::make_unique<LocalModel<Optimizer, Options>>(std::move(model), own, std::move(comm));
+  const int stage = static_cast<int>(options.wrapper) - static_cast<int>(Wrapper::kDdp);
+  tessera::ZeroOptions zero{.stage = stage};
   zero.fsdp.reshard_after_forward = options.reshard_after_forward;
   zero.fsdp.prefetch = options.prefetch;
   if (options.int8_wire) {
@@ -52,7 +302,7 @@ std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                                                 std::move(zero));
 }
 
-// From torch's generator, which ranks share that are threads of one process.
+// Ranks that are threads of one process share torch's generator, so they draw one after the other.
 std::mutex drawing;
 template <class Draw>
 auto seeded(const TrainOptions& options, Draw draw) {
@@ -61,16 +311,28 @@ auto seeded(const TrainOptions& options, Draw draw) {
   return draw();
 }
 
+tessera::WeightFormat format_of(BaseFormat base) {
+  switch (base) {
+    case BaseFormat::kNf4:
+      return tessera::WeightFormat::kNf4Double;
+    case BaseFormat::kInt8:
+      return tessera::WeightFormat::kInt8;
+    default:
+      return tessera::WeightFormat::kFull;
+  }
+}
+
+// A group of this rank alone, for files that each rank reads or writes whole.
+std::shared_ptr<tessera::Communicator> alone(tessera::Communicator& comm) {
+  return comm.split_by([](int rank) { return rank; });
+}
+
 }  // namespace
 
 Gpt draw_model(const TrainOptions& options, at::Device device) {
   Gpt model = seeded(options, [&] { return Gpt(options.model); });
   model->to(device);
   return model;
-}
-
-void draw_adapters(Gpt& model, const TrainOptions& options) {
-  seeded(options, [&] { add_adapters(model, options); });
 }
 
 std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::shared_ptr<tessera::Communicator> comm) {
@@ -94,6 +356,71 @@ std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::sha
       return wrap_as<SGD, torch::optim::SGDOptions>(model, options, comm);
   }
   throw std::logic_error("an optimizer without a name");
+}
+
+std::unique_ptr<Trainable> with_ema(std::unique_ptr<Trainable> model, double decay) {
+  return std::make_unique<WithEma>(std::move(model), decay);
+}
+
+void load_base(Gpt& model, const TrainOptions& options, tessera::Communicator& comm) {
+  WholeModel whole(model, alone(comm));
+  import_gpt2(options.import_gpt2, whole, options.model);
+}
+
+void draw_adapters(Gpt& model, const TrainOptions& options) {
+  // Alpha is twice the rank, as in QLoRA's examples. The head is not quantized, as in Python: its rounding errors would
+  // be errors of the logits.
+  const auto rank = static_cast<double>(options.lora_rank);
+  const tessera::QuantizeOptions quantize{
+      .format = format_of(options.base),
+      .lora = {.rank = options.lora_rank, .alpha = 2.0 * rank},
+      .which = tessera::wrap_if([](const std::string& fqn, const auto&) { return fqn.starts_with("blocks."); })};
+  seeded(options, [&] { tessera::quantize_linears(*model, quantize); });
+}
+
+int64_t trained_numel(const Gpt& model) {
+  int64_t numel = 0;
+  for (const auto& parameter : model->parameters()) numel += parameter.requires_grad() ? parameter.numel() : 0;
+  return numel;
+}
+
+void export_with_adapters(const std::filesystem::path& directory, Gpt& model, Trainable& trained,
+                          tessera::Communicator& comm) {
+  const torch::NoGradGuard no_grad;
+  const auto state = tessera::dequantized_state(*model, trained.full_state());
+  const auto own = alone(comm);
+  if (comm.rank() == 0) {
+    Gpt plain(model->options());
+    for (auto& item : plain->named_parameters()) item.value().copy_(state[item.key()]);
+    WholeModel whole(plain, own);
+    export_gpt2(directory, whole, model->options());
+  }
+  comm.barrier("the export");
+}
+
+std::set<std::string> matrix_names(const torch::nn::Module& module) {
+  std::set<std::string> names;
+  for (const auto& item : module.named_parameters()) {
+    if (item.value().dim() >= 2) names.insert(item.key());
+  }
+  return names;
+}
+
+std::vector<double> weight_decays(torch::optim::Optimizer& optimizer) {
+  std::vector<double> decays;
+  for (const auto& group : optimizer.param_groups())
+    for (const auto& [name, value] : tessera::internal::read_options(group.options()))
+      if (name == "weight_decay") decays.push_back(std::get<double>(value));
+  return decays;
+}
+
+void set_weight_decays(torch::optim::Optimizer& optimizer, const std::vector<double>& decays) {
+  for (size_t i = 0; i < decays.size(); ++i)
+    tessera::internal::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
+}
+
+void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
 }
 
 }  // namespace train_gpt

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include "optim/state/optimizer_state.h"
 
 namespace train_gpt {

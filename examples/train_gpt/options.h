@@ -12,23 +12,22 @@
 
 namespace train_gpt {
 
-// A command line that cannot be meant; main() returns 2.
+// An invalid command line; main() returns 2.
 class OptionsError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// What holds the training state: one process; every rank all of it; or each rank a part of the
-// optimizer state, of the gradients too, or of the parameters too.
+// The layout of the training state. From kDdp on in the order of ZeRO stages: nothing is sharded, then optimizer state,
+// then gradients too, then parameters too.
 enum class Wrapper { kLocal, kDdp, kOss, kSdp, kFsdp };
 
-// Where parameters and optimizer state lie while they are not in use.
+// The memory of parameters and optimizer state that are not in use.
 enum class Offload { kNone, kCpu, kDisk };
 
-// What steps parameters.
 enum class OptimizerKind { kAdamW, kAdamW8bit, kMuon, kLion, kAdafactor, kScheduleFree, kLamb, kSgd };
 
-// How the frozen base of adapters is kept: as it was loaded, or in 4 or 8 bit.
+// The format of the frozen weights under adapters: as loaded, in 4 bit, in 8 bit.
 enum class BaseFormat { kFull, kNf4, kInt8 };
 
 const char* name_of(Wrapper wrapper);
@@ -36,22 +35,22 @@ const char* name_of(OptimizerKind optimizer);
 const char* name_of(Offload offload);
 const char* name_of(BaseFormat format);
 
-// The command line. options.cpp says what each is for, and `train_gpt --help` prints it.
+// The command line. `train_gpt --help` describes each option.
 struct TrainOptions {
   std::filesystem::path data;  // examples/data
   std::filesystem::path out = "out/train_gpt";
-  std::optional<int> ranks;  // not given: the launcher's, or one
-  bool plan = false;         // say what memory the ranks would take, and do not train
+  std::optional<int> ranks;  // default: the launcher's, or one
+  bool plan = false;         // print the memory that each rank would take; do not train
 
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;
   bool reshard_after_forward = true;
-  bool int8_wire = false;  // of kFsdp and kSdp
+  bool int8_wire = false;  // kFsdp and kSdp
   Offload offload = Offload::kNone;
-  std::filesystem::path offload_directory;  // of kDisk; empty: `out`
+  std::filesystem::path offload_directory;  // kDisk
   int threads = 0;                          // 0: the cores divided by the ranks of this machine
 
-  GptOptions model;  // but for `vocabulary`, which the data decides
+  GptOptions model;  // `vocabulary` is set by the data
 
   int64_t batch = 8;
   int64_t accumulate = 1;
@@ -68,14 +67,14 @@ struct TrainOptions {
   int64_t val_batches = 8;
 
   int64_t save_every = 0;      // steps between checkpoints; 0: none
-  int64_t keep = 3;            // checkpoints that stay
-  std::string resume;          // "auto", a checkpoint's directory, or empty: begin anew
-  bool allow_changes = false;  // resuming with other lr, warmup, weight_decay, clip or ema
+  int64_t keep = 3;            // number of checkpoints that are kept
+  std::string resume;          // "auto", a checkpoint's directory, or empty: start a new run
+  bool allow_changes = false;  // resume with other lr, warmup, weight_decay, clip or ema
 
   std::string import_gpt2;  // a directory of Hugging Face's GPT-2, or empty
   std::string export_gpt2;  // likewise, written at the end
 
-  int64_t lora_rank = 0;  // of the adapters that are trained in the place of the weights; 0: none
+  int64_t lora_rank = 0;  // 0: no adapters, train the weights
   BaseFormat base = BaseFormat::kFull;
 
   std::string tensorboard;              // a folder for TensorBoard's files, or empty
@@ -91,11 +90,10 @@ struct TrainOptions {
   int64_t validation_interval() const { return val_every.value_or(std::max<int64_t>(1, steps / 10)); }
 };
 
-// What --demo changes of the defaults.
+// The defaults with --demo.
 TrainOptions demo_options();
 
-// Reads a command line; for --help writes the text to `help` and returns nothing. Throws
-// OptionsError.
+// Reads a command line. With --help, writes the text to `help` and returns nullopt. Throws OptionsError.
 std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std::ostream& help);
 
 }  // namespace train_gpt

@@ -1,14 +1,14 @@
 #include "plan.h"
 
+#include <tessera/plan/dry_run.h>
+
 #include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <tessera/plan/dry_run.h>
-#include "format.h"
 #include "model.h"
-#include "with_ema.h"
+#include "report.h"
 
 namespace train_gpt {
 namespace {
@@ -22,7 +22,7 @@ std::unique_ptr<Trainable> make_trainable(const TrainOptions& options, std::shar
   Gpt model = draw_model(options, comm->device());
   if (options.lora_rank > 0) draw_adapters(model, options);
   auto wrapped = wrap(std::move(model), options, std::move(comm));
-  if (options.ema > 0) return std::make_unique<WithEma>(std::move(wrapped), options.ema);
+  if (options.ema > 0) return with_ema(std::move(wrapped), options.ema);
   return wrapped;
 }
 

@@ -1,29 +1,29 @@
 #pragma once
 
+#include <tessera/communicator.h>
+#include <tessera/plan/run_record.h>
+
 #include <cstdint>
 #include <iosfwd>
 #include <memory>
 
-#include <tessera/communicator.h>
-#include <tessera/plan/run_record.h>
-#include "run_rank.h"
+#include "run.h"
 #include "trainer.h"
 
 namespace train_gpt {
 
-// --plan: what memory a training takes, known before it runs.
+// --plan: the memory of a training, by a dry run.
 
-// A rank's training as run_rank() makes it, without files: weights are as they are drawn, and no
-// checkpoints are saved.
+// One rank's training as in run_rank(), but without files: no pretrained weights, no checkpoints.
 class Rehearsal {
  public:
-  // How often it steps: the optimizer's state is made in the first.
+  // The first step makes the optimizer's state; the second shows the peak with it.
   static constexpr int kSteps = 2;
 
   // The job must outlive it. Collective.
   Rehearsal(const Job& job, std::shared_ptr<tessera::Communicator> comm);
 
-  // A step; the last also validates. Collective.
+  // Runs one step; the last also validates. Collective.
   void step();
 
  private:
@@ -33,11 +33,11 @@ class Rehearsal {
   int64_t steps_ = 0;
 };
 
-// What one of --ranks would take: tessera::dry_run() of a Rehearsal. Not collective.
+// The memory and operations of one of --ranks, by tessera::dry_run(). Not collective.
 tessera::RunRecord plan_of(const Job& job, int rank);
 
-// The peak of each rank by kind, in MiB: of all of them up to eight, else of the first seven and the last; with a disk
-// what is claimed there beside it, which is no memory.
+// Prints the peak of each rank by kind of memory, in MiB, and the use of the disk with --offload disk. With more than
+// eight ranks, prints the first seven and the last.
 void print_plan(std::ostream& out, const Job& job);
 
 }  // namespace train_gpt

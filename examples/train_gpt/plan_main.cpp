@@ -1,10 +1,11 @@
-// What `train_gpt --plan` starts: a program of its own, with the same options.
+// The program behind `train_gpt --plan`, with the same options.
+
+#include <tessera/launch.h>
 
 #include <iostream>
 
-#include <tessera/launch.h>
 #include "plan.h"
-#include "program.h"
+#include "run.h"
 
 namespace train_gpt {
 namespace {

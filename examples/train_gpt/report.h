@@ -1,28 +1,64 @@
 #pragma once
 
+#include <tessera/event_writer.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <iosfwd>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "corpus.h"
-#include "options.h"
-#include "trainable.h"
+#include "trainer.h"
 
 namespace train_gpt {
 
-// What the run is about, before it starts.
+std::string fixed(double value, int digits);  // "1.842"
+std::string grouped(int64_t value);           // "1,228,800"
+std::string brief(double value);              // "950", "12.3k", "1.2M"
+std::string mib(int64_t bytes);               // "1.53"
+std::string duration(double seconds);         // "0:07", "12:34", "1:02:03"
+
+// Columns are counted in UTF-8 characters. left() and right() pad with spaces; cut() shortens.
+std::string left(std::string text, size_t columns);
+std::string right(std::string text, size_t columns);
+size_t columns_of(const std::string& text);
+std::string cut(const std::string& text, size_t columns);
+
+// Makes text safe for a terminal: replaces control characters other than new lines and tabs, and bytes that are not
+// UTF-8, by '?'.
+std::string printable(const std::string& text);
+
+// Breaks lines between words to at most `columns` and puts `indent` before each.
+std::string wrapped(const std::string& text, size_t columns, const std::string& indent);
+
+// Shows the progress of the training.
+class Progress {
+ public:
+  virtual ~Progress() = default;
+  virtual void show(const StepReport& report) = 0;
+  virtual void finish() = 0;  // must be called after the last step, or before an error is printed
+};
+
+// On a terminal, redraws two lines in place; elsewhere, prints a line every few per cent of the steps.
+std::unique_ptr<Progress> make_progress(std::ostream& out, bool terminal, int64_t steps);
+
+bool standard_output_is_terminal();
+
+// The header of a run.
 struct RunFacts {
   std::string layout;  // Trainable::describe()
   int ranks = 1;
   int threads = 1;
   int64_t parameters_numel = 0;
-  int64_t adapters_numel = 0;  // what alone is trained; 0: the model is
+  int64_t adapters_numel = 0;  // 0: the whole model is trained
   int64_t tokens_per_step = 0;
   double unigram_loss = 0.0;
 };
 void print_header(std::ostream& out, const TrainOptions& options, const Corpus& corpus, const RunFacts& facts);
 
-// What each rank held, against one process that holds everything.
+// Each rank's memory, compared with one process that holds the whole state.
 void print_memory_table(std::ostream& out, const std::vector<MemoryUse>& ranks, int64_t unsharded_parameter_bytes);
 
 struct RunResult {
@@ -34,5 +70,56 @@ struct RunResult {
 void print_result(std::ostream& out, const RunResult& result);
 
 void print_sample(std::ostream& out, const std::string& text);
+
+// metrics.jsonl: one JSON object a step, a line each, with val_loss if the step was validated:
+//   {"step":1,"loss":4.1,"tokens_per_s":9000.0,"lr":1e-4,"grad_norm":2.0,"val_loss":4.0}
+class MetricsLog {
+ public:
+  // Keeps the lines of the first `kept_steps` steps of the file and deletes the others. Throws std::runtime_error if
+  // the file cannot be written.
+  explicit MetricsLog(const std::filesystem::path& path, int64_t kept_steps = 0);
+
+  // The kept steps.
+  const std::vector<StepReport>& kept() const { return kept_; }
+
+  // Throws std::runtime_error if the line cannot be written, as on a full disk.
+  void write(const StepReport& report);
+
+ private:
+  std::filesystem::path path_;
+  std::vector<StepReport> kept_;
+  std::ofstream file_;
+};
+
+struct LossPoint {
+  double step = 0.0;
+  double loss = 0.0;
+};
+
+struct LossCurves {
+  std::vector<LossPoint> train;       // one point a step
+  std::vector<LossPoint> validation;  // the validated steps
+  double unigram_loss = 0.0;
+};
+
+// An SVG picture of the curves over the steps, with a moving average of the training loss. `curves.train` must not be
+// empty.
+std::string draw_losses(const LossCurves& curves);
+
+// Throws std::runtime_error if the file cannot be written.
+void write_loss_plot(const std::filesystem::path& path, const LossCurves& curves);
+
+// The curves of a run for TensorBoard: train/..., val/loss, memory/... and wait/... of all ranks.
+class TensorboardLog {
+ public:
+  // Throws std::runtime_error if no file can be made in the folder.
+  explicit TensorboardLog(const std::filesystem::path& folder) : events_(folder) {}
+
+  // Does not throw if the disk is full: training continues.
+  void write(const StepReport& report);
+
+ private:
+  tessera::EventWriter events_;
+};
 
 }  // namespace train_gpt

@@ -1,54 +1,88 @@
 #pragma once
 
+#include <tessera/tessera.h>
+
+#include <cmath>
 #include <cstdint>
 #include <functional>
+#include <numbers>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include <tessera/communicator.h>
-#include <tessera/peak_memory.h>
-#include <tessera/wait_report.h>
-#include "corpus.h"
+#include "data.h"
+#include "model.h"
 #include "options.h"
-#include "sampler.h"
-#include "schedule.h"
-#include "step_report.h"
-#include "trainable.h"
 
 namespace train_gpt {
 
-// The training loop: the same for every way of laying out the model on the ranks.
-//
-// All ranks make one with the same arguments and call the same functions.
+// The learning rate over a run: it rises linearly to `peak` over the first `warmup` steps, then falls along half a
+// cosine to a tenth of `peak` at the last step. If constant, it is `peak` in all steps.
+struct Schedule {
+  static constexpr double kFinalFraction = 0.1;
+
+  double peak = 0.0;
+  int64_t warmup = 0;  // at most steps
+  int64_t steps = 1;
+  bool is_constant = false;  // for optimizers that warm up themselves and need no decay
+
+  // For step 0 to steps - 1. The first step of a warm-up has peak / warmup, not 0.
+  double at(int64_t step) const {
+    if (is_constant) return peak;
+    if (step < warmup) return peak * static_cast<double>(step + 1) / static_cast<double>(warmup);
+    const int64_t decay_steps = steps - 1 - warmup;
+    const double progress =
+        decay_steps > 0 ? static_cast<double>(step - warmup) / static_cast<double>(decay_steps) : 0.0;
+    const double cosine = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+    return peak * (kFinalFraction + (1.0 - kFinalFraction) * cosine);
+  }
+};
+
+// The figures of one optimizer step.
+struct StepReport {
+  int64_t step = 0;           // 1 for the first
+  double loss = 0.0;          // nats a token, the mean over all ranks
+  double tokens_per_s = 0.0;  // of all ranks together, without validation
+  double lr = 0.0;
+  double grad_norm = 0.0;          // before clipping
+  std::optional<double> val_loss;  // if the step was validated
+  MemoryUse memory;                // this rank's
+  // Every --report-every steps: the waits since the last report, and the memory of each rank.
+  std::optional<tessera::WaitReport> waits;
+  std::vector<MemoryUse> memory_by_rank;
+};
+
+// The training loop, the same for every wrapper. All ranks construct one with the same arguments and call the same
+// functions.
 class Trainer {
  public:
   // The corpus, communicator and model must outlive the trainer.
   Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
 
-  // What counts the process's tensors from now on, for memory(); outlives the trainer.
+  // memory() reports this count of the process's tensors, too. `held` must outlive the trainer.
   void count_memory(const tessera::PeakMemory& held) { held_ = &held; }
 
-  // How long the warm-up is, where a run goes on that began with another one.
+  // Replaces the warm-up by that of the run that is resumed.
   void set_warmup(int64_t steps) { schedule_.warmup = steps; }
 
-  // The steps after the first `first_step`; `before_update` is called before each changes the parameters, `on_step`
-  // after it. Throws std::runtime_error when the loss is no longer finite.
+  // Trains all steps but the first `first_step`. Calls `before_update` before each step changes the parameters and
+  // `on_step` after it. Throws std::runtime_error if the loss is not finite.
   void run(int64_t first_step, const std::function<void()>& before_update,
            const std::function<void(const StepReport&)>& on_step);
 
-  // One step, the first being 0.
+  // One step; the first is 0.
   StepReport train_step(int64_t step, const std::function<void()>& before_update);
 
-  // The loss on the windows that validate: the mean over all ranks.
+  // The loss on the validation windows: the mean over all ranks.
   double validate();
 
-  // The loss of a unigram model of the training part, on the windows that validate.
+  // The loss of a unigram model of the training part, on the validation windows.
   double unigram_loss() const;
 
   int64_t windows_per_epoch() const { return sampler_.windows_per_epoch(); }
   int64_t tokens_per_step() const { return shape_.global() * context_; }
 
-  // This rank's, with the gradients as they were before the last step.
+  // This rank's memory. Gradients are counted as they were before the last optimizer step.
   MemoryUse memory() const;
 
  private:
@@ -67,12 +101,64 @@ class Trainer {
   Schedule schedule_;
   std::vector<int64_t> validation_starts_;
   int64_t report_interval_;
-  std::optional<tessera::WaitReporter> waits_;  // where there are such reports
+  std::optional<tessera::WaitReporter> waits_;  // with --report-every
   int64_t grad_bytes_ = 0;
   const tessera::PeakMemory* held_ = nullptr;
 };
 
 // The figures of every rank, in rank order. Collective.
 std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Communicator& comm);
+
+// The checkpoints of a run: <out>/checkpoints/step-000200, the newest --keep of them. All ranks construct one and call
+// the same functions; all are collective.
+class Checkpoints {
+ public:
+  // `windows`: the windows of an epoch, which with the seed decide the order of the data. All references must outlive
+  // this object.
+  Checkpoints(const TrainOptions& options, const Corpus& corpus, int64_t windows, tessera::Communicator& comm,
+              Trainable& model);
+
+  struct Resumed {
+    int64_t step = 0;  // steps that are done: 0 without a checkpoint
+    int64_t warmup = 0;
+    std::vector<std::string> notes;  // for the user: changed settings, damaged checkpoints
+  };
+  // Loads the checkpoint of --resume; `auto` is the newest that is sound. Throws OptionsError if its run had other data
+  // or batches, since the loss curve would break, or other settings without --allow-changes.
+  Resumed resume();
+
+  // Waits until the save in flight has copied the parameters. Must be called before they change.
+  void before_update();
+
+  // Saves in the background every --save-every steps. Throws the error of the save before.
+  void after_step(int64_t step);
+
+  // Returns when the last save is complete.
+  void finish();
+
+ private:
+  nlohmann::json description() const;
+  Resumed compare(const std::string& path, const nlohmann::json& extra) const;
+
+  const TrainOptions& options_;
+  const int64_t windows_;
+  const std::string data_;  // a checksum of the tokens
+  int64_t warmup_;
+  tessera::Communicator& comm_;
+  Trainable& model_;
+  std::optional<tessera::PendingSave> pending_;
+};
+
+struct SampleOptions {
+  int64_t length = 400;      // tokens to generate
+  int64_t context = 128;     // tokens that the model sees at once
+  double temperature = 0.8;  // 0: always the likeliest token
+  int64_t top_k = 20;        // 0: all
+  uint64_t seed = 1;
+};
+
+// Continues `prompt`, which must not be empty; returns prompt and continuation, the same on all ranks. Collective.
+std::vector<uint16_t> generate(Trainable& model, std::vector<uint16_t> prompt, const SampleOptions& options,
+                               at::Device device);
 
 }  // namespace train_gpt

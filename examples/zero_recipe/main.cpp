@@ -1,8 +1,8 @@
-// PyTorch's recipe for its ZeroRedundancyOptimizer, in all stages: how much memory each saves, and
-// that all of them train alike.
+// PyTorch's recipe for its ZeroRedundancyOptimizer, in all stages: shows the memory that each stage saves, and that all
+// of them train alike.
 //
-// Twenty Linear(2000, 2000), or another --width, one step of Adam on the mean squared error of random numbers. Each
-// rank prints the most that tensors have taken so far at four points, and the sum of the parameters.
+// Runs one step of Adam on twenty Linear(2000, 2000), or another --width, with random inputs and targets. Each rank
+// prints the peak of its tensors' memory at four points, and the sum of the parameters.
 #include <boost/program_options.hpp>
 #include <nlohmann/json.hpp>
 
@@ -29,7 +29,7 @@ struct Options {
   bool json = false;
 };
 
-// What one rank saw. Bytes are the most so far.
+// The figures of one rank. Bytes are peaks so far.
 struct Figures {
   int64_t after_model_bytes = 0, after_wrap_bytes = 0, before_step_bytes = 0, after_step_bytes = 0;
   int64_t rss_peak_bytes = 0;
@@ -134,11 +134,11 @@ Options parse(int argc, char** argv) {
   Options options;
   po::options_description all("zero_recipe");
   all.add_options()("help", "this text")("ranks", po::value(&options.ranks)->default_value(options.ranks),
-                                         "processes to start; under a launcher its ranks are taken")(
+                                         "processes to start; a launcher's number takes precedence")(
       "wrapper", po::value(&options.wrappers)->composing(),
       "adam, oss, sdp or fsdp; may be repeated; all if not given")(
       "width", po::value(&options.width)->default_value(options.width), "features of each layer, in and out")(
-      "json", po::bool_switch(&options.json), "a line of JSON for each wrapper, with the most over ranks");
+      "json", po::bool_switch(&options.json), "print a line of JSON for each wrapper, with the maxima over ranks");
   options.wrappers.clear();
   po::variables_map values;
   po::store(po::parse_command_line(argc, argv, all), values);
@@ -156,7 +156,7 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
-// A group of processes for each wrapper, so that what one leaves behind does not count for the next.
+// Starts new processes for each wrapper, so that the memory of one does not count for the next.
 int run_each_by_itself(const Options& options, const char* program) {
   for (const auto& wrapper : options.wrappers) {
     std::vector<std::string> arguments{

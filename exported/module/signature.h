@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/exported_value.h>
+#include <tessera/exported/value.h>
 #include "exported/graph/expression.h"
 #include "exported/graph/guard.h"
 #include "exported/module/structure.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/exported_value.h>
+#include <tessera/exported/value.h>
 
 namespace tessera::internal {
 

@@ -1,4 +1,4 @@
-#include <tessera/exported_value.h>
+#include <tessera/exported/value.h>
 
 #include <algorithm>
 #include <stdexcept>

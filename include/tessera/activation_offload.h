@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include <tessera/copy_traffic.h>
+#include <tessera/detail/copy_traffic.h>
 #include <tessera/detail/saved_inputs.h>
 
 namespace tessera {
@@ -43,7 +43,7 @@ class ActivationOffload : public internal::SavedInputs {
   // Host memory in use now, in bytes.
   int64_t host_bytes() const;
   // What has been copied since construction.
-  CopyTraffic traffic() const;
+  internal::CopyTraffic traffic() const;
 
  private:
   class Pipeline;

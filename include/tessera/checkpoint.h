@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/checkpoint_options.h>
+#include <tessera/checkpoint/options.h>
+#include <tessera/checkpoint/training_state.h>
 #include <tessera/errors.h>
-#include <tessera/model_shards.h>
-#include <tessera/training_state.h>
+#include <tessera/model/model_shards.h>
 
 namespace tessera {
 
@@ -42,7 +42,7 @@ void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
 // Saves a list of objects: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}). The list accepts any
-// Stateful (include/tessera/stateful.h), with or without tensors.
+// Stateful (include/tessera/checkpoint/stateful.h), with or without tensors.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 

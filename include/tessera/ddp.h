@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/replicated_module.h>
+#include <tessera/detail/replicated_module.h>
 
 namespace tessera {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include <tessera/stateful.h>
+#include <tessera/checkpoint/stateful.h>
 
 namespace tessera {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include <tessera/detail/linear_weights.h>
-#include <tessera/exported_value.h>
+#include <tessera/exported/value.h>
 #include <tessera/wrap.h>
 
 namespace tessera {

@@ -10,10 +10,9 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/data_parallel.h>
-#include <tessera/fsdp_options.h>
-#include <tessera/gradient_source.h>
-#include <tessera/summon_options.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/optim/gradient_source.h>
+#include <tessera/options/fsdp_options.h>
 #include <tessera/visit_tensors.h>
 
 namespace tessera {

@@ -5,6 +5,6 @@
 #include <tessera/plan/decoder.h>
 #include <tessera/plan/dry_run.h>
 #include <tessera/plan/memory_plan.h>
+#include <tessera/plan/planned_memory.h>
 #include <tessera/plan/run_record.h>
 #include <tessera/plan/timeline_page.h>
-#include <tessera/planned_memory.h>

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/replicated_module.h>
+#include <tessera/detail/replicated_module.h>
+#include <tessera/options/wire_format.h>
 #include <tessera/sharded_optimizer.h>
-#include <tessera/wire_format.h>
 
 namespace tessera {
 

@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/averages.h>
 #include <tessera/communicator.h>
-#include <tessera/grad_norm.h>
-#include <tessera/model_shards.h>
-#include <tessera/optimizer_state_dict.h>
-#include <tessera/oss_options.h>
+#include <tessera/model/grad_norm.h>
+#include <tessera/model/model_shards.h>
+#include <tessera/optim/averages.h>
+#include <tessera/optim/optimizer_state_dict.h>
+#include <tessera/options/oss_options.h>
 
 namespace tessera {
 
@@ -30,7 +30,7 @@ struct Partition;
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over all parameters, with
 // all groups and options, but its step() updates only those that this rank owns; then each rank sends its parameters to
 // all others. state() has what it keeps of those. Everything is used by one thread at a time.
-class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards, public Averages {
+class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 

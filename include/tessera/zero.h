@@ -17,16 +17,16 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/adafactor.h>
-#include <tessera/adamw_8bit.h>
 #include <tessera/ddp.h>
 #include <tessera/fsdp.h>
-#include <tessera/fsdp_options.h>
-#include <tessera/lbfgs.h>
-#include <tessera/lion.h>
-#include <tessera/muon.h>
+#include <tessera/optim/adafactor.h>
+#include <tessera/optim/adamw_8bit.h>
+#include <tessera/optim/lbfgs.h>
+#include <tessera/optim/lion.h>
+#include <tessera/optim/muon.h>
+#include <tessera/optim/schedule_free.h>
+#include <tessera/options/fsdp_options.h>
 #include <tessera/oss.h>
-#include <tessera/schedule_free.h>
 #include <tessera/sdp.h>
 
 namespace tessera {

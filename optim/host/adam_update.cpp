@@ -14,7 +14,7 @@
 #include <utility>
 
 #include <tessera/detail/listed_optimizer.h>
-#include <tessera/detail/partial_step.h>
+#include <tessera/optim/partial_step.h>
 #include "core/paging/residency.h"
 #include "core/runtime/lazy_values.h"
 #include "offload/disk/disk_pager.h"

@@ -1,4 +1,4 @@
-#include <tessera/host_adam.h>
+#include <tessera/optim/host_adam.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/detail/partial_step.h>
+#include <tessera/optim/partial_step.h>
 #include "core/gradients/gradient_guard.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"

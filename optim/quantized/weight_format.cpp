@@ -18,7 +18,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include <tessera/adamw_8bit.h>
+#include <tessera/optim/adamw_8bit.h>
 #include "core/layout/deferred.h"
 #include "core/layout/int8_blocks.h"
 #include "core/memory/without_data.h"

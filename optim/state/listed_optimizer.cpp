@@ -1,7 +1,6 @@
 #include <tessera/detail/listed_optimizer.h>
 
-namespace tessera {
-using namespace internal;
+namespace tessera::internal {
 
 void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected) {
   if (!holds) throw std::invalid_argument(c10::str(optimizer, ": ", option, " is ", value, ", expected ", expected));
@@ -25,4 +24,4 @@ void require_dense(const at::Tensor& parameter, const char* optimizer) {
           parameter.grad().defined() ? parameter.grad().layout() : at::kStrided, ", expected a dense one");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -17,12 +17,12 @@
 #include <tuple>
 #include <type_traits>
 
-#include <tessera/adafactor.h>
-#include <tessera/adamw_8bit.h>
-#include <tessera/lbfgs.h>
-#include <tessera/lion.h>
-#include <tessera/muon.h>
-#include <tessera/schedule_free.h>
+#include <tessera/optim/adafactor.h>
+#include <tessera/optim/adamw_8bit.h>
+#include <tessera/optim/lbfgs.h>
+#include <tessera/optim/lion.h>
+#include <tessera/optim/muon.h>
+#include <tessera/optim/schedule_free.h>
 
 namespace tessera::internal {
 namespace {

@@ -10,8 +10,8 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/model_shards.h>
-#include <tessera/optimizer_state_dict.h>
+#include <tessera/model/model_shards.h>
+#include <tessera/optim/optimizer_state_dict.h>
 
 namespace tessera::internal {
 

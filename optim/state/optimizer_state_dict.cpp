@@ -1,4 +1,4 @@
-#include <tessera/optimizer_state_dict.h>
+#include <tessera/optim/optimizer_state_dict.h>
 
 #include <sstream>
 #include <stdexcept>

@@ -14,8 +14,7 @@
 #include "core/memory/without_data.h"
 #include "optim/state/optimizer_state.h"
 
-namespace tessera {
-using namespace internal;
+namespace tessera::internal {
 
 ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   at::NoGradGuard no_grad;
@@ -122,4 +121,4 @@ at::Tensor in_memory_order(const at::Tensor& dense) {
   return dense.dim() == 1 && dense.is_contiguous() ? dense : dense.as_strided({dense.numel()}, {1});
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

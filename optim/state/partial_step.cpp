@@ -1,4 +1,4 @@
-#include <tessera/detail/partial_step.h>
+#include <tessera/optim/partial_step.h>
 
 #include <c10/util/StringUtil.h>
 
@@ -6,8 +6,8 @@
 #include <typeinfo>
 #include <unordered_set>
 
-#include <tessera/fused_optimizers.h>
-#include <tessera/host_adam.h>
+#include <tessera/optim/fused_optimizers.h>
+#include <tessera/optim/host_adam.h>
 
 namespace tessera {
 using namespace internal;

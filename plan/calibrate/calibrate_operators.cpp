@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/fused_optimizers.h>
+#include <tessera/optim/fused_optimizers.h>
 #include <tessera/plan/decoder.h>
 #include <tessera/plan/dry_run.h>
 #include <tessera/zero.h>

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include <tessera/exported.h>
-#include <tessera/fused_optimizers.h>
-#include <tessera/host_adam.h>
+#include <tessera/optim/fused_optimizers.h>
+#include <tessera/optim/host_adam.h>
 #include <tessera/plan/dry_run.h>
 #include <tessera/sharded_optimizer.h>
 #include <tessera/visit_tensors.h>

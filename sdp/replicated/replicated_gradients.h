@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/memory_report.h>
+#include <tessera/model/data_parallel.h>
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
 #include "core/gradients/gradient_buffer.h"

@@ -1,4 +1,4 @@
-#include <tessera/replicated_module.h>
+#include <tessera/detail/replicated_module.h>
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>

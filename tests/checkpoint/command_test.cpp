@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include <tessera/full_file.h>
+#include <tessera/checkpoint/full_file.h>
 #include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/built.h"

@@ -1,5 +1,5 @@
 // Saves and loads whole models as safetensors files, from and to any layout.
-#include <tessera/full_file.h>
+#include <tessera/checkpoint/full_file.h>
 
 #include <sys/resource.h>
 #include <sys/stat.h>

@@ -1,5 +1,5 @@
 // Saves and loads Stateful objects with the model and its optimizer, in one call.
-#include <tessera/training_state.h>
+#include <tessera/checkpoint/training_state.h>
 
 #include <torch/optim/schedulers/step_lr.h>
 

@@ -6,9 +6,7 @@
 #include <sstream>
 #include <thread>
 
-#include "format.h"
-#include "loss_plot.h"
-#include "progress.h"
+#include "report.h"
 
 namespace train_gpt {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "optimizer.h"
+#include "model.h"
 
 namespace train_gpt {
 namespace {

@@ -12,7 +12,7 @@
 #include <tessera/plan.h>
 #include <tessera/plan/dry_run.h>
 #include <tessera/tessera.h>
-#include "gpt2_files.h"
+#include "gpt.h"
 #include "model.h"
 #include "options.h"
 #include "tests/support/built.h"

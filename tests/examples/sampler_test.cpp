@@ -1,4 +1,4 @@
-#include "sampler.h"
+#include "data.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "schedule.h"
+#include "trainer.h"
 
 #include <gtest/gtest.h>
 

@@ -19,12 +19,13 @@
 #include <vector>
 
 #include <tessera/checkpoint.h>
-#include <tessera/full_file.h>
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
-#include "gpt2_files.h"
+#include "checkpoint/full_file/find_full_tensors.h"
+#include "gpt.h"
 #include "options.h"
-#include "run_rank.h"
+#include "run.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"

@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/exported.h>
-#include <tessera/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 #include "tests/support/built.h"

@@ -19,8 +19,8 @@
 #include <sstream>
 #include <string>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/exported.h>
-#include <tessera/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 

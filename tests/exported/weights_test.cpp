@@ -5,7 +5,7 @@
 #include <fstream>
 #include <memory>
 
-#include <tessera/full_file.h>
+#include <tessera/checkpoint/full_file.h>
 #include "exported/archive/weights.h"
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"

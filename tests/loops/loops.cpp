@@ -16,7 +16,7 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
-#include <tessera/detail/partial_step.h>
+#include <tessera/optim/partial_step.h>
 #include "core/gradients/shard_norm.h"
 #include "core/layout/bucket_pieces.h"
 #include "tests/support/built.h"

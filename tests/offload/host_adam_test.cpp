@@ -1,5 +1,5 @@
 // The host optimizers against the formula in double and against torch's, and their 16-bit copy.
-#include <tessera/host_adam.h>
+#include <tessera/optim/host_adam.h>
 
 #include <cmath>
 

@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
-#include <tessera/adafactor.h>
-#include <tessera/ema.h>
-#include <tessera/host_adam.h>
+#include <tessera/optim/adafactor.h>
+#include <tessera/optim/ema.h>
+#include <tessera/optim/host_adam.h>
 #include "optim/state/optimizer_state.h"
 #include "tests/plan/models.h"
 #include "tests/plan/same_record.h"

@@ -6,7 +6,7 @@
 #include <fstream>
 
 #include <tessera/exported.h>
-#include <tessera/fused_optimizers.h>
+#include <tessera/optim/fused_optimizers.h>
 #include <tessera/plan/timeline_page.h>
 #include "plan/record/counting_communicator.h"
 #include "plan/report/plan_search.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-// Declares the names that the documentation's snippets use without a declaration. Defines nothing: snippets are
-// uncalled inline functions, so they are compiled and not linked.
+// Declares the names that the documentation's snippets use without a declaration. Snippets are uncalled inline
+// functions, so they are compiled and not linked. Only train() is defined: a snippet's main() calls it.
 
 #include <torch/torch.h>
 
@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/exported.h>
+#include <tessera/plan.h>
 #include <tessera/tessera.h>
 
 namespace in_documentation {
@@ -30,6 +32,9 @@ struct Batch {
 };
 void evaluate(tessera::FullyShardedDataParallel<Gpt>& wrapped);
 at::Tensor loss_of(const at::Tensor& outputs);
+at::Tensor rows_of_step(int64_t step, const tessera::Communicator& comm);
+void print_loss(int64_t step, const at::Tensor& loss, tessera::Communicator& comm);
+inline void train(const std::shared_ptr<tessera::Communicator>& /*comm*/) {}
 at::Tensor sum_of_losses(const at::Tensor& outputs, const at::Tensor& targets);
 
 extern Config config;
@@ -46,7 +51,7 @@ extern Batch batch;
 extern std::vector<std::pair<at::Tensor, at::Tensor>> loader, batches;
 extern std::vector<torch::optim::OptimizerParamGroup> groups;
 extern int64_t step, steps, items_numel, tokens_of_this_rank;
-extern std::string dir;
+extern std::string dir, folder;
 using torch::optim::AdamWOptions;
 
 }  // namespace in_documentation

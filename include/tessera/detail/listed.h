@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Bases of options and states of Tessera's own optimizers. `Derived` lists its fields once,
 //
@@ -144,4 +144,4 @@ class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
   }
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include <tessera/detail/listed.h>
 #include <tessera/detail/parameter_parts.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Throws std::invalid_argument unless the parameter, which must have a gradient, is dense and of floating-point type,
 // and its gradient is dense.
@@ -120,4 +120,4 @@ class ListedOptimizer : public torch::optim::Optimizer {
   size_t checked_groups_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,9 +6,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Maps an optimizer's tensors to the parameters that they are parts of, and to the ranks with the other parts. For
 // optimizers that are not elementwise.
@@ -77,4 +77,4 @@ void add_checked_group(torch::optim::Optimizer& optimizer, const torch::optim::O
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

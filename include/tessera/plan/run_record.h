@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/memory_kind.h>
+#include <tessera/plan/memory_kind.h>
 
 namespace tessera {
 

@@ -1,0 +1,74 @@
+// DistributedDataParallel, without sharding: each rank keeps the whole model. Gradients of two micro-batches are
+// accumulated, and averaged over ranks once a step.
+//
+//   ddp [--ranks N]                                  N processes on this host, 2 by default
+//   torchrun --no-python --nproc-per-node 4 ddp      or srun, mpirun: the launcher sets the number of ranks
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <iostream>
+#include <string>
+
+namespace {
+
+constexpr int64_t kWidth = 128, kBatch = 48;  // kBatch: rows of all ranks together
+
+struct BlockImpl : torch::nn::Module {
+  torch::nn::LayerNorm norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+  torch::nn::Linear linear = register_module("linear", torch::nn::Linear(kWidth, kWidth));
+  at::Tensor forward(const at::Tensor& x) { return x + torch::gelu(linear(norm(x))); }
+};
+TORCH_MODULE(Block);
+
+torch::nn::Sequential make_model() {
+  torch::manual_seed(1);
+  return torch::nn::Sequential(Block(), Block(), Block(), Block());
+}
+
+// This rank's rows of a step's batch. Any number of ranks that divides kBatch gives the same losses.
+at::Tensor rows_of_step(int64_t step, const tessera::Communicator& comm) {
+  torch::manual_seed(step);
+  return torch::randn({kBatch, kWidth}).tensor_split(comm.size())[comm.rank()];
+}
+
+// Prints the mean loss of all ranks. Collective.
+void print_loss(int64_t step, const at::Tensor& loss, tessera::Communicator& comm) {
+  const auto mean = tessera::reduce_to_host(comm, loss.detach().clone(), tessera::ReduceOp::kAverage, "the loss");
+  if (comm.rank() == 0) std::cout << "step " << step << ": loss " << mean.item<float>() << std::endl;
+}
+
+void train(const std::shared_ptr<tessera::Communicator>& comm) {
+  auto model = make_model();
+  tessera::DistributedDataParallel ddp(model, comm);
+  torch::optim::AdamW optimizer(ddp.parameters(), 1e-3);
+
+  for (int64_t step = 0; step < 20; ++step) {
+    const auto halves = rows_of_step(step, *comm).chunk(2);
+    optimizer.zero_grad();
+    auto loss = torch::zeros({});
+    {
+      const auto local = ddp.no_sync();  // gradients stay on this rank until the next backward
+      auto first = torch::mse_loss(ddp(halves[0]), halves[0].sin()) / 2;
+      first.backward();
+      loss += first.detach();
+    }
+    auto second = torch::mse_loss(ddp(halves[1]), halves[1].sin()) / 2;
+    second.backward();  // averages the accumulated gradients over ranks
+    loss += second.detach();
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+    optimizer.step();
+    if (step % 5 == 0 || step == 19) print_loss(step, loss, *comm);
+  }
+
+  const auto memory = ddp.memory();  // of this rank, in bytes
+  std::cout << "rank " << comm->rank() << ": keeps " << memory.shard_bytes << " bytes of parameters, "
+            << memory.grad_bytes << " of gradients" << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int ranks = argc == 3 && std::string(argv[1]) == "--ranks" ? std::stoi(argv[2]) : 2;
+  if (!tessera::launched()) return tessera::spawn_local(ranks, argc, argv);  // processes on this host
+  train(tessera::init());
+}

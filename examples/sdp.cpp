@@ -1,0 +1,67 @@
+// OSS and ShardedDataParallel, ZeRO stage 2: each rank keeps all parameters, and the gradients and optimizer state of
+// those that it owns.
+//
+//   sdp [--ranks N]                                  N processes on this host, 2 by default
+//   torchrun --no-python --nproc-per-node 4 sdp      or srun, mpirun: the launcher sets the number of ranks
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <iostream>
+#include <string>
+
+namespace {
+
+constexpr int64_t kWidth = 128, kBatch = 48;  // kBatch: rows of all ranks together
+
+struct BlockImpl : torch::nn::Module {
+  torch::nn::LayerNorm norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+  torch::nn::Linear linear = register_module("linear", torch::nn::Linear(kWidth, kWidth));
+  at::Tensor forward(const at::Tensor& x) { return x + torch::gelu(linear(norm(x))); }
+};
+TORCH_MODULE(Block);
+
+torch::nn::Sequential make_model() {
+  torch::manual_seed(1);
+  return torch::nn::Sequential(Block(), Block(), Block(), Block());
+}
+
+// This rank's rows of a step's batch. Any number of ranks that divides kBatch gives the same losses.
+at::Tensor rows_of_step(int64_t step, const tessera::Communicator& comm) {
+  torch::manual_seed(step);
+  return torch::randn({kBatch, kWidth}).tensor_split(comm.size())[comm.rank()];
+}
+
+// Prints the mean loss of all ranks. Collective.
+void print_loss(int64_t step, const at::Tensor& loss, tessera::Communicator& comm) {
+  const auto mean = tessera::reduce_to_host(comm, loss.detach().clone(), tessera::ReduceOp::kAverage, "the loss");
+  if (comm.rank() == 0) std::cout << "step " << step << ": loss " << mean.item<float>() << std::endl;
+}
+
+void train(const std::shared_ptr<tessera::Communicator>& comm) {
+  auto model = make_model();
+  tessera::OSS<torch::optim::AdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3), comm);
+  tessera::ShardedDataParallel sdp(model, optimizer, comm);  // reduces each gradient to the owner of the parameter
+
+  for (int64_t step = 0; step < 20; ++step) {
+    const auto x = rows_of_step(step, *comm);
+    optimizer.zero_grad();
+    auto loss = torch::mse_loss(sdp(x), x.sin());  // of this rank's rows
+    loss.backward();                               // leaves the mean gradient of all ranks on the owner
+    sdp.clip_grad_norm_(1.0);                      // the norm of the whole model's gradient
+    optimizer.step();                              // owners update, then broadcast
+    if (step % 5 == 0 || step == 19) print_loss(step, loss, *comm);
+  }
+
+  int64_t owned = 0;  // only owners have gradients
+  for (const auto& parameter : model->parameters()) owned += parameter.grad().defined() ? 1 : 0;
+  std::cout << "rank " << comm->rank() << ": owns " << owned << " of " << model->parameters().size() << " parameters"
+            << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int ranks = argc == 3 && std::string(argv[1]) == "--ranks" ? std::stoi(argv[2]) : 2;
+  if (!tessera::launched()) return tessera::spawn_local(ranks, argc, argv);  // processes on this host
+  train(tessera::init());
+}

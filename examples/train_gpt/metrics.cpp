@@ -1,0 +1,241 @@
+#include "report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace train_gpt {
+
+MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
+  std::string lines;
+  if (kept_steps > 0) {
+    std::ifstream before(path);
+    for (std::string line; std::getline(before, line);) {
+      const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      // The rest is incomplete, or of later steps.
+      if (!values.is_object() || values.value("step", kept_steps + 1) > kept_steps) break;
+      StepReport report{.step = values["step"], .loss = values["loss"]};
+      if (values.contains("val_loss")) report.val_loss = values["val_loss"].get<double>();
+      kept_.push_back(report);
+      lines += line + "\n";
+    }
+  }
+  file_.open(path, std::ios::trunc);
+  file_ << lines << std::flush;
+  if (!file_) throw std::runtime_error("--out: " + path_.string() + " cannot be written");
+}
+
+void MetricsLog::write(const StepReport& report) {
+  nlohmann::ordered_json line = {{"step", report.step},
+                                 {"loss", report.loss},
+                                 {"tokens_per_s", report.tokens_per_s},
+                                 {"lr", report.lr},
+                                 {"grad_norm", report.grad_norm}};
+  if (report.val_loss) line["val_loss"] = *report.val_loss;
+  file_ << line.dump() << std::endl;
+  if (!file_) throw std::runtime_error("--out: a line could not be written to " + path_.string());
+}
+
+namespace {
+
+constexpr double kWidth = 800, kHeight = 480;
+constexpr double kLeft = 64, kRight = 24, kTop = 52, kBottom = 56;
+constexpr double kWantedTicks = 6;
+constexpr size_t kMaxCurvePoints = 1000;  // more than kWidth: no pixel loses detail
+
+constexpr const char* kTrainColour = "#2b6cb0";
+constexpr const char* kValidationColour = "#c05621";
+constexpr const char* kUnigramColour = "#4a5568";
+
+// The distance between ticks: 1, 2 or 5 times a power of ten.
+double tick_distance(double range) {
+  const double rough = range / kWantedTicks;
+  const double power = std::pow(10.0, std::floor(std::log10(rough)));
+  for (const double factor : {1.0, 2.0, 5.0}) {
+    if (factor * power >= rough) return factor * power;
+  }
+  return 10.0 * power;
+}
+
+std::vector<double> ticks_between(double low, double high, double distance) {
+  std::vector<double> ticks;
+  for (double i = std::ceil(low / distance - 1e-9); i * distance <= high + 1e-9 * distance; ++i) {
+    ticks.push_back(i * distance);
+  }
+  return ticks;
+}
+
+// Maps steps and losses to pixels.
+struct Axes {
+  double first_step = 0, last_step = 1, low = 0, high = 1, loss_distance = 1;
+
+  explicit Axes(const LossCurves& curves) {
+    low = high = curves.unigram_loss;
+    for (const auto* curve : {&curves.train, &curves.validation}) {
+      for (const auto& point : *curve) {
+        low = std::min(low, point.loss);
+        high = std::max(high, point.loss);
+        last_step = std::max(last_step, point.step);
+      }
+    }
+    loss_distance = tick_distance(std::max(high - low, 1e-3));
+    low = loss_distance * std::floor(low / loss_distance);
+    high = std::max(low + loss_distance, loss_distance * std::ceil(high / loss_distance));
+  }
+
+  double x(double step) const {
+    return kLeft + (kWidth - kLeft - kRight) * (step - first_step) / (last_step - first_step);
+  }
+  double y(double loss) const { return kTop + (kHeight - kTop - kBottom) * (high - loss) / (high - low); }
+};
+
+// An exponential mean over about a twentieth of the points, at most 20. The window starts small, so that the mean does
+// not lag while the loss falls fastest.
+std::vector<LossPoint> smoothed(const std::vector<LossPoint>& points) {
+  const double window = std::clamp(static_cast<double>(points.size()) / 20.0, 1.0, 20.0);
+  std::vector<LossPoint> result;
+  double mean = 0.0;
+  for (size_t i = 0; i < points.size(); ++i) {
+    const double weight = 1.0 / std::min(window, 1.0 + 0.2 * static_cast<double>(i));
+    mean += weight * (points[i].loss - mean);
+    result.push_back({points[i].step, mean});
+  }
+  return result;
+}
+
+std::vector<LossPoint> thinned(const std::vector<LossPoint>& points) {
+  const size_t stride = (points.size() + kMaxCurvePoints - 1) / kMaxCurvePoints;
+  std::vector<LossPoint> result;
+  for (size_t i = 0; i < points.size(); ++i) {
+    if (i % stride == 0 || i + 1 == points.size()) result.push_back(points[i]);
+  }
+  return result;
+}
+
+class Picture {
+ public:
+  explicit Picture(const Axes& axes) : axes_(axes) {
+    svg_ << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kWidth << " " << kHeight << "\" width=\""
+         << kWidth << "\" height=\"" << kHeight << "\" font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\" "
+         << "font-size=\"13\" fill=\"#1a202c\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
+  }
+
+  void text(double x, double y, const std::string& content, const char* attributes) {
+    svg_ << "<text x=\"" << fixed(x, 1) << "\" y=\"" << fixed(y, 1) << "\" " << attributes << ">" << content
+         << "</text>\n";
+  }
+
+  void line(double x1, double y1, double x2, double y2, const std::string& attributes) {
+    svg_ << "<line x1=\"" << fixed(x1, 1) << "\" y1=\"" << fixed(y1, 1) << "\" x2=\"" << fixed(x2, 1) << "\" y2=\""
+         << fixed(y2, 1) << "\" " << attributes << "/>\n";
+  }
+
+  void curve(const std::vector<LossPoint>& points, const char* colour, double width, double opacity) {
+    svg_ << "<polyline fill=\"none\" stroke-linejoin=\"round\" stroke=\"" << colour << "\" stroke-width=\"" << width
+         << "\" stroke-opacity=\"" << opacity << "\" points=\"";
+    for (const auto& point : points) {
+      svg_ << fixed(axes_.x(point.step), 1) << "," << fixed(axes_.y(point.loss), 1) << " ";
+    }
+    svg_ << "\"/>\n";
+  }
+
+  void dots(const std::vector<LossPoint>& points, const char* colour) {
+    for (const auto& point : points) {
+      svg_ << "<circle r=\"3.5\" cx=\"" << fixed(axes_.x(point.step), 1) << "\" cy=\"" << fixed(axes_.y(point.loss), 1)
+           << "\" fill=\"" << colour << "\"/>\n";
+    }
+  }
+
+  std::string finish() {
+    svg_ << "</svg>\n";
+    return svg_.str();
+  }
+
+ private:
+  const Axes& axes_;
+  std::ostringstream svg_;
+};
+
+void draw_grid(Picture& picture, const Axes& axes) {
+  const int digits = std::max(0, static_cast<int>(std::ceil(-std::log10(axes.loss_distance) - 1e-9)));
+  for (const double loss : ticks_between(axes.low, axes.high, axes.loss_distance)) {
+    picture.line(kLeft, axes.y(loss), kWidth - kRight, axes.y(loss), "stroke=\"#e2e8f0\"");
+    picture.text(kLeft - 8, axes.y(loss) + 4.5, fixed(loss, digits), "text-anchor=\"end\"");
+  }
+  const double distance = std::max(1.0, tick_distance(axes.last_step));
+  for (const double step : ticks_between(0, axes.last_step, distance)) {
+    picture.line(axes.x(step), kHeight - kBottom, axes.x(step), kHeight - kBottom + 5, "stroke=\"#1a202c\"");
+    picture.text(axes.x(step), kHeight - kBottom + 20, grouped(std::llround(step)), "text-anchor=\"middle\"");
+  }
+  picture.line(kLeft, kHeight - kBottom, kWidth - kRight, kHeight - kBottom, "stroke=\"#1a202c\"");
+  picture.text((kLeft + kWidth - kRight) / 2, kHeight - 12, "optimizer step", "text-anchor=\"middle\"");
+  picture.text(kLeft - 48, 24, "loss, nats a token", "text-anchor=\"start\"");
+}
+
+void draw_legend(Picture& picture, const LossCurves& curves) {
+  const auto entry = [&](double x, const std::string& label, const std::string& stroke) {
+    picture.line(x, 20, x + 24, 20, "stroke-width=\"2.5\" " + stroke);
+    picture.text(x + 30, 24.5, label, "text-anchor=\"start\"");
+  };
+  const auto stroke = [](const char* colour) { return std::string("stroke=\"") + colour + "\""; };
+  entry(230, "training " + fixed(smoothed(curves.train).back().loss, 2), stroke(kTrainColour));
+  if (!curves.validation.empty()) {
+    entry(395, "validation " + fixed(curves.validation.back().loss, 2), stroke(kValidationColour));
+  }
+  entry(575, "unigram model " + fixed(curves.unigram_loss, 2), stroke(kUnigramColour) + " stroke-dasharray=\"6 4\"");
+}
+
+}  // namespace
+
+std::string draw_losses(const LossCurves& curves) {
+  const Axes axes(curves);
+  Picture picture(axes);
+  draw_grid(picture, axes);
+  picture.line(kLeft, axes.y(curves.unigram_loss), kWidth - kRight, axes.y(curves.unigram_loss),
+               std::string("stroke=\"") + kUnigramColour + "\" stroke-width=\"1.5\" stroke-dasharray=\"6 4\"");
+  picture.curve(thinned(curves.train), kTrainColour, 1, 0.3);
+  picture.curve(thinned(smoothed(curves.train)), kTrainColour, 2, 1);
+  picture.curve(curves.validation, kValidationColour, 2, 1);
+  picture.dots(curves.validation, kValidationColour);
+  draw_legend(picture, curves);
+  return picture.finish();
+}
+
+void write_loss_plot(const std::filesystem::path& path, const LossCurves& curves) {
+  std::ofstream file(path, std::ios::trunc);
+  file << draw_losses(curves) << std::flush;
+  if (!file) throw std::runtime_error("--out: " + path.string() + " cannot be written");
+}
+
+namespace {
+
+double in_mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+}  // namespace
+
+void TensorboardLog::write(const StepReport& report) {
+  const auto add = [&](const std::string& tag, double value) { events_.scalar(tag, value, report.step); };
+  add("train/loss", report.loss);
+  add("train/learning_rate", report.lr);
+  add("train/grad_norm", report.grad_norm);
+  add("train/tokens_per_s", report.tokens_per_s);
+  if (report.val_loss) add("val/loss", *report.val_loss);
+  const auto add_memory = [&](const MemoryUse& memory, const std::string& of) {
+    add("memory/state_MiB" + of, in_mib(memory.parameter_bytes + memory.grad_bytes + memory.optimizer_bytes));
+    add("memory/held_MiB" + of, in_mib(memory.held_bytes));
+    add("memory/peak_MiB" + of, in_mib(memory.peak_held_bytes));
+  };
+  add_memory(report.memory, "");
+  for (size_t rank = 0; rank < report.memory_by_rank.size(); ++rank)
+    add_memory(report.memory_by_rank[rank], "_rank_" + std::to_string(rank));
+  if (!report.waits) return;
+  const auto& waits = *report.waits;
+  for (size_t rank = 0; rank < waits.ranks.size(); ++rank)
+    add("wait/percent_rank_" + std::to_string(rank), 100 * waits.ranks[rank].wait_s / waits.elapsed_s);
+}
+
+}  // namespace train_gpt

@@ -1,0 +1,293 @@
+#include "run.h"
+
+#include <tessera/tessera.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <iostream>
+#include <limits>
+#include <optional>
+#include <string>
+#include <system_error>
+
+#include "core/comm/notes.h"
+#include "core/memory/container_limits.h"
+#include "report.h"
+#include "trainer.h"
+
+namespace train_gpt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kMetricsFile = "metrics.jsonl";
+constexpr const char* kFormerMetricsFile = "metrics.before.jsonl";
+constexpr const char* kPlotFile = "losses.svg";
+
+// The number of ranks on this machine, from the launcher's environment.
+int ranks_of_this_machine(int world) {
+  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"}) {
+    if (const char* value = std::getenv(name)) return std::clamp(std::atoi(value), 1, world);
+  }
+  return world;
+}
+
+int threads_per_rank(const TrainOptions& options, int world) {
+  if (options.threads > 0) return options.threads;
+  return std::max(1, tessera::internal::available_cores() / ranks_of_this_machine(world));
+}
+
+void check_world(const TrainOptions& options, int world) {
+  if (options.ranks && *options.ranks != world) {
+    throw OptionsError("--ranks is " + std::to_string(*options.ranks) + ", but the launcher started " +
+                       std::to_string(world));
+  }
+  if (options.wrapper == Wrapper::kLocal && world > 1) {
+    throw OptionsError("--wrapper local is one process, but the launcher started " + std::to_string(world));
+  }
+}
+
+// Rank 0's output during training: metrics, plot, TensorBoard, progress.
+class Recorder {
+ public:
+  // Keeps the metrics of the first `first_step` steps.
+  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step)
+      : plot_path_(options.out / kPlotFile),
+        metrics_(options.out / kMetricsFile, first_step),
+        progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)) {
+    if (!options.tensorboard.empty()) tensorboard_.emplace(options.tensorboard);
+    curves_.unigram_loss = unigram_loss;
+    for (const auto& report : metrics_.kept()) add_to_curves(report);
+  }
+
+  void record(const StepReport& report) {
+    add_to_curves(report);
+    metrics_.write(report);
+    if (tensorboard_) tensorboard_->write(report);
+    progress_->show(report);
+  }
+
+  ~Recorder() { progress_->finish(); }
+
+  RunResult finish(double train_s) {
+    write_loss_plot(plot_path_, curves_);
+    const auto last = std::min<size_t>(curves_.train.size(), std::max<size_t>(1, curves_.train.size() / 20));
+    double sum = 0.0;
+    for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end(); ++point) {
+      sum += point->loss;
+    }
+    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // a finished run without its metrics
+    return {.train_loss = last > 0 ? sum / static_cast<double>(last) : kUnknown,
+            .val_loss = curves_.validation.empty() ? kUnknown : curves_.validation.back().loss,
+            .unigram_loss = curves_.unigram_loss,
+            .train_s = train_s};
+  }
+
+ private:
+  void add_to_curves(const StepReport& report) {
+    const auto step = static_cast<double>(report.step);
+    curves_.train.push_back({step, report.loss});
+    if (report.val_loss) curves_.validation.push_back({step, *report.val_loss});
+  }
+
+  std::filesystem::path plot_path_;
+  MetricsLog metrics_;
+  std::optional<TensorboardLog> tensorboard_;
+  std::unique_ptr<Progress> progress_;
+  LossCurves curves_;
+};
+
+// Returns rank 0's result; an empty one on the other ranks.
+RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
+  const auto resumed = checkpoints.resume();
+  const int64_t first_step = resumed.step;
+  trainer.set_warmup(resumed.warmup);
+  for (size_t i = 0; shows && i < resumed.notes.size(); ++i) std::cout << "  note        " << resumed.notes[i] << "\n";
+  const auto start = Clock::now();
+  std::optional<Recorder> recorder;
+  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
+  trainer.run(
+      first_step, [&] { checkpoints.before_update(); },
+      [&](const StepReport& report) {
+        if (shows) recorder->record(report);
+        checkpoints.after_step(report.step);
+      });
+  checkpoints.finish();
+  if (!shows) return {};
+  return recorder->finish(std::chrono::duration<double>(Clock::now() - start).count());
+}
+
+}  // namespace
+
+Job prepare(TrainOptions options) {
+  Job job{.options = std::move(options), .corpus = {}, .prompt = {}};
+  job.corpus = read_corpus(job.options.data);
+  check_length(job.corpus, job.options.model.context);
+  job.options.model.vocabulary = job.corpus.vocabulary.size();
+  if (!job.options.import_gpt2.empty()) {
+    const auto theirs = read_gpt2_options(job.options.import_gpt2);
+    job.options.model.norm_epsilon = theirs.norm_epsilon;
+    job.options.model.scale_attention = theirs.scale_attention;
+    job.options.model.scale_attention_by_layer = theirs.scale_attention_by_layer;
+  }
+  try {
+    job.prompt = job.corpus.vocabulary.encode(job.options.prompt);
+  } catch (const std::invalid_argument& error) {
+    throw OptionsError(std::string("--prompt: ") + error.what());
+  }
+  if (job.prompt.empty()) job.prompt.push_back(job.corpus.vocabulary.start_token());
+  return job;
+}
+
+tessera::FolderLock prepare_output(const TrainOptions& options) try {
+  tessera::FolderLock lock(options.out);
+  // A run that does not resume must not destroy the metrics of an earlier run.
+  const auto metrics = options.out / kMetricsFile;
+  std::error_code none;  // there is no such file
+  if (options.resume.empty() && std::filesystem::file_size(metrics, none) > 0 && !none) {
+    std::filesystem::rename(metrics, options.out / kFormerMetricsFile);
+    std::cout << "the metrics that were in " << options.out.string() << " are in " << kFormerMetricsFile << " now"
+              << std::endl;
+  }
+  const MetricsLog writable(metrics, options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
+  return lock;
+} catch (const tessera::CheckpointError& error) {
+  throw std::runtime_error(std::string("--out: ") + error.what());
+} catch (const std::filesystem::filesystem_error& error) {
+  throw std::runtime_error(std::string("--out: ") + error.what());
+}
+
+void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
+  const auto& options = job.options;
+  const bool shows = comm->rank() == 0;
+  check_world(options, comm->size());
+  std::optional<tessera::FolderLock> lock;
+  if (shows) lock.emplace(prepare_output(options));
+  const int threads = threads_per_rank(options, comm->size());
+  at::set_num_threads(threads);
+
+  std::optional<tessera::PeakMemory> tensors;  // must exist before the first tensor
+  if (!options.tensorboard.empty()) tensors.emplace(comm->device());
+  const bool adapts = options.lora_rank > 0;
+  Gpt model = draw_model(options, comm->device());
+  int64_t parameters_numel = 0;
+  for (const auto& parameter : model->parameters()) parameters_numel += parameter.numel();
+  if (adapts) {
+    load_base(model, options, *comm);
+    draw_adapters(model, options);
+  }
+  const int64_t adapters_numel = adapts ? trained_numel(model) : 0;
+
+  if (options.offload == Offload::kDisk) std::filesystem::create_directories(options.offload_directory);
+  auto wrapped = wrap(model, options, comm);
+  // Must precede the average of weights, which starts from them.
+  if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
+  if (options.ema > 0) wrapped = with_ema(std::move(wrapped), options.ema);
+  Trainer trainer(options, job.corpus, *comm, *wrapped);
+  if (tensors) trainer.count_memory(*tensors);
+  Checkpoints checkpoints(options, job.corpus, trainer.windows_per_epoch(), *comm, *wrapped);
+  if (shows) {
+    print_header(std::cout, options, job.corpus,
+                 {.layout = wrapped->describe(),
+                  .ranks = comm->size(),
+                  .threads = threads,
+                  .parameters_numel = parameters_numel,
+                  .adapters_numel = adapters_numel,
+                  .tokens_per_step = trainer.tokens_per_step(),
+                  .unigram_loss = trainer.unigram_loss()});
+  }
+  const auto result = train(trainer, checkpoints, options, shows);
+  const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
+  if (shows) {
+    std::cout << "\n";
+    print_memory_table(std::cout, memory, parameters_numel * static_cast<int64_t>(sizeof(float)));
+    print_result(std::cout, result);
+  }
+  const auto averaged = wrapped->averaged();
+  if (!options.export_gpt2.empty()) {
+    if (adapts)
+      export_with_adapters(options.export_gpt2, model, *wrapped, *comm);
+    else
+      export_gpt2(options.export_gpt2, wrapped->own_shards(), options.model);
+  }
+  if (options.sample == 0) return;
+  const auto tokens = generate(*wrapped, job.prompt,
+                               {.length = options.sample,
+                                .context = options.model.context,
+                                .temperature = options.temperature,
+                                .top_k = options.top_k,
+                                .seed = static_cast<uint64_t>(options.seed)},
+                               comm->device());
+  if (shows) print_sample(std::cout, job.corpus.vocabulary.decode(tokens));
+}
+
+namespace {
+
+int start_ranks(const TrainOptions& options, int argc, char** argv) {
+  prepare(options);  // reports a mistake once, not on every rank
+  static_cast<void>(prepare_output(options));
+  return tessera::spawn_local(*options.ranks, argc, argv);
+}
+
+// If all ranks fail with the same error, one rank prints it.
+bool is_first_to_fail(const tessera::Communicator& comm) {
+  try {
+    return tessera::internal::Notes(comm, "train_gpt").add("failed", 1) == 1;
+  } catch (const tessera::CommError&) {
+    return true;
+  }
+}
+
+int run_launched(const TrainOptions& options) {
+  const auto comm = tessera::init();
+  try {
+    run_rank(prepare(options), comm);
+  } catch (const std::exception& error) {
+    const bool tells = is_first_to_fail(*comm);
+    comm->abort(error.what());  // ends the other ranks before the timeout
+    if (tells) throw;
+    return dynamic_cast<const OptionsError*>(&error) != nullptr ? 2 : 1;
+  }
+  return 0;
+}
+
+// --plan runs train_gpt_plan, in the same folder. This keeps the planning libraries out of the build of train_gpt.
+int start_planner(char** argv) {
+  const std::string planner = std::filesystem::read_symlink("/proc/self/exe").string() + "_plan";
+  ::execv(planner.c_str(), argv);
+  throw OptionsError("--plan cannot start " + planner + " (" + std::strerror(errno) +
+                     "): cmake --build --preset release --target train_gpt_plan builds it");
+}
+
+}  // namespace
+
+int program(int argc, char** argv, Planner plans) {
+  try {
+    const auto options = parse_options(argc, argv, std::cout);
+    if (!options) return 0;
+    if (plans != nullptr) {
+      plans(*options);
+      return 0;
+    }
+    if (options->plan) return start_planner(argv);
+    if (options->ranks.value_or(1) > 1 && !tessera::launched()) return start_ranks(*options, argc, argv);
+    return run_launched(*options);
+  } catch (const OptionsError& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n(train_gpt --help lists the options)\n";
+    return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << "train_gpt: " << error.what_without_backtrace() << "\n";
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n";
+    return 1;
+  }
+}
+
+}  // namespace train_gpt

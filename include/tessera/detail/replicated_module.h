@@ -1,0 +1,97 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <tessera/communicator.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/visit_tensors.h>
+
+namespace tessera {
+
+namespace internal {
+class ReplicatedGradients;
+struct PlannedParameter;
+struct ReplicatedOptions;
+}  // namespace internal
+
+// A module whose parameters every rank holds in full: what DistributedDataParallel and
+// ShardedDataParallel have in common.
+class ReplicatedModule : public DataParallel {
+ public:
+  ReplicatedModule(const ReplicatedModule&) = delete;
+  ReplicatedModule& operator=(const ReplicatedModule&) = delete;
+
+  // parameters(): the module's own, each once, in the module's order.
+
+  // All parameters (under each of their names) and buffers by name, as copies. Not collective. Throws
+  // CommError if a collective that they come of was aborted.
+  torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
+
+  // Bytes of parameters and of the gradients that are defined now, and of buckets that are not the gradients
+  // themselves.
+  MemoryReport memory() const override;
+  void reset_peak_memory() override;
+
+  const std::shared_ptr<Communicator>& comm() const override { return comm_; }
+  std::vector<NamedShard> named_shards() const override;
+  std::vector<NamedShard> shards_to_save() const override;
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
+
+ protected:
+  struct Setup {
+    std::string wrapper;             // its name, for errors
+    std::string options;             // a line of text that is the same on all ranks
+    bool sync_module_states = true;  // take rank 0's parameters and buffers
+    bool broadcast_buffers = true;   // before each forward that follows one which trains, from rank 0
+  };
+  // Checks that all ranks have the same module and options. Collective. Throws std::invalid_argument, on every rank and
+  // with the first difference by name, if ranks differ, and for parameters that require_shardable() refuses.
+  ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
+  ~ReplicatedModule() override;
+  // The last part of construction: whom gradients go to (see ReplicatedGradients).
+  void reduce_gradients(std::function<int(const internal::PlannedParameter&)> owner_of,
+                        const internal::ReplicatedOptions& options);
+  internal::ReplicatedGradients& gradients() const { return *gradients_; }
+
+  // What module->forward(args...) returns, and everything around it.
+  template <class Holder, class... Args>
+  auto run_forward(Holder& module, Args&&... args) {
+    begin_forward();
+    if constexpr (std::is_void_v<decltype(module->forward(std::forward<Args>(args)...))>) {
+      module->forward(std::forward<Args>(args)...);
+      end_forward({});
+    } else {
+      auto output = module->forward(std::forward<Args>(args)...);
+      end_forward(tensors_of(output));
+      return output;
+    }
+  }
+
+  const std::vector<internal::PlannedParameter>& planned_parameters() const { return parameters_; }
+
+ private:
+  internal::BackwardPass& backward_pass() const override;
+  void begin_forward();
+  void end_forward(const std::vector<at::Tensor>& outputs);
+  void broadcast_buffers();
+  void trace_passes(const std::vector<at::Tensor>& outputs) const;
+
+  const std::shared_ptr<torch::nn::Module> module_;
+  const std::shared_ptr<Communicator> comm_;
+  const Setup setup_;
+  std::vector<internal::PlannedParameter> parameters_;
+  std::shared_ptr<internal::ReplicatedGradients> gradients_;
+  bool last_forward_trained_ = false;
+  std::chrono::steady_clock::time_point forward_since_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <tessera/detail/listed_optimizer.h>
+
+namespace tessera {
+
+// Options of Adafactor; each field has a setter of its name. lr is an upper bound: step t uses min(lr, 1 / sqrt(t)),
+// times the parameter's size.
+struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
+  // Name in checkpoints.
+  static constexpr const char* kName = "Adafactor";
+
+  // Sets the learning rate.
+  explicit AdafactorOptions(double lr = 1e-2) : internal::ListedDecay(lr, 0.0) {}
+
+  TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
+  TORCH_ARG(double, eps1) = 0;              // lower bound of an average's root; 0: the epsilon of the parameter's dtype
+  TORCH_ARG(double, eps2) = 1e-3;           // lower bound of a parameter's size (root mean square)
+  TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's size (root mean square)
+
+ public:
+  // Throws std::invalid_argument if a value is out of range.
+  void check() const;
+  // Calls visit(name, value) for each option.
+  template <class Visit>
+  void visit(Visit visit) {
+    internal::ListedDecay::visit(visit);
+    visit("beta2_decay", beta2_decay());
+    visit("eps1", eps1());
+    visit("eps2", eps2());
+    visit("clip_threshold", clip_threshold());
+  }
+};
+
+// Adafactor's state of one parameter.
+struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
+  TORCH_ARG(int64_t, step) = 0;           // number of steps taken
+  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: fp32, one number for each row
+  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: fp32, one number for each column
+  TORCH_ARG(at::Tensor, exp_avg_sq);      // other parameters: fp32
+
+ public:
+  // Calls visit(name, value) for each field.
+  template <class Visit>
+  void visit(Visit visit) {
+    visit("step", step());
+    visit("exp_avg_sq_row", exp_avg_sq_row());
+    visit("exp_avg_sq_col", exp_avg_sq_col());
+    visit("exp_avg_sq", exp_avg_sq());
+  }
+};
+
+// Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5; torch.optim.Adafactor), without momentum. Squared gradients
+// are averaged over rows and columns of the last two dimensions, so the state of a matrix is rows + columns numbers.
+//
+// Sums over a matrix include the parts on other ranks. A step issues two all-reduces: of rows + columns doubles for
+// each matrix, and of one double for each parameter. Results equal those of one process to rounding. All ranks hold
+// equal states of matrices.
+class Adafactor : public internal::ListedOptimizer<AdafactorOptions, AdafactorParamState, internal::Sees::kParameters> {
+ public:
+  using internal::ListedOptimizer::ListedOptimizer;
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+ private:
+  struct Work;
+  void average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const;
+  void sum_over_ranks(at::Tensor& sums, const char* what) const;
+};
+
+}  // namespace tessera

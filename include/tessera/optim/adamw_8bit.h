@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include <tessera/detail/listed_optimizer.h>
+
+namespace tessera {
+
+// Options of AdamW8bit; each field has a setter of its name.
+struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
+  // Name in checkpoints.
+  static constexpr const char* kName = "AdamW8bit";
+
+  // Sets the learning rate.
+  explicit AdamW8bitOptions(double lr = 1e-3) : internal::ListedBetas(lr, 0.9, 0.999, 1e-2) {}
+
+  TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
+  // false: Adam, which adds weight decay to the gradient.
+  TORCH_ARG(bool, decoupled) = true;
+  // New states of parameters with fewer elements are fp32, as with bitsandbytes' min_8bit_size. Existing states, e.g.
+  // from a checkpoint, keep their format.
+  TORCH_ARG(int64_t, min_8bit_numel) = 4096;
+
+ public:
+  // Throws std::invalid_argument if a value is out of range.
+  void check() const;
+  // Calls visit(name, value) for each option.
+  template <class Visit>
+  void visit(Visit visit) {
+    internal::ListedBetas::visit(visit);
+    visit("eps", eps());
+    visit("decoupled", decoupled());
+    auto least = static_cast<double>(min_8bit_numel());
+    visit("min_8bit_numel", least);
+    min_8bit_numel(static_cast<int64_t>(least));
+  }
+};
+
+// AdamW8bit's state of one parameter.
+struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
+  TORCH_ARG(int64_t, step) = 0;             // number of steps taken
+  TORCH_ARG(at::Tensor, exp_avg);           // small parameters: average of gradients, fp32
+  TORCH_ARG(at::Tensor, exp_avg_sq);        // small parameters: average of squared gradients, fp32
+  TORCH_ARG(at::Tensor, exp_avg_8bit);      // uint8, of the parameter's shape: indices into dynamic_map()
+  TORCH_ARG(at::Tensor, exp_avg_scale);     // fp32, one for each block: the largest absolute value
+  TORCH_ARG(at::Tensor, exp_avg_sq_8bit);   // as exp_avg_8bit, for squared gradients
+  TORCH_ARG(at::Tensor, exp_avg_sq_scale);  // as exp_avg_scale, for squared gradients
+
+ public:
+  // Calls visit(name, value) for each field.
+  template <class Visit>
+  void visit(Visit visit) {
+    visit("step", step());
+    visit("exp_avg", exp_avg());
+    visit("exp_avg_sq", exp_avg_sq());
+    visit("exp_avg_8bit", exp_avg_8bit());
+    visit("exp_avg_scale", exp_avg_scale());
+    visit("exp_avg_sq_8bit", exp_avg_sq_8bit());
+    visit("exp_avg_sq_scale", exp_avg_sq_scale());
+  }
+  // Permutes the state to the memory order of the parameter, whose strides set_data() may have changed. 8-bit values
+  // are regrouped into new blocks and rounded once more. Replaces the tensors; does not write to the old ones.
+  void lay_out_as(const at::Tensor& parameter);
+};
+
+// AdamW or Adam with 8-bit states (Dettmers et al., 2022; bitsandbytes' AdamW8bit). Each block of 256 elements is
+// scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. The state of a
+// parameter element is 2 bytes and 1/32 instead of 8.
+//
+// Blocks divide the whole parameter in memory order, wherever the parameter is cut; lay_out_as() follows changed
+// strides. Ranks that share a block agree on its scale in one all-reduce a step, of two numbers for each cut. So with
+// equal gradients, parameters are bit-equal at every world size, and a checkpoint continues at any other. A step
+// processes a million elements at a time, in fp32.
+class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
+ public:
+  using internal::ListedOptimizer::ListedOptimizer;
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+ private:
+  struct Work;
+  using SharedScales = std::map<std::pair<size_t, int64_t>, std::pair<float, float>>;  // by parameter and block
+  Work work_of(const at::Tensor& parameter, const AdamW8bitOptions& options, bool has_gradient);
+  SharedScales shared_scales(const std::vector<Work>& all) const;
+};
+
+// Returns the 256 values of bitsandbytes' dynamic map, ascending: [256], fp32. A code has a sign, an exponent in unary
+// (leading zeros), and a linear fraction in the remaining bits.
+at::Tensor dynamic_map(bool is_signed);
+
+}  // namespace tessera

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <vector>
+
+#include <tessera/optim/partial_step.h>
+
+namespace tessera {
+
+// torch::optim's optimizer `Base`, which steps all parameters of a group, dtype and device in one call of libtorch's
+// fused kernel. torch::optim runs about ten operators for each parameter; under FullyShardedDataParallel one call
+// covers all shards of a rank. Results are equal to rounding; options, states and archives are those of `Base`.
+// Gradients may have any strides. step() throws std::invalid_argument for sparse gradients and for parameters that are
+// not dense or not of floating-point type.
+template <class Base>
+class FusedOptimizer : public Base, public ChosenStep {
+ public:
+  using Base::Base;
+  // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
+  // See ChosenStep.
+  void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  // See ChosenStep.
+  void require_steppable() override;
+};
+
+extern template class FusedOptimizer<torch::optim::Adam>;
+extern template class FusedOptimizer<torch::optim::AdamW>;
+extern template class FusedOptimizer<torch::optim::SGD>;
+
+using Adam = FusedOptimizer<torch::optim::Adam>;    // fused torch::optim::Adam
+using AdamW = FusedOptimizer<torch::optim::AdamW>;  // fused torch::optim::AdamW, with decoupled weight decay
+using SGD = FusedOptimizer<torch::optim::SGD>;      // fused torch::optim::SGD; updates momentum in the same call
+
+}  // namespace tessera

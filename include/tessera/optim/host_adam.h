@@ -1,0 +1,49 @@
+#pragma once
+
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+
+#include <memory>
+#include <vector>
+
+#include <tessera/optim/partial_step.h>
+
+namespace tessera {
+
+// torch::optim::Adam and AdamW for parameters in host memory (ZeRO-Offload's CPU Adam: Ren et al., 2021). A step is one
+// pass over parameter, gradient and state, in the widest vector instructions of the processor, on all intra-operator
+// threads. The pass also writes the 16-bit copy, if a wrapper sends one to a device. Options, states and archives are
+// torch's; results are equal to rounding.
+//
+//   FullyShardedDataParallel fsdp(model, comm, {.offload = {.params = true, .grads = true}});
+//   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
+//
+// fp32 parameters use the pass, other floating-point types libtorch's fused operator. Gradients on a device are copied
+// to the host first. Must be used by one thread at a time. Both steps throw std::invalid_argument, with nothing
+// changed, for sparse gradients and for parameters that are not dense or not in host memory.
+//
+// revocable_steps() keeps the previous parameter and state, in host memory or on disk: 12 bytes for each fp32 element,
+// 16 with amsgrad, allocated by the first such step. In host memory it writes the new state beside the old one, which
+// costs less than copying.
+class HostAdam : public torch::optim::Adam, public PartialStep {
+ public:
+  using torch::optim::Adam::Adam;
+  // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
+  at::Tensor step(LossClosure closure = nullptr) override;
+  void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  void require_steppable() override;
+  std::unique_ptr<RevocableSteps> revocable_steps() override;
+};
+
+// HostAdam with decoupled weight decay.
+class HostAdamW : public torch::optim::AdamW, public PartialStep {
+ public:
+  using torch::optim::AdamW::AdamW;
+  // See HostAdam::step().
+  at::Tensor step(LossClosure closure = nullptr) override;
+  void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  void require_steppable() override;
+  std::unique_ptr<RevocableSteps> revocable_steps() override;
+};
+
+}  // namespace tessera

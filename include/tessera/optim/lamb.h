@@ -1,0 +1,49 @@
+#pragma once
+
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+
+#include <vector>
+
+#include <tessera/detail/parameter_parts.h>
+
+namespace tessera {
+
+// LAMB (You et al., 2020, algorithm 2, with bias correction): scales Adam's direction plus weight decay by the ratio of
+// the parameter's norm to the direction's norm (1 if either is 0).
+//
+// Norms are those of whole parameters: one all-reduce a step sums the squares of all parts, two numbers for each
+// parameter. Results equal the unsharded optimizer's to rounding. Options and states are AdamW's, so checkpoints
+// support them; amsgrad is refused. Parameters must be of floating-point type. States have their dtype; norms are
+// computed in double. A step allocates one more tensor of each shard's size.
+class Lamb : public torch::optim::Optimizer {
+ public:
+  // For whole parameters, equal on all ranks. Throws std::invalid_argument for shards.
+  explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
+  explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
+
+  // For the shards of FullyShardedDataParallel, in any groups, which must be equal and in the same order on all ranks.
+  // Throws std::invalid_argument for tensors that are not in model.named_shards(). Construction and step() are
+  // collective over model.comm().
+  Lamb(const ModelShards& model, std::vector<torch::optim::OptimizerParamGroup> groups,
+       torch::optim::AdamWOptions defaults = {});
+  explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});
+
+  // Adds a group; throws as construction does, with nothing changed. Is collective if constructed with a wrapper.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and for groups that construction would refuse.
+  at::Tensor step(LossClosure closure = nullptr) override;
+  // For torch::save: writes this rank's state in AdamW's format.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  // For torch::load: reads the output of save().
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  void check();
+
+  internal::ParameterParts parts_;
+  size_t checked_groups_ = 0;
+};
+
+}  // namespace tessera

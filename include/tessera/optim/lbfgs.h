@@ -1,0 +1,123 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <tessera/detail/listed_optimizer.h>
+
+namespace tessera {
+
+// Options of Lbfgs; each field has a setter of its name.
+struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
+  // Name in checkpoints.
+  static constexpr const char* kName = "Lbfgs";
+
+  static constexpr int64_t kMostHistory = 100;  // upper bound of history_size
+
+  // Sets the learning rate.
+  explicit LbfgsOptions(double lr = 1) : lr_(lr) {}
+
+  TORCH_ARG(double, lr) = 1;                   // the learning rate
+  TORCH_ARG(int64_t, max_iter) = 20;           // iterations in one step(), at most
+  TORCH_ARG(int64_t, max_eval) = 0;            // calls of the closure in one step(), at most; 0: 5 / 4 of max_iter
+  TORCH_ARG(double, tolerance_grad) = 1e-7;    // stops if the largest absolute gradient is at most this
+  TORCH_ARG(double, tolerance_change) = 1e-9;  // stops if the loss or the parameters change by less
+  TORCH_ARG(int64_t, history_size) = 100;      // 1 to 100
+  TORCH_ARG(bool, strong_wolfe) = false;       // true: a line search; false: steps of length lr
+
+ public:
+  // Throws std::invalid_argument if a value is out of range.
+  void check() const;
+  // Calls visit(name, value) for each option.
+  template <class Visit>
+  void visit(Visit visit) {
+    auto visit_count = [&](const char* name, int64_t& field) {
+      auto number = static_cast<double>(field);
+      visit(name, number);
+      field = static_cast<int64_t>(number);
+    };
+    visit("lr", lr());
+    visit_count("max_iter", max_iter());
+    visit_count("max_eval", max_eval());
+    visit("tolerance_grad", tolerance_grad());
+    visit("tolerance_change", tolerance_change());
+    visit_count("history_size", history_size());
+    visit("strong_wolfe", strong_wolfe());
+  }
+};
+
+// A parameter's part of the vectors, and the numbers that all parameters share.
+struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
+  int64_t func_evals = 0;           // calls of the closure
+  int64_t n_iter = 0;               // iterations
+  double t = 0;                     // length of the last step
+  at::Tensor direction;             // of the last step
+  at::Tensor gradient;              // before the last step
+  std::vector<at::Tensor> steps;    // changes of the parameter, oldest first
+  std::vector<at::Tensor> changes;  // changes of the gradient in these steps
+
+  // Calls visit(name, value) for each field.
+  template <class Visit>
+  void visit(Visit visit) {
+    visit("func_evals", func_evals);
+    visit("n_iter", n_iter);
+    auto bits = std::bit_cast<int64_t>(t);  // checkpoints store integers
+    visit("t_bits", bits);
+    t = std::bit_cast<double>(bits);
+    visit("direction", direction);
+    visit("gradient", gradient);
+    for (auto* list : {&steps, &changes}) {
+      list->resize(LbfgsOptions::kMostHistory);
+      for (size_t i = 0; i < list->size(); ++i) {
+        std::string name(1, list == &steps ? 's' : 'y');
+        name += std::to_string(i);
+        visit(name.c_str(), (*list)[i]);
+      }
+      while (!list->empty() && !list->back().defined()) list->pop_back();
+    }
+  }
+};
+
+// torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
+// direction is a combination of the history's vectors. Its coefficients need only inner products, so an iteration
+// all-reduces 5 doubles for each remembered step, and an evaluation 5 (Chen et al., 2014). Losses are averaged over the
+// ranks, so that all ranks take equal steps. Needs a wrapper that has the gradients of its shards
+// (FullyShardedDataParallel, DistributedDataParallel) and one group. Results equal torch's to rounding.
+//
+//   tessera::Lbfgs optimizer(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));
+//   optimizer.step([&] {
+//     fsdp.zero_grad();
+//     at::Tensor loss = torch::mse_loss(fsdp(x), y);
+//     loss.backward();
+//     return loss;
+//   });
+//
+// The history takes 2 * history_size times the memory of the shards; under OSS<Lbfgs>, of the parameters that the rank
+// owns. OSS<Lbfgs> publishes all parameters at each point of the search.
+class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, internal::Sees::kParameters> {
+ public:
+  using internal::ListedOptimizer::ListedOptimizer;
+  // Runs up to max_iter iterations; returns this rank's loss of the closure's first call. Throws CommError. Throws
+  // std::invalid_argument without a closure, for several groups, and for sparse gradients.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // Each rank owns some parameters whole (OSS).
+  struct Owners {
+    Communicator* comm;
+    std::vector<at::Tensor> trained;  // of all ranks, without frozen ones
+    std::function<void()> publish;    // collective: sends the owners' new values to all ranks
+  };
+  // Runs step() over the parameters of all ranks, of which this rank owns those in param_groups(). Is collective.
+  at::Tensor step_among(const Owners& owners, const LossClosure& closure);
+
+ private:
+  at::Tensor search(const LossClosure& closure, const std::vector<at::Tensor>& trained, const Owners* owners);
+  struct Point;
+  struct Memory;
+  struct Run;
+};
+
+}  // namespace tessera

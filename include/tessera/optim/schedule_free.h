@@ -1,0 +1,87 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include <tessera/detail/listed_optimizer.h>
+#include <tessera/optim/averages.h>
+
+namespace tessera {
+
+// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0: gradients are computed
+// between z and the average.
+struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
+  // Name in checkpoints.
+  static constexpr const char* kName = "ScheduleFreeAdamW";
+
+  // Sets the learning rate.
+  explicit ScheduleFreeOptions(double lr = 2.5e-3) : internal::ListedBetas(lr, 0.9, 0.999, 0.0) {}
+
+  TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
+  TORCH_ARG(int64_t, warmup_steps) = 0;  // steps of linear warm-up, the only schedule
+  // Step t has the weight t^r times the largest learning rate so far to the power of weight_lr_power.
+  TORCH_ARG(double, r) = 0.0;
+  TORCH_ARG(double, weight_lr_power) = 2.0;  // exponent of the learning rate in a step's weight
+
+ public:
+  // Throws std::invalid_argument if a value is out of range.
+  void check() const;
+  // Calls visit(name, value) for each option.
+  template <class Visit>
+  void visit(Visit visit) {
+    internal::ListedBetas::visit(visit);
+    visit("eps", eps());
+    auto steps = static_cast<double>(warmup_steps());
+    visit("warmup_steps", steps);
+    warmup_steps(static_cast<int64_t>(steps));
+    visit("r", r());
+    visit("weight_lr_power", weight_lr_power());
+  }
+};
+
+// ScheduleFreeAdamW's state of one parameter.
+struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
+  TORCH_ARG(int64_t, step) = 0;       // number of steps taken
+  TORCH_ARG(double, weight_sum) = 0;  // sum of the steps' weights
+  TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far
+  TORCH_ARG(at::Tensor, z);           // the iterate that steps change
+  TORCH_ARG(at::Tensor, exp_avg_sq);  // average of squared gradients
+
+ public:
+  // Calls visit(name, value) for each field. Checkpoints store integers: doubles are passed as their 64 bits.
+  template <class Visit>
+  void visit(Visit visit) {
+    visit("step", step());
+    auto visit_bits = [&](const char* name, double& field) {
+      auto bits = std::bit_cast<int64_t>(field);
+      visit(name, bits);
+      field = std::bit_cast<double>(bits);
+    };
+    visit_bits("weight_sum_bits", weight_sum());
+    visit_bits("lr_max_bits", lr_max());
+    visit("z", z());
+    visit("exp_avg_sq", exp_avg_sq());
+  }
+};
+
+// Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree). Needs no
+// learning-rate schedule and no number of steps in advance. Evaluation and export use the average of the iterates
+// (swap_in_averages()); in training the parameters are between the average and the last iterate. Elementwise: bit-equal
+// under any sharding. Steps are counted for each parameter; a step without a gradient is not counted.
+class ScheduleFreeAdamW
+    : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
+      public Averages {
+ public:
+  using internal::ListedOptimizer::ListedOptimizer;
+  // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped
+  // in.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  Scope swap_in_averages() override;  // not collective
+  bool are_swapped_in() const override { return is_swapped_in_; }
+
+ private:
+  bool is_swapped_in_ = false;
+};
+
+}  // namespace tessera

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <optional>
+#include <unordered_set>
+#include <vector>
+
+#include <tessera/optim/gradient_source.h>
+#include <tessera/optim/partial_step.h>
+
+namespace tessera {
+
+namespace internal {
+class TaskQueue;
+}
+
+// Whether, and how, StepInBackward clips gradients.
+struct StepInBackwardOptions {
+  // Clips gradients by their global norm, which is known only after backward: finish() then takes all steps.
+  std::optional<double> max_norm;
+  double norm_type = 2.0;
+  // With max_norm: takes steps during backward as if nothing were clipped. If the norm clips, finish() rolls them back
+  // and steps again with clipped gradients. Results are bit-equal; faster if clipping is rare. Costs copies of
+  // parameters and state, on the state's tier: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
+  bool speculative = false;
+  // Processors (numbered as taskset does) for the step's threads, one thread on each. Empty: the system places as many
+  // threads as the caller has. Does not move other threads; use `taskset` or the launcher to keep them off these
+  // processors.
+  std::vector<int> processors;
+};
+
+// Takes the optimizer's step unit by unit during backward, on its own thread, as gradients arrive (ZeRO-Offload's
+// overlap of the CPU optimizer with backward).
+//
+//   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
+//   StepInBackward step(fsdp, optimizer);
+//   for (...) {
+//     optimizer.zero_grad();
+//     loss_of(fsdp(x)).backward();  // inside no_sync(): accumulates
+//     step.finish();                // in place of optimizer.step()
+//   }
+//
+// Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
+// that have only an older gradient, e.g. after zero_grad(false). Between backward and finish(), parameters, gradients
+// and the optimizer must not be used. Not for ShardedGradScaler, which may skip a step, nor for
+// FsdpOptions::check_finite, which the wrapper refuses because it checks too late. Throws std::logic_error if a unit's
+// gradients arrive in several parts of one backward (several checkpointed blocks use the unit).
+//
+// Note [Speculation]. `speculative` is SuperOffload's speculation, then validation (Lian et al., 2025), with copies
+// instead of inverse arithmetic. If backward fails or finish() throws, parameters and optimizer are as before that
+// backward; if a disk prevents that, the next finish() tries again. Until finish(), the wrapper's forward(),
+// summon_full_params() and full_state_dict() throw std::logic_error, because values may be rolled back.
+class StepInBackward {
+ public:
+  // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
+  // or without revocable_steps(); for an optimizer derived from one of Tessera's, whose own step() would be bypassed;
+  // and for processors that this process may not use.
+  StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
+  // Rolls back speculative steps that finish() has not confirmed.
+  ~StepInBackward();
+  StepInBackward(const StepInBackward&) = delete;
+  StepInBackward& operator=(const StepInBackward&) = delete;
+
+  // Blocks until every parameter with a gradient has been stepped. Is a no-op if no backward has reduced gradients
+  // since the last call. Throws the error of a failed step. With max_norm, is collective and returns the norm before
+  // clipping.
+  std::optional<double> finish();
+
+  // Returns how often finish() has rolled back speculative steps.
+  int64_t times_taken_back() const { return times_taken_back_; }
+
+ private:
+  void arrived(const std::vector<at::Tensor>& parameters);
+  void speculate(const std::vector<at::Tensor>& parameters);
+  std::vector<at::Tensor> take_others();
+  double finish_speculation();
+  void take_back();
+  void forget_speculation();
+  void abandon() noexcept;
+  void wait_for_steps();
+
+  GradientSource& source_;
+  PartialStep& optimizer_;
+  const StepInBackwardOptions options_;
+  const std::unique_ptr<RevocableSteps> speculation_;   // null: not speculative
+  std::vector<at::Tensor> deferred_;                    // with max_norm: parameters of this backward
+  std::unordered_set<const c10::TensorImpl*> arrived_;  // in this backward
+  std::optional<Scope> refusal_;                        // set while speculative steps are unconfirmed
+  bool must_be_taken_back_ = false;                     // abandon() could not roll back
+  int64_t times_taken_back_ = 0;
+
+  std::vector<std::future<void>> steps_;               // of this backward
+  const std::unique_ptr<internal::TaskQueue> worker_;  // after what its tasks use
+  std::optional<Scope> subscription_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,109 @@
+// Runs the examples of docs/guide.md as a user does, and checks their output.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <map>
+#include <regex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/support/built.h"
+#include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
+#include "tests/support/temporary_folder.h"
+
+namespace {
+
+using tessera::testing::ChildProcess;
+using tessera::testing_support::built;
+
+std::string run_example(const std::string& example, std::vector<std::string> arguments,
+                        const ChildProcess::Environment& environment = {}) {
+  arguments.insert(arguments.begin(), built(EXAMPLES_FOLDER) + "/" + example);
+  ChildProcess child(arguments, environment);
+  EXPECT_EQ(child.wait(std::chrono::seconds(100)), 0) << child.output();
+  return child.output();
+}
+
+// The output at 2 ranks, of one run for all tests.
+const std::string& output_of(const std::string& example) {
+  static std::map<std::string, std::string> outputs;
+  const auto [output, is_new] = outputs.try_emplace(example);
+  if (is_new) output->second = run_example(example, {});
+  return output->second;
+}
+
+// The printed losses by step.
+std::map<int, double> losses_by_step(const std::string& output) {
+  static const std::regex line("step (\\d+): loss ([^\n]*)");
+  std::map<int, double> by_step;
+  for (std::sregex_iterator match(output.begin(), output.end(), line), end; match != end; ++match)
+    by_step[std::stoi((*match)[1])] = std::stod((*match)[2]);
+  return by_step;
+}
+
+void expect_same(const std::map<int, double>& actual, const std::map<int, double>& expected) {
+  for (const auto& [step, loss] : expected) {
+    ASSERT_TRUE(actual.contains(step)) << step;
+    EXPECT_NEAR(actual.at(step), loss, 1e-4 * loss) << "step " << step;
+  }
+}
+
+// All numbers in the lines that match `pattern`, a line each.
+std::vector<std::vector<int64_t>> numbers_in(const std::string& output, const std::string& pattern) {
+  const std::regex wanted(pattern);
+  std::istringstream lines(output);
+  std::vector<std::vector<int64_t>> rows;
+  std::smatch match;
+  for (std::string line; std::getline(lines, line);) {
+    if (!std::regex_match(line, match, wanted)) continue;
+    rows.emplace_back();
+    for (size_t i = 1; i < match.size(); ++i) rows.back().push_back(std::stoll(match[i]));
+  }
+  return rows;
+}
+
+TEST(GuideExamples, AllWrappersHaveTheLossesOfOneProcess) {
+  const auto expected = losses_by_step(run_example("ddp", {"--ranks", "1"}));
+  ASSERT_EQ(expected.size(), 5u);
+  EXPECT_LT(expected.at(19), 0.8 * expected.at(0));
+  for (const std::string example : {"ddp", "sdp", "fsdp", "offload"}) {
+    SCOPED_TRACE(example);
+    expect_same(losses_by_step(output_of(example)), expected);
+  }
+  expect_same(losses_by_step(run_example("fsdp", {"--ranks", "3"})), expected);
+}
+
+TEST(GuideExamples, EachRankKeepsItsShare) {
+  const auto kept = numbers_in(output_of("fsdp"), "rank (\\d): keeps (\\d+) of (\\d+) bytes of parameters, .*");
+  ASSERT_EQ(kept.size(), 2u);
+  for (const auto& rank : kept) EXPECT_LT(rank[1], 0.51 * static_cast<double>(rank[2]));
+  const auto owned = numbers_in(output_of("sdp"), "rank (\\d): owns (\\d+) of (\\d+) parameters");
+  ASSERT_EQ(owned.size(), 2u);
+  EXPECT_EQ(owned[0][1] + owned[1][1], owned[0][2]);
+}
+
+TEST(GuideExamples, JoinTheRanksOfALauncher) {
+  const auto port = std::to_string(tessera::testing_support::free_port());
+  const auto output = run_example(
+      "fsdp", {}, {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
+  EXPECT_EQ(numbers_in(output, "rank (\\d): keeps .*").size(), 1u) << output;
+}
+
+TEST(GuideExamples, ACheckpointOfTwoRanksLoadsOnThree) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const auto interrupted = (folder.path() / "interrupted").string(), whole = (folder.path() / "whole").string();
+  const auto expected = losses_by_step(run_example("checkpoint", {whole, "40", "--ranks", "1"}));
+  ASSERT_EQ(expected.size(), 8u);
+  run_example("checkpoint", {interrupted, "20"});
+  const auto output = run_example("checkpoint", {interrupted, "40", "--ranks", "3"});
+  EXPECT_NE(output.find("loaded step-20\n"), std::string::npos) << output;
+  const auto resumed = losses_by_step(output);
+  EXPECT_EQ(resumed.size(), 4u) << "steps 20 to 35";
+  for (const auto& [step, loss] : resumed) EXPECT_NEAR(loss, expected.at(step), 1e-4 * loss) << "step " << step;
+  EXPECT_TRUE(std::filesystem::exists(interrupted + "/model.safetensors"));
+}
+
+}  // namespace
