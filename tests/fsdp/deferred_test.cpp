@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "core/layout/deferred.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 

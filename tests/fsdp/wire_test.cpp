@@ -1,4 +1,5 @@
 // Parameters and gradients in 8 bit on the wire: error bounds, equal values on all ranks, and bytes.
+#include "core/layout/int8_blocks.h"
 #include "tests/support/reference.h"
 
 namespace tessera::wire_test {
