@@ -139,7 +139,6 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
                        : at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
   };
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout().shard_numel(), dtype(), std::move(memory));
-  own_uses_of_shard_ = shard_.storage().use_count() - parameter_shards_.size();
 }
 
 // Optimizers update the copy only beside fp32 shards, and only in 16 bit.
@@ -153,21 +152,6 @@ bool FlatParameter::is_shard_attached(size_t parameter) const {
   const auto index = static_cast<int64_t>(parameter);
   return shard_page().holds(own) &&
          is_view_at(own, {layout().owned(index, rank()).numel()}, {1}, layout().offset_in_shard(index, rank()));
-}
-
-void FlatParameter::reattach_shard(size_t parameter) {
-  at::NoGradGuard no_grad;
-  at::Tensor& own = parameter_shards_[parameter];
-  const at::Tensor given = own.detach();
-  own.set_data(part_of(shard_, parameter));
-  mark_as_shard(own, shard_label(parameter), low_precision_part(parameter));
-  own.copy_(given);  // last: Pager::before_write() may inspect the shard
-}
-
-bool FlatParameter::is_shard_shared() const {
-  const auto own =
-      std::ranges::count_if(parameter_shards_, [&](const at::Tensor& shard) { return shard_page().holds(shard); });
-  return shard_.storage().use_count() > own_uses_of_shard_ + static_cast<size_t>(own);
 }
 
 const at::Tensor& FlatParameter::link_source() {
@@ -194,6 +178,16 @@ void FlatParameter::decode(const at::Tensor& wire, const at::Tensor& full) const
   for (int rank = 0; rank * encoded_bytes_ < wire.numel(); ++rank)
     Int8Blocks().decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
                         full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
+}
+
+void PagedFlatParameter::point_parameters(const Page& to, at::ScalarType dtype) const {
+  for (size_t i = 0; i < flat.parameters().size(); ++i) {
+    const ParameterGeometry& geometry = flat.geometry(i);
+    at::Tensor parameter = flat.parameters()[i].tensor;
+    const at::Tensor view =
+        to.view(dtype, geometry.sizes, geometry.strides, flat.layout().offset(static_cast<int64_t>(i)));
+    is_deferred(parameter) ? fill_deferred(parameter, view) : parameter.set_data(view);
+  }
 }
 
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit) {

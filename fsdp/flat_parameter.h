@@ -16,6 +16,8 @@
 #include "core/layout/shard_mark.h"
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
+#include "core/runtime/copy_engine.h"
+#include "offload/disk/disk_pager.h"
 
 namespace tessera::internal {
 
@@ -66,7 +68,7 @@ class FlatSpec {
 
   // The view of a parameter, in its own shape, in a buffer [layout().full_numel()].
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
-    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
+    return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
   // This rank's shard in such a buffer.
   at::Tensor own_part_of(const at::Tensor& full) const {
@@ -109,12 +111,8 @@ class FlatParameter : public FlatSpec {
   void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
   // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether a parameter's shard is still that view. If not (set_data()), reattach_shard() copies its values into
-  // shard() and makes it a view again.
+  // Whether a parameter's shard is still that view: set_data() gives it another storage.
   bool is_shard_attached(size_t parameter) const;
-  void reattach_shard(size_t parameter);
-  // Whether a tensor other than parameter_shards() is a view of shard(): a detach() that the user kept, say.
-  bool is_shard_shared() const;
 
   // The tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the device:
   // the shard itself, or this rank's part of `full`, into which the shard is cast or copied from host memory.
@@ -150,10 +148,35 @@ class FlatParameter : public FlatSpec {
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() is another
   std::vector<at::Tensor> parameter_shards_;
-  size_t own_uses_of_shard_ = 0;      // references to its storage, without parameter_shards_
   std::unique_ptr<Page> shard_page_;  // of the shard; null on a disk, since the DiskPager has the page
   std::unique_ptr<GradientBuffer> gradient_;
 };
+
+// A flat parameter, the pages of which the module's parameters are views, and the copies and exchanges of it in flight.
+// Unit and its parts use the fields.
+struct PagedFlatParameter {
+  FlatParameter flat;
+  std::unique_ptr<Page> page;        // of the unsharded parameters, in gather_dtype()
+  std::unique_ptr<Page> exact_page;  // if they are cast: of the summoned parameters, in dtype(); else null
+  std::unique_ptr<Page> host_page;   // of parameters that are summoned to the host; null before the first time
+  uint32_t writes_before = 0;        // to the page in use, when the unit was summoned
+  size_t first_parameter = 0;        // the number of its first parameter among the model's
+  at::Tensor staging{};    // of a shard in host memory: its copy on the device, [shard_numel] of gather_dtype()
+  Copy fetching{};         // into `staging`
+  DiskPager::Hold held{};  // of a shard on a disk, while it is copied
+  Pending gathering{};     // the all-gather
+  at::Tensor wire{};       // of an all-gather of encoded shards: the encoded bytes of all ranks
+
+  // The page of which the module's parameters are views now.
+  Page& page_in_use() const {
+    if (host_page && host_page->is_lent()) return *host_page;
+    return exact_page && exact_page->is_lent() ? *exact_page : *page;
+  }
+  // Makes them views of another page. The module's members, ties and requires_grad stay.
+  void point_parameters(const Page& to, at::ScalarType dtype) const;
+};
+
+using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of one unit
 
 // Splits a unit's parameters into flat parameters: by dtype, by full precision, and into frozen and trainable, so that
 // frozen parameters cost no gradient memory. In order of first appearance.

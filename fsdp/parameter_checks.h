@@ -6,14 +6,11 @@
 
 namespace tessera::internal {
 
-// Finds parameters of the unit, and shards of them, that were given other data since the last call (torch::load(),
-// set_data(), vector_to_parameters()): takes this rank's part of the values, and makes the tensors views again. Throws
-// std::logic_error, naming the parameter, for data of another shape or dtype (module.to()), or if `may_change` is
-// false.
+// Finds parameters of the unit that were given other data since the last call (torch::load(), set_data(),
+// vector_to_parameters()): takes this rank's part of the values, and makes the tensors views again. Throws
+// std::logic_error, naming the parameter, for data of another shape or dtype (module.to()), if `may_change` is false,
+// and for shards that were given other data.
 void reattach(Unit& unit, bool may_change);
-
-// Of a summoned unit: throws std::logic_error for a shard that was given other data.
-void require_shards_attached(Unit& unit);
 
 // Before `operation` writes to `view`, a view of a read-only page: throws std::logic_error, naming the parameter,
 // unless the operation leaves the page alone. `rank` is for errors.

@@ -21,7 +21,7 @@ void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& 
 }
 
 MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh) {
-  const CpuOffload& offload = options.offload;
+  const OffloadOptions& offload = options.offload;
   const at::Device device = mesh.world->device();
   const auto param_dtype = options.mixed_precision.param_dtype;
   const bool is_offload_in_memory = device.is_cpu() && offload.directory.empty();

@@ -37,9 +37,7 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), unsharded_(model_) {
-  writes_.assign(model_.units().size(), Writes{.is_open = true});
-}
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), unsharded_(model_) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -56,18 +54,17 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
-    for (Unit* unit : needed) gradients_.require_unchanged(*unit);
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
     // Also inside forward(), which may freeze or replace parameters itself.
     for (Unit* unit : needed) {
       inspect(*unit);
-      gradients_.begin_use(*unit);
+      gradients_.show_version(*unit);
     }
   }
   if (mode == Page::GradMode::kRecording)
-    for (Unit* unit : needed) gradients_.expect(*unit, backward);
+    for (Unit* unit : needed) gradients_.expect(*unit);
   unsharded_.use(needed, mode, backward);
   for (const Page* page : pages) require_lent(*model_.units()[page->id()], *page, model_.rank_text());
 }
@@ -124,13 +121,12 @@ Scope Scheduler::pre_forward() {
 }
 
 void Scheduler::post_forward() {
-  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->settle("forward()");
+  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->throw_if_aborted("forward()");
 }
 
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
-  std::fill(writes_.begin(), writes_.end(), Writes{});
   unsharded_.pre_backward();
   for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/false);
   gradients_.begin();
@@ -140,8 +136,7 @@ void Scheduler::end() {
   unsharded_.end_compute_span();
   unsharded_.post_backward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
-  reshard_all();
-  std::fill(writes_.begin(), writes_.end(), Writes{.is_open = true});
+  unsharded_.reshard_all();
   // The first step allocates the optimizer's state: return idle memory to the process before it.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
@@ -151,12 +146,7 @@ void Scheduler::abandon() {
   unsharded_.post_backward(/*accumulates=*/false);
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");
-  reshard_all();
-}
-
-void Scheduler::reshard_all() {
   unsharded_.reshard_all();
-  gradients_.forget_versions();
 }
 
 // ---- scopes -------------------------------------------------------------------------------------
@@ -215,7 +205,7 @@ void Scheduler::summon(const SummonOptions& options) {
   using Changes = SummonedParameters::Changes;
   try {
     for (Unit* unit : chosen) unit->summon(summon_, options.writeback ? Changes::kWrittenBack : Changes::kLost);
-    world.settle("summon_full_params");
+    world.throw_if_aborted("summon_full_params");
   } catch (...) {
     dismiss(/*writeback=*/false);
     throw;
@@ -237,13 +227,15 @@ void Scheduler::show_in_shards() {
   if (inside_backward() || is_running()) return;  // the running pass computes with the shards
   Quiet quiet;
   begin_look();
-  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_summoned() ? unit->write_back() : reattach(*unit, /*may_change=*/true);
 }
 
 const std::vector<NamedShard>& Scheduler::named_shards() {
   std::lock_guard lock(mutex_);
-  if (!inside_backward() && !is_running()) gradients_.follow_freezing();
+  if (inside_backward() || is_running()) return model_.named_shards();
+  Quiet quiet;
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
+  gradients_.follow_freezing();
   return model_.named_shards();
 }
 
@@ -257,39 +249,10 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
-void Scheduler::before_write(int index, int64_t storage_offset) {
+void Scheduler::before_write(int index) {
   std::lock_guard lock(mutex_);
-  if (writes_.empty()) return;
-  Unit& unit = *model_.units()[index];
-  unit.wait_for_reads();
-  // A step, say, which begins where the one before began. What has replaced a parameter's values until now came before.
-  Writes& writes = writes_[static_cast<size_t>(index)];
-  const bool begins = storage_offset == writes.first.value_or(storage_offset) || unit.holders() != writes.holders;
-  if (!writes.is_open || !begins) return;
-  Quiet quiet;
-  gradients_.require_none_by_hand(unit);
-  reattach_before_access(unit, writes);
-  writes.first = storage_offset;
-}
-
-// An optimizer's weight decay, say, or an average: of what has replaced a parameter's values until now. Another thread
-// that is in here has looked.
-void Scheduler::before_read(int index) {
-  if (inside_backward()) return;
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || is_running() || writes_.empty()) return;
-  Unit& unit = *model_.units()[index];
-  Writes& writes = writes_[static_cast<size_t>(index)];
-  if (!writes.is_open || unit.is_summoned() || unit.holders() == writes.holders) return;
-  reattach_before_access(unit, writes);
-}
-
-void Scheduler::reattach_before_access(Unit& unit, Writes& writes) {
-  writes.is_open = false;  // reattach() reads and writes, too
-  Quiet quiet;
-  reattach(unit, /*may_change=*/true);
-  writes.is_open = true;
-  writes.holders = unit.holders();
+  const auto& units = model_.units();
+  if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
 }
 
 // ---- requests of users --------------------------------------------------------------------------
@@ -306,9 +269,8 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_use("full_state_dict");
   Quiet quiet;
   begin_look();
-  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
-  tessera::visit_full_state(model_, visit, options);
+  internal::visit_full_state(model_, visit, options);
 }
 
 MemoryReport Scheduler::memory() const {

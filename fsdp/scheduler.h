@@ -32,8 +32,7 @@ class Scheduler : public Pager, public BackwardPass {
 
   void use(const std::vector<Page*>& pages) override;
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
-  void before_write(int index, int64_t storage_offset) override;
-  void before_read(int index) override;
+  void before_write(int index) override;
   void set_divisor(double divisor) override;
 
   Scope pre_forward();  // the scope ends with forward, and within this object's lifetime
@@ -42,9 +41,9 @@ class Scheduler : public Pager, public BackwardPass {
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // Before a save reads the shards: copies into them what the module's parameters show. Not collective.
+  // Before a save reads the shards: copies the module's parameters into them if they differ. Not collective.
   void show_in_shards();
-  // After shards and module's parameters agree in requires_grad, except during a backward.
+  // After reattach(), and with one requires_grad for each shard and parameter; during a backward without changes.
   const std::vector<NamedShard>& named_shards();
   // Whether parameters are in their own dtype now, despite mixed precision: all units are summoned.
   bool shows_exact_values() const;
@@ -70,17 +69,8 @@ class Scheduler : public Pager, public BackwardPass {
   void begin_look();
   void inspect(Unit& unit);
   void inspect_all();
-  void reshard_all();
   void require_use(const std::string& use) const;
 
-  // By unit: the writes to its shards since the last backward.
-  struct Writes {
-    bool is_open = false;            // whether the next one may be a step's first
-    std::optional<int64_t> first{};  // where a step began
-    size_t holders = 0;              // Unit::holders() at the last look
-  };
-  void reattach_before_access(Unit& unit, Writes& writes);
-  std::vector<Writes> writes_;  // empty until the model below is made, which reads and writes shards itself
   ShardedModel model_;
   ShardedGradients gradients_;
   UnshardedUnits unsharded_;

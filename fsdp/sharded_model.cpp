@@ -12,7 +12,6 @@
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/quiet.h"
-#include "fsdp/former_memory.h"
 #include "fsdp/plan_checks.h"
 
 namespace tessera::internal {
@@ -67,13 +66,11 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   ignored_parameters_ = parameters_beside(planned, *module_);
   require_apart(ignored_parameters_, "parameter of an ignored module", planned, "FullyShardedDataParallel",
                 mesh_.world->rank());
-  const FormerMemory former_memory(planned);
   planned.clear();
   require_same_plan(plan, options_, *module_, *mesh_.world);
   warn_if_short_of_memory("FullyShardedDataParallel", memory_need(plan, options_, mesh_), *mesh_.world);
   warn_of_idle_policies(plan, options_, *module_, *mesh_.world);
   make_units(plan, pager);
-  former_memory.refuse_use("FullyShardedDataParallel", mesh_.world->rank());
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();

@@ -8,7 +8,7 @@
 #include <tessera/communicator.h>
 #include "core/gradients/order_log.h"
 #include "core/memory/counted_buffers.h"
-#include "fsdp/paged_flat_parameter.h"
+#include "fsdp/flat_parameter.h"
 
 namespace tessera::internal {
 

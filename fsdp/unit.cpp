@@ -140,9 +140,8 @@ void Unit::start_all_gather(PagedFlatParameter& paged, const at::Tensor& full) {
 // A lazy all-gather copies from the peers' memory in wait(). To start it early would only hold its buffer longer.
 bool Unit::can_unshard_ahead() const {
   const Communicator& comm = has_secondary() ? *secondary_.comm() : context_.comm;
-  return std::ranges::none_of(flat_parameters_, [&](const auto& paged) {
-    return comm.moves_only_when_awaited(paged->flat.layout().full_numel());
-  });
+  return std::ranges::none_of(flat_parameters_,
+                              [&](const auto& paged) { return comm.is_lazy(paged->flat.layout().full_numel()); });
 }
 
 void Unit::wait_for_unshard() {
@@ -218,12 +217,6 @@ void Unit::set_current(Page::GradMode mode) {
   }
 }
 
-size_t Unit::holders() const {
-  size_t count = 0;
-  for (const auto& paged : flat_parameters_) count += paged->page_in_use().holders();
-  return count;
-}
-
 // ---- full parameters ----------------------------------------------------------------------------
 
 void Unit::summon(Summon where, SummonedParameters::Changes changes) {
@@ -249,7 +242,6 @@ void Unit::dismiss(bool writeback) {
 
 void Unit::write_back() {
   reattach(*this, /*may_change=*/true);
-  require_shards_attached(*this);
   summoned_.write_back();
 }
 

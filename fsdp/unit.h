@@ -11,14 +11,13 @@
 #include "core/runtime/copy_engine.h"
 #include "core/runtime/stream_uses.h"
 #include "fsdp/flat_parameter.h"
-#include "fsdp/paged_flat_parameter.h"
 #include "fsdp/secondary_shard.h"
 #include "fsdp/summoned_parameters.h"
 #include "offload/offloaded_memory.h"
 
 namespace tessera::internal {
 
-// What the units of a model share. It outlives them.
+// The resources that all units of a model share. They must outlive the units.
 struct UnitContext {
   Communicator& comm;      // the ranks that share a copy of the model
   CountedBuffers& memory;  // of unsharded parameters
@@ -85,12 +84,10 @@ class Unit {
   void wait_for_reads();
   // Whether the shards were written to since the last all-gather.
   bool is_stale() const;
-  // Autograd's version of the shards: forward and backward must see the same.
+  // The sum of autograd's version counters of the shards. A change between forward and backward is an error.
   uint32_t version() const;
   // See Page::set_current(). Of all pages in use.
   void set_current(Page::GradMode mode);
-  // How many tensors are views of the pages in use: one less for each parameter that was given other data.
-  size_t holders() const;
 
   // ---- full parameters
 

@@ -22,8 +22,8 @@ void UnshardedUnits::post_backward(bool accumulates) {
   accumulates_ = accumulates;
 }
 
-// At the same points on all ranks. Writes to shards would not do as a trigger: each rank sees its own, and an optimizer
-// may skip a parameter of which the rank has no element.
+// Called at the same points on all ranks. A write to a shard is no such point: an optimizer may skip a parameter of
+// which this rank has no element.
 void UnshardedUnits::drop_secondaries() {
   for (auto& unit : model_.units()) unit->secondary().drop();
 }

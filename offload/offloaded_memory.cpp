@@ -4,7 +4,7 @@
 
 namespace tessera::internal {
 
-OffloadedMemory::OffloadedMemory(const CpuOffload& options, const Communicator& world)
+OffloadedMemory::OffloadedMemory(const OffloadOptions& options, const Communicator& world)
     : options_(options),
       rank_(std::to_string(world.rank())),
       staging_(world.device(), MemoryKind::kStaging),

@@ -6,8 +6,8 @@
 #include <string>
 
 #include <tessera/communicator.h>
-#include <tessera/options/cpu_offload.h>
 #include <tessera/model/data_parallel.h>
+#include <tessera/options/offload_options.h>
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
@@ -26,7 +26,7 @@ struct ShardSource {
 class OffloadedMemory {
  public:
   // Throws std::invalid_argument if parameters and gradients would be on different devices.
-  OffloadedMemory(const CpuOffload& options, const Communicator& world);
+  OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
   // Allocators of a unit's shards and gradients; null: on the device.
   CountedBuffers::Memory shards(const std::string& unit);
@@ -44,7 +44,7 @@ class OffloadedMemory {
  private:
   CountedBuffers::Memory on_host(const char* purpose);
 
-  const CpuOffload options_;
+  const OffloadOptions options_;
   const std::string rank_;
   CountedBuffers staging_;
   PinnedPool host_;

@@ -12,32 +12,34 @@
 namespace tessera::internal {
 
 struct GlooOptions {
-  std::string address;  // or host name, of this rank's own network interface
+  std::string address;  // or host name, of this rank's network interface
   std::chrono::milliseconds timeout;
-  bool peer_memory = true;    // InitOptions::peer_memory
-  bool serves_store = false;  // the store is in this process, and goes with it: it then waits for readers (StallWatch)
+  bool peer_memory = true;    // see InitOptions::peer_memory
+  bool serves_store = false;  // the store is in this process, which must outlive its readers: see Watchdog
 };
 
-// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's
-// memory. `store` is where the ranks find each other: the same one on all ranks, used by this group
-// alone (wrap it in a PrefixStore otherwise), shared by the group for its lifetime. Collective; throws
-// CommError if the ranks do not meet in time. If the process leaves SIGPIPE at its default, which is to die, it is
-// ignored from now on: a peer that dies is to be an error, and gloo does not guard its writes.
+// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, over peer memory.
+// Collective. The ranks meet in `store`, which the group uses until it is destroyed. All ranks must pass the same
+// store, and no other group may use it: wrap it in a PrefixStore. Throws CommError if the ranks do not meet in time.
+//
+// If SIGPIPE has its default action, it is ignored from now on. gloo does not guard its writes, so a dead peer would
+// end this process.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
-// How many descriptors a rank of such a group takes where memory does not reach: sockets, above all.
+// The number of descriptors, mostly sockets, that a rank of such a group opens if peer memory does not reach all ranks.
 int64_t tcp_descriptors(int size);
 
 struct NcclOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   bool registered_memory = false;  // see InitOptions
-  // How often a rank tells that it lives; one that has not for ten times as long ends the waits of others.
+  // The interval of heartbeats. A rank that misses ten of them counts as dead, and ends the waits of the others.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
   bool serves_store = false;  // as above
 };
 
-// The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws std::invalid_argument.
+// Joins ranks into a group over NCCL, for tensors on `device`. Otherwise as make_gloo_communicator(). Throws
+// std::invalid_argument in a build without TESSERA_CUDA.
 std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);
 

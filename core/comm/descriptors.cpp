@@ -16,7 +16,7 @@
 namespace tessera::internal {
 namespace {
 
-// Of the program's own files, and what a library opens meanwhile.
+// A reserve for files that the program and libraries open meanwhile.
 constexpr int64_t kReserve = 32;
 
 int64_t open_descriptors() {
@@ -45,7 +45,7 @@ void require_descriptors(int64_t needed, const std::string& for_what) {
 
 void open_standard_descriptors() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
-    if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF) ::open("/dev/null", O_RDWR);  // the lowest that is free
+    if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF) ::open("/dev/null", O_RDWR);  // open() takes the lowest free number
 }
 
 }  // namespace tessera::internal

@@ -5,13 +5,13 @@
 
 namespace tessera::internal {
 
-// Makes sure that this process may open so many descriptors (files, sockets) more, and raises its soft limit
-// (RLIMIT_NOFILE) as far as the hard one if it must. Throws CommError that says how many are needed and how many there
-// are: gloo would end the process in the middle of connecting. `for_what`: "the connections of 256 ranks".
+// Checks that this process can open so many more descriptors (files, sockets). Raises its soft limit (RLIMIT_NOFILE) up
+// to the hard limit if necessary. Throws CommError with the needed and the available number: gloo would end the process
+// while it connects. `for_what` is for example "the connections of 256 ranks".
 void require_descriptors(int64_t needed, const std::string& for_what);
 
-// Opens /dev/null as those of stdin, stdout and stderr that are closed: a socket would get that number, and with it
-// what anybody prints.
+// Opens /dev/null as stdin, stdout or stderr if these are closed. Otherwise a socket could get their number, and
+// receive the program's output.
 void open_standard_descriptors();
 
 }  // namespace tessera::internal

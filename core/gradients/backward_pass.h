@@ -44,6 +44,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void set_divisor(double divisor) = 0;
 
  protected:
+  BackwardPass();
   virtual void begin() = 0;
   // On the engine's thread; backward()'s caller sees what it throws. Unless that is a CommError, after which nothing
   // can be waited for, the pass has failed then, and is abandoned at once.

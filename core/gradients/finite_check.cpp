@@ -35,7 +35,7 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
     const std::vector<at::Tensor> alike(gradients.begin(), others);
     const at::Tensor largest = at::stack(at::_foreach_norm(alike, std::numeric_limits<double>::infinity()));
     flag = at::maximum(flag, at::isfinite(largest).all().logical_not().to(device, at::kByte));
-    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // nobody scales by it
+    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // no factor comes of it
     gradients.erase(gradients.begin(), others);
   }
   return flag;

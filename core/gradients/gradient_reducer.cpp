@@ -133,11 +133,6 @@ void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
     if (contents_[bucket].content.is_begun()) enqueue(bucket);
 }
 
-void GradientReducer::expect_none(size_t parameter) {
-  if (std::exchange(states_[parameter].arrived, true)) return;
-  --contents_[states_[parameter].bucket].missing;
-}
-
 bool GradientReducer::add(size_t parameter, const at::Tensor& gradient) {
   ParameterState& state = states_[parameter];
   BucketState& bucket = contents_[state.bucket];
@@ -267,8 +262,8 @@ void GradientReducer::start(size_t bucket) {
 }
 
 size_t GradientReducer::most_in_flight(const GradientBucket& bucket) const {
-  const bool is_awaited = mesh_.shard->moves_only_when_awaited(bucket.layout.full_numel());
-  return is_awaited ? std::min(options_.awaited_in_flight, options_.in_flight) : options_.in_flight;
+  const bool is_awaited = mesh_.shard->is_lazy(bucket.layout.full_numel());
+  return is_awaited ? std::min(options_.max_lazy_in_flight, options_.in_flight) : options_.in_flight;
 }
 
 // What is borrowed is ours from now on, to be written.

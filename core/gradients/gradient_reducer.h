@@ -51,9 +51,6 @@ class GradientReducer {
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // A parameter's gradient, of any layout; undefined means none. Returns whether its bucket has all of this pass.
   bool add(size_t parameter, const at::Tensor& gradient);
-  // After begin(): of a parameter whose bucket gets others, none comes in this pass, as far as is known. One that does
-  // come all the same counts, as one that comes again.
-  void expect_none(size_t parameter);
   // Begins to reduce the buckets that have all; not in a pass that leaves them for a later one. Memory that the
   // reduction does not need is best freed before.
   void start_full_ones();

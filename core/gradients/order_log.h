@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -41,9 +39,6 @@ class OrderLog {
     doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
-  // What only the device knows of what was done, as ReducedReport's `alike`.
-  void set_alike(at::Tensor numbers) { alike_ = std::move(numbers); }
-  const at::Tensor& alike() const { return alike_; }
 
   // What ranks that did the same may have other values of. The fingerprint, which is looked at first, takes what is
   // unknown for kept.
@@ -91,7 +86,6 @@ class OrderLog {
   Doubtful doubtful_;
   std::deque<Entry> entries_;
   int64_t dropped_ = 0;
-  at::Tensor alike_;
 };
 
 }  // namespace tessera::internal

@@ -24,7 +24,7 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
     meanwhile();
     return first_;
   }
-  ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward", log_.alike());
+  ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");
   const bool must_know = meanwhile() || options_.refuse_uneven_use;
   report.finish();
   if (mesh_.world->device().is_cpu()) {

@@ -19,6 +19,7 @@
 #include <string>
 
 #include <tessera/host_results.h>
+#include "core/gradients/gradient_part.h"
 #include "core/runtime/lazy_values.h"
 
 namespace tessera::internal {
@@ -56,6 +57,7 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
   }
   if (!others.empty())
     for (at::Tensor& norm : at::_foreach_norm(others, norm_type)) norms.push_back(std::move(norm));
+  for (const at::Tensor& shard : shards) forget_norm(shard);  // that of all ranks is computed next
   if (norms.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
   const at::Tensor all = at::stack(norms);

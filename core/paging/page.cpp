@@ -94,7 +94,7 @@ bool has_lost_its_pager(const at::Tensor& tensor) {
 void before_write(const at::Tensor& tensor) {
   if (page_of(tensor) == nullptr) return;
   if (const Page::State* state = page_state_of(tensor); state->told_of_writes != nullptr)
-    state->told_of_writes->before_write(state->id_told, tensor.storage_offset());
+    state->told_of_writes->before_write(state->id_told);
 }
 
 void note_write(const at::Tensor& tensor) {

@@ -31,8 +31,7 @@ class Page {
   int id() const { return id_; }
   const std::string& name() const { return state_->name; }
   Pager* pager() const { return state_->pager.load(); }
-  bool holds(const at::Tensor& view) const;                // whether `view` is a view of this storage
-  size_t holders() const { return storage_.use_count(); }  // tensors that are, and the page
+  bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
 
   // A view of the storage with the given geometry, empty of data now. Not part of autograd.
   at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;

@@ -104,8 +104,7 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       result.is_done = true;
     }
     if (is_written) ++state.writes;
-    if (Pager* told = state.told_of_writes; told != nullptr)
-      is_written ? told->before_write(state.id_told, tensor.storage_offset()) : told->before_read(state.id_told);
+    if (Pager* told = state.told_of_writes; is_written && told != nullptr) told->before_write(state.id_told);
     if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
     all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&

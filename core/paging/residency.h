@@ -20,11 +20,8 @@ class Pager {
   // it has done the operator's work (zero_()). If not, the operator goes on and leaves the page alone (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
-  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more. `storage_offset` is where
-  // what is written begins. May use and write to the page.
-  virtual void before_write(int /*id*/, int64_t /*storage_offset*/) {}
-  // The same for an operator that is about to read one.
-  virtual void before_read(int /*id*/) {}
+  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more.
+  virtual void before_write(int /*id*/) {}
 };
 
 // What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is

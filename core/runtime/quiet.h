@@ -8,14 +8,15 @@
 
 namespace tessera::internal {
 
-// Hooks and fallbacks may run under InferenceMode or in a recorded forward; while it lives, what the manager does to
-// its own tensors makes no inference tensors and is not recorded.
+// While it lives, operations of the manager on its own tensors make no inference tensors and are not recorded, although
+// hooks and fallbacks may run under InferenceMode or in a recorded forward.
 struct Quiet {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
 };
 
-// While it lives `target` may be written to, also if it was made under InferenceMode, outside which nobody may.
+// While it lives, `target` may be written to even if it is an inference tensor, which forbids writes outside
+// InferenceMode.
 class WritesTo {
  public:
   explicit WritesTo(const at::Tensor& target) {

@@ -25,6 +25,7 @@ class HostStep;
 class LateReports;
 class ParameterBuckets;
 struct Partition;
+class ReplicaComparison;
 }  // namespace internal
 
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over all parameters, with
@@ -135,6 +136,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const OssOptions options_;
   const Factory make_;
   const StepCost step_cost_;
+  const std::unique_ptr<internal::ReplicaComparison> comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   const std::unique_ptr<internal::Partition> partition_;
   std::vector<int64_t> owned_costs_;                // by rank, of step_cost_

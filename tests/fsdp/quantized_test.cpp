@@ -3,6 +3,8 @@
 #include <optional>
 #include <sstream>
 
+#include "core/layout/flat_layout.h"
+#include "optim/quantized/weight_format.h"
 #include "tests/support/matrix.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

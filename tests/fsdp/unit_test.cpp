@@ -2,6 +2,7 @@
 // other ranks.
 #include "fsdp/unit.h"
 
+#include "core/comm/collective.h"
 #include "fsdp/parameter_checks.h"
 #include "tests/support/reference.h"
 

@@ -720,7 +720,7 @@ TEST(Usage, LargeUnitsWaitWhereRanksReadEachOthersMemory) {
       options.prefetch = 2;
       FullyShardedDataParallel fsdp(chain(8, 260), comm, options);
       const int64_t unit_bytes = fsdp.memory().largest_unit_bytes;
-      EXPECT_EQ(comm->moves_only_when_awaited(unit_bytes / 4), in_memory);
+      EXPECT_EQ(comm->is_lazy(unit_bytes / 4), in_memory);
       for (int step = 0; step < 2; ++step) {
         fsdp.reset_peak_memory();
         fsdp(input(0, 2, 260)).sum().backward();

@@ -76,7 +76,7 @@ std::string snapshot(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
-// One model of the program, and what the loop has in its variables.
+// One model of the program, and the variables of its loop.
 struct Player {
   Player(Trainer& trainer, std::string checkpoint, unsigned its_tree)
       : run(trainer), name(std::move(checkpoint)), tree(its_tree) {}
@@ -223,7 +223,7 @@ class Drawer {
             [](Player& player) { player.run.notes.push_back(player.run.clip_grad_norm_(0.5)); }};
   }
 
-  // What is done beside an iteration, anywhere in it.
+  // Actions beside an iteration, at any point of it.
   Action draw_extra() {
     using Draw = Action (Drawer::*)();
     static constexpr Draw kAll[] = {&Drawer::evaluation,
@@ -428,7 +428,7 @@ class Drawer {
                 dynamic_cast<ShardedOptimizer&>(player.run.optimizer()).load_state_dict(*player.saved_state);
               } else {
                 std::istringstream file(player.saved_optimizer);
-                player.run.optimizer().state().clear();  // torch::load() leaves what the file has nothing of
+                player.run.optimizer().state().clear();  // torch::load() keeps values that the file lacks
                 torch::load(player.run.optimizer(), file);
               }
             }};

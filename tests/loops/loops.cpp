@@ -27,8 +27,8 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Models are small. Each gradient under FSDP travels from where it lies, as large ones do, but in a world of one; OSS
-// steps in turns; norms of shards are taken row by row.
+// Models are small. So the tests lower the limits: gradients under FSDP are reduced in autograd's memory, as large ones
+// are, if there are several ranks; OSS steps in turns; norms of shards are computed row by row.
 [[maybe_unused]] const bool all_are_large = [] {
   least_piece_bytes = 1;
   least_step_bytes = 1;
@@ -184,7 +184,7 @@ auto make_ddp_oss(OssOptions oss) {
   };
 }
 
-// Nobody averages gradients: ranks have the same rows.
+// No wrapper averages gradients: the ranks have equal rows.
 std::unique_ptr<Trainer> make_oss_alone(Model model, Comm comm, Optim kind, const Play&) {
   auto optimizer = sharded_optimizer(kind, unique_parameters(*model), std::move(comm));
   return std::make_unique<OneProcess>(std::move(model), std::move(optimizer));
@@ -207,7 +207,7 @@ auto make_fsdp(FsdpOptions options) {
   };
 }
 
-// On a disk: in a folder that goes with the last of the ranks' wrappers.
+// On a disk: in a folder that is deleted with the last rank's wrapper.
 std::unique_ptr<Trainer> make_fsdp_on_disk(Model model, Comm comm, Optim kind, const Play& play) {
   FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}};
   auto folder = std::make_shared<TemporaryFolder>();
@@ -267,7 +267,7 @@ bool is_close(const at::Tensor& value, const at::Tensor& expected, double roundi
                          rounding * (fine ? 1e-9 : 1e-5));
 }
 
-// "" if the ranks have seen, as far as they came, what the one process did.
+// "" if the ranks' notes agree with those of the one process, as far as they ran.
 std::string difference(const Record& expected, const std::vector<Record>& ranks, double rounding) {
   std::ostringstream text;
   size_t notes = expected.notes.size();
@@ -302,7 +302,7 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks,
   return "";
 }
 
-// Whether the text says what it is about: a parameter or a unit of the model.
+// Whether the text names its subject: a parameter or a unit of the model.
 bool has_name(const std::string& text, const Net& model) {
   // Autograd's own words, where the wrapper left autograd to find the fault.
   // An optimizer knows parameters by their place in its groups.
@@ -371,7 +371,7 @@ std::string judge_reason(const Play& play, const Record& expected, const std::st
   return "refused as docs/loops.md does not say: " + first_line(error);
 }
 
-// What is wrong with what the ranks did, "" if nothing is.
+// The first error in the ranks' results; "" if there is none.
 std::string judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
                   const Net& model) {
   const std::string wrong = difference(expected, ranks, play.rounding);
@@ -552,8 +552,8 @@ static size_t place_among(const std::vector<Setup>& setups, const std::string& n
          setups.begin();
 }
 
-// Each sanitizer has one half of the loops in every setup, the other one the other half. They take ten times as long,
-// and setups share all that a loop does but for what they are there for.
+// Sanitizers take ten times as long. Each of the two plays one half of the loops in every setup, since setups differ in
+// few functions.
 static bool is_others_half([[maybe_unused]] size_t turn) {
 #if defined(__SANITIZE_ADDRESS__)
   return turn % 2 != 0;

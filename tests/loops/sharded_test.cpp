@@ -1,4 +1,4 @@
-// What users do with a module while its parameters are FullyShardedDataParallel's.
+// Uses of a module whose parameters FullyShardedDataParallel has sharded.
 #include <unistd.h>
 
 #include <chrono>
@@ -12,7 +12,7 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Sanitizers keep what was freed, and notes of it.
+// Sanitizers keep freed memory, and notes of it.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kIsSanitized = true;
 #else
@@ -222,7 +222,7 @@ TEST_P(Sharded, ForwardAndBackwardInsideSummonFullParams) {
   });
 }
 
-// In a world of one full parameters may lie where the shards do.
+// In a world of one, full parameters may share the shards' memory.
 TEST_P(Sharded, AloneWithoutWriteback) {
   auto alone = GetParam();
   if (alone.worlds.front() != 1) return;  // needs more ranks

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include <tessera/options/cpu_offload.h>
+#include <tessera/options/offload_options.h>
 #include <tessera/options/wire_format.h>
 #include <tessera/wrap.h>
 
