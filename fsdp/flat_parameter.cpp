@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/layout/tensor_signature.h"
 #include "core/memory/memory_kind_scope.h"
 
 namespace tessera::internal {
@@ -57,10 +57,9 @@ FlatParameter::FlatParameter(std::string name, std::vector<PlannedParameter> par
     : FlatSpec(std::move(name), std::move(parameters), comm.rank(), comm.size(), options.gather_dtype,
                options.reduce_dtype),
       is_on_host_(options.shard_memory != nullptr),
-      encoded_bytes_(options.wire == WireFormat::kInt8Blocks && at::isFloatingType(dtype()) &&
-                             !parameters_[0].full_precision && comm.size() > 1
-                         ? Int8Blocks().encoded_bytes(layout().shard_numel())
-                         : 0) {
+      codec_(make_wire_codec(parameters_[0].full_precision || comm.size() == 1 ? WireFormat::kDtype : options.wire,
+                             dtype())),
+      encoded_bytes_(codec_->is_identity() ? 0 : codec_->encoded_bytes(layout().shard_numel())) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync_module_states, options);
   for (PlannedParameter& parameter : parameters_) parameter.values.reset();
@@ -105,7 +104,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   if (is_paged(shard_)) return page_of(shard_)->tell_of_writes(*chosen.pager, chosen.page_id);
   shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name(), shard_.device());
   shard_page_->set_writable(true);
-  shard_page_->give_away(shard_);
+  shard_page_->attach_permanently(shard_);
   shard_ = shard_page_->view(dtype(), {layout().shard_numel()}, {1}, 0);
 }
 
@@ -170,14 +169,14 @@ at::Tensor FlatParameter::shard_for(const at::Tensor& full) const {
 
 Pending FlatParameter::gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
   const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
-  Int8Blocks().encode(shard, own);
+  codec_->encode(shard, own);
   return comm.all_gather(wire, own, {}, name());
 }
 
 void FlatParameter::decode(const at::Tensor& wire, const at::Tensor& full) const {
   for (int rank = 0; rank * encoded_bytes_ < wire.numel(); ++rank)
-    Int8Blocks().decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
-                        full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
+    codec_->decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
+                   full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
 }
 
 void PagedFlatParameter::point_parameters(const Page& to, at::ScalarType dtype) const {

@@ -118,10 +118,10 @@ class FlatParameter : public FlatSpec {
   // the shard itself, or this rank's part of `full`, into which the shard is cast or copied from host memory.
   at::Tensor shard_for(const at::Tensor& full) const;
 
-  // Bytes that this rank sends to each other one in place of its shard: with kInt8Blocks, else 0.
+  // The encoded bytes of a shard; 0 if shards are sent as they are.
   int64_t encoded_bytes() const { return encoded_bytes_; }
-  // The same with `shard`, of any dtype on the device, in blocks. `wire`, [size() * encoded_bytes()] uint8, is decoded
-  // into `full` after the exchange: this rank's own part too, so that all ranks have the same.
+  // Starts gathering encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of any
+  // dtype. After the exchange decode() must be called, which decodes this rank's shard too: all ranks get equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
   void decode(const at::Tensor& wire, const at::Tensor& full) const;
 
@@ -144,6 +144,7 @@ class FlatParameter : public FlatSpec {
   LowPrecisionPart low_precision_part(size_t parameter) const;
 
   const bool is_on_host_;
+  const std::shared_ptr<const WireCodec> codec_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() is another
@@ -169,8 +170,8 @@ struct PagedFlatParameter {
 
   // The page of which the module's parameters are views now.
   Page& page_in_use() const {
-    if (host_page && host_page->is_lent()) return *host_page;
-    return exact_page && exact_page->is_lent() ? *exact_page : *page;
+    if (host_page && host_page->is_attached()) return *host_page;
+    return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
   // Makes them views of another page. The module's members, ties and requires_grad stay.
   void point_parameters(const Page& to, at::ScalarType dtype) const;

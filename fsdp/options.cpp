@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include <tessera/options/fsdp_options.h>
-
 namespace tessera {
 using namespace internal;
 namespace {
@@ -76,8 +74,8 @@ std::string describe(const FsdpOptions& options) {
        << " buffer_dtype=" << name_of(options.mixed_precision.buffer_dtype)
        << " wire=" << static_cast<int>(options.wire.parameters) << static_cast<int>(options.wire.gradients)
        << " refuse_uneven_use=" << options.refuse_uneven_use << " check_finite=" << options.check_finite
-       << " offload.params=" << options.offload.params << " offload.grads=" << options.offload.grads
-       << " offload.disk=" << !options.offload.directory.empty();
+       << " zero_copy_bytes=" << options.zero_copy_bytes << " offload.params=" << options.offload.params
+       << " offload.grads=" << options.offload.grads << " offload.disk=" << !options.offload.directory.empty();
   return text.str();
 }
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/layout/as_wrapped.h"
+#include "core/layout/tensor_signature.h"
 
 namespace tessera::internal {
 namespace {
@@ -35,8 +35,8 @@ bool is_attached(const PagedFlatParameter& paged, size_t index) {
 // Whether the values of a tensor can be those of the parameter.
 bool fits(const FlatParameter& flat, size_t index, const at::Tensor& given) {
   const auto& sizes = flat.geometry(index).sizes;
-  return page_of(given) == nullptr &&
-         (WrappedKind{flat.dtype(), sizes}.is_of(given) || WrappedKind{flat.gather_dtype(), sizes}.is_of(given));
+  return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||
+                                       TensorSignature{flat.gather_dtype(), sizes}.is_of(given));
 }
 
 void require_may_reattach(const Unit& unit, const PagedFlatParameter& paged, size_t index, bool may_change) {
@@ -105,8 +105,8 @@ void require_write(const Unit& unit, const Page& page, const at::Tensor& view, c
                          "fsdp.parameters(), of which optimizers are made after wrapping");
 }
 
-void require_lent(const Unit& unit, const Page& page, const std::string& rank) {
-  if (page.is_lent()) return;
+void require_attached(const Unit& unit, const Page& page, const std::string& rank) {
+  if (page.is_attached()) return;
   throw std::logic_error("a view of a parameter of " + unit.name() + " is used on rank " + rank +
                          (unit.is_summoned() ? " inside summon_full_params() that was made before it (in a graph that "
                                                "goes backward only now, say)"

@@ -19,6 +19,6 @@ void require_write(const Unit& unit, const Page& page, const at::Tensor& view, c
 
 // Of an unsharded unit: throws std::logic_error for a page that its parameters are not views of now: the user has kept
 // a view from before or after summon_full_params(). `rank` is for errors.
-void require_lent(const Unit& unit, const Page& page, const std::string& rank);
+void require_attached(const Unit& unit, const Page& page, const std::string& rank);
 
 }  // namespace tessera::internal

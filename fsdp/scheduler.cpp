@@ -8,7 +8,7 @@
 
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "fsdp/parameter_checks.h"
 
 namespace tessera::internal {
@@ -44,7 +44,7 @@ Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> co
 void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   unsharded_.end_compute_span();
   const std::vector<Unit*> needed = model_.units_of(pages);
   if (summon_ == Summon::kElsewhere)
@@ -66,7 +66,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit);
   unsharded_.use(needed, mode, backward);
-  for (const Page* page : pages) require_lent(*model_.units()[page->id()], *page, model_.rank_text());
+  for (const Page* page : pages) require_attached(*model_.units()[page->id()], *page, model_.rank_text());
 }
 
 // Before a forward or a read of all values.
@@ -90,7 +90,7 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + gradients_.binding().label(parameter) +
                            ": gradients of sharded parameters cannot be differentiated again");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
@@ -101,21 +101,21 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   return {};                                              // the module's own parameter gets no gradient
 }
 
-Scope Scheduler::pre_forward() {
+ScopeExit Scheduler::pre_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return Scope(nullptr);  // a recomputation of a checkpointed part
+  if (inside_backward()) return ScopeExit(nullptr);  // a recomputation of a checkpointed part
   require_use("forward()");
   if (summon_ == Summon::kOnHost)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   inspect_all();
   gradients_.begin_forward();
   unsharded_.pre_forward();
-  if (!trains) return Scope(nullptr);
-  return Scope([this, exceptions = std::uncaught_exceptions()] {
+  if (!trains) return ScopeExit(nullptr);
+  return ScopeExit([this, exceptions = std::uncaught_exceptions()] {
     std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }
@@ -195,7 +195,7 @@ void Scheduler::summon(const SummonOptions& options) {
   if (summon_ != Summon::kNone) throw std::logic_error("summon_full_params inside another summon_full_params");
   Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   inspect_all();
   unsharded_.reshard_all();
@@ -214,7 +214,7 @@ void Scheduler::summon(const SummonOptions& options) {
 
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units())
     if (unit->is_summoned()) unit->dismiss(writeback);
   summon_ = Summon::kNone;
@@ -225,7 +225,7 @@ void Scheduler::dismiss(bool writeback) {
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return;  // the running pass computes with the shards
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   for (auto& unit : model_.units()) unit->is_summoned() ? unit->write_back() : reattach(*unit, /*may_change=*/true);
 }
@@ -233,7 +233,7 @@ void Scheduler::show_in_shards() {
 const std::vector<NamedShard>& Scheduler::named_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return model_.named_shards();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
   gradients_.follow_freezing();
   return model_.named_shards();
@@ -259,7 +259,7 @@ void Scheduler::before_write(int index) {
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   return clip_shards_by_norm(gradients_.ready(), max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard);
 }
 
@@ -267,7 +267,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
   require_use("full_state_dict");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
   internal::visit_full_state(model_, visit, options);

@@ -35,8 +35,8 @@ class Scheduler : public Pager, public BackwardPass {
   void before_write(int index) override;
   void set_divisor(double divisor) override;
 
-  Scope pre_forward();  // the scope ends with forward, and within this object's lifetime
-  void post_forward();  // of a forward that returns
+  ScopeExit pre_forward();  // the scope ends with forward, and within this object's lifetime
+  void post_forward();      // of a forward that returns
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);

@@ -19,7 +19,7 @@ void SecondaryShard::cut(const std::vector<at::Tensor>& full) {
   state_ = State::kHeld;
 }
 
-void SecondaryShard::start_gather(size_t flat_parameter, const at::Tensor& full, OrderLog& log) {
+void SecondaryShard::start_gather(size_t flat_parameter, const at::Tensor& full, CollectiveLog& log) {
   PagedFlatParameter& paged = *flat_parameters_[flat_parameter];
   log.add("all-gather from secondary shards", paged.flat.name(), full.numel());
   paged.gathering = group_.comm->all_gather(full, parts_[flat_parameter], {}, paged.flat.name());

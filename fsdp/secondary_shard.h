@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/memory/counted_buffers.h"
 #include "fsdp/flat_parameter.h"
 
@@ -44,7 +44,7 @@ class SecondaryShard {
   // Copies this rank's part of the unsharded parameters, a buffer for each flat parameter. A no-op unless kWanted.
   void cut(const std::vector<at::Tensor>& full);
   // Starts an all-gather of one flat parameter into `full`. Must be kHeld. Collective in the group.
-  void start_gather(size_t flat_parameter, const at::Tensor& full, OrderLog& log);
+  void start_gather(size_t flat_parameter, const at::Tensor& full, CollectiveLog& log);
   // Frees the memory; the next reshard cuts again.
   void evict();
   // Blocks until no peer reads the secondary shard, and frees it.

@@ -14,6 +14,7 @@ ReducerOptions reducer_options(ShardedModel& model) {
   ReducerOptions options;
   options.refuse_uneven_use = model.options().refuse_uneven_use;
   options.check_finite = model.options().check_finite;
+  options.zero_copy_bytes = model.options().zero_copy_bytes;
   options.max_lazy_in_flight = 0;  // each holds a whole unit, and room for what the peers send
   if (model.options().offload.grads) {
     options.to_host = model.offload().copies();

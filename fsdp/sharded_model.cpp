@@ -11,7 +11,7 @@
 #include "core/memory/memory_cache.h"
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "fsdp/plan_checks.h"
 
 namespace tessera::internal {
@@ -54,7 +54,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
       secondary_(mesh_.world->device(), MemoryKind::kSecondary),
       offload_(options.offload, *mesh_.world) {
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
   auto plan = plan_units(module, options_.auto_wrap,

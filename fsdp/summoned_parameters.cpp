@@ -36,7 +36,7 @@ void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
     if (are_copies) {
       Page& page = page_for(paged, where);
       paged.page->accept_writes();
-      page.lend(full[i]);
+      page.attach(full[i]);
       if (&page != paged.page.get()) paged.point_parameters(page, paged.flat.dtype());
     } else if (changes == Changes::kLost) {
       saved_.push_back(paged.flat.shard().clone());
@@ -62,7 +62,7 @@ void SummonedParameters::hide(bool writeback) {
     // Without a write the shard keeps its version: a backward of an earlier graph may follow.
     const bool is_written = page.writes() != paged.writes_before;
     if (writeback) copy_own_part(paged, is_written ? paged.flat.shard() : paged.flat.shard().data());
-    page.take_back();
+    page.detach();
     if (&page != paged.page.get()) paged.point_parameters(*paged.page, paged.flat.gather_dtype());
   }
   saved_.clear();

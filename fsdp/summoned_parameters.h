@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/memory/counted_buffers.h"
 #include "fsdp/flat_parameter.h"
 
@@ -31,7 +31,7 @@ class SummonedParameters {
   };
 
   // `flat_parameters` outlives it.
-  SummonedParameters(FlatParameters& flat_parameters, Communicator& comm, CountedBuffers& memory, OrderLog& log)
+  SummonedParameters(FlatParameters& flat_parameters, Communicator& comm, CountedBuffers& memory, CollectiveLog& log)
       : flat_parameters_(flat_parameters), comm_(comm), memory_(memory), log_(log) {}
 
   // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters, and is shown
@@ -52,7 +52,7 @@ class SummonedParameters {
   FlatParameters& flat_parameters_;
   Communicator& comm_;
   CountedBuffers& memory_;
-  OrderLog& log_;
+  CollectiveLog& log_;
   Changes changes_ = Changes::kWrittenBack;
   std::vector<at::Tensor> saved_;  // copies of the shards that are shown, if changes are lost
 };

@@ -57,7 +57,7 @@ Unit::Unit(int index, const PlannedUnit& plan, const UnitContext& context, const
                         std::ranges::none_of(flat_parameters_, [](auto& paged) { return paged->flat.is_cast(); });
   for (auto& paged : flat_parameters_) {
     if (is_whole) {
-      paged->page->lend(paged->flat.shard());
+      paged->page->attach(paged->flat.shard());
     } else {
       paged->page->watch_writes(paged->flat.shard_page());
     }
@@ -67,9 +67,9 @@ Unit::Unit(int index, const PlannedUnit& plan, const UnitContext& context, const
 
 Unit::~Unit() {
   for (auto& paged : flat_parameters_) {
-    paged->page->detach();
+    paged->page->detach_pager();
     for (const auto& page : {paged->exact_page.get(), paged->host_page.get()})
-      if (page != nullptr) page->detach();
+      if (page != nullptr) page->detach_pager();
   }
 }
 
@@ -150,7 +150,7 @@ void Unit::wait_for_unshard() {
     PagedFlatParameter& paged = *flat_parameters_[i];
     paged.gathering.wait();
     if (paged.wire.defined()) paged.flat.decode(std::exchange(paged.wire, {}), buffers_[i]);
-    paged.page->lend(buffers_[i]);
+    paged.page->attach(buffers_[i]);
   }
   uses_.begin(context_.comm.device());
   free_staging();
@@ -183,7 +183,7 @@ void Unit::reshard() {
   }
   free_staging();
   for (auto& paged : flat_parameters_)
-    if (paged->page->is_lent()) paged->page->take_back();
+    if (paged->page->is_attached()) paged->page->detach();
   buffers_.clear();
   state_ = State::kSharded;
 }
@@ -213,7 +213,7 @@ uint32_t Unit::version() const {
 void Unit::set_current(Page::GradMode mode) {
   for (auto& paged : flat_parameters_) {
     for (const auto& page : {paged->page.get(), paged->exact_page.get(), paged->host_page.get()})
-      if (page != nullptr && page->is_lent()) page->set_current(mode);
+      if (page != nullptr && page->is_attached()) page->set_current(mode);
   }
 }
 
@@ -236,7 +236,7 @@ void Unit::dismiss(bool writeback) {
   uses_.join();
   summoned_.hide(writeback);
   // Only a shard that has all parameters is still shown.
-  const bool is_whole = std::ranges::all_of(flat_parameters_, [](auto& paged) { return paged->page->is_lent(); });
+  const bool is_whole = std::ranges::all_of(flat_parameters_, [](auto& paged) { return paged->page->is_attached(); });
   state_ = is_whole ? State::kWhole : State::kSharded;
 }
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/memory/counted_buffers.h"
 #include "core/paging/residency.h"
 #include "core/runtime/copy_engine.h"
@@ -21,7 +21,7 @@ namespace tessera::internal {
 struct UnitContext {
   Communicator& comm;      // the ranks that share a copy of the model
   CountedBuffers& memory;  // of unsharded parameters
-  OrderLog& log;
+  CollectiveLog& log;
   ShardSource source{};
   SecondaryGroup secondary{};
 };

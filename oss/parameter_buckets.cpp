@@ -51,12 +51,12 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
   std::vector<int64_t> numels;
   std::vector<int> owners;
   std::vector<ParameterGeometry> geometries;
-  std::vector<WrappedKind> kinds;
+  std::vector<TensorSignature> kinds;
   for (size_t member : members) {
     numels.push_back(parameters_[member].numel());
     owners.push_back(owners_[member]);
     geometries.push_back(geometry_of(parameters_[member]));
-    kinds.push_back(WrappedKind::of(parameters_[member]));
+    kinds.push_back(TensorSignature::of(parameters_[member]));
   }
   Bucket bucket{std::move(name), std::move(members), std::move(geometries),
                 FlatLayout::by_owner(std::move(numels), owners, comm_.size(),
@@ -203,7 +203,7 @@ void ParameterBuckets::finish(Flight& flight) {
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
 
-std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, const StepOwned& step_owned) {
+std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(CollectiveLog& log, const StepOwned& step_owned) {
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
   note_trained();

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
-#include "core/layout/as_wrapped.h"
+#include "core/gradients/collective_log.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
+#include "core/layout/tensor_signature.h"
 #include "core/memory/counted_buffers.h"
 
 namespace tessera::internal {
@@ -54,7 +54,7 @@ class ParameterBuckets {
   // parameters once. A bucket is sent as soon as it has been stepped, while the next one is stepped.
   struct Flight;
   using StepOwned = std::function<void(const std::vector<at::Tensor>& parameters)>;
-  std::vector<Flight> publish(OrderLog& log, const StepOwned& step_owned = nullptr);
+  std::vector<Flight> publish(CollectiveLog& log, const StepOwned& step_owned = nullptr);
   void finish(std::vector<Flight>& flights);
 
  private:
@@ -63,7 +63,7 @@ class ParameterBuckets {
     std::vector<size_t> members;  // indices of parameters, by owner
     std::vector<ParameterGeometry> geometries;
     FlatLayout layout;
-    std::vector<WrappedKind> kinds;
+    std::vector<TensorSignature> kinds;
     at::Tensor flat;          // undefined: the memory of the only member
     std::vector<bool> stays;  // by member: whether it stays in its own memory
     // A member has required a gradient, at construction or in a step, so that the bucket is published: a member may

@@ -21,7 +21,7 @@
 #include "core/layout/partition.h"
 #include "core/layout/shardable.h"
 #include "core/model/replica_comparison.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/trace/trace.h"
 #include "optim/host/host_step.h"
 #include "optim/state/optimizer_state.h"
@@ -135,7 +135,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const Quiet quiet;  // small parameters move; even in InferenceMode to ordinary tensors
+  const NoGradNoInferenceGuard quiet;  // small parameters move; even in InferenceMode to ordinary tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -152,7 +152,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
     local_ = make_(std::move(owned));
     state_ = std::exchange(local_->state(), {});  // Adagrad makes its state at construction
   } else {
-    const Scope lent = lend_state();
+    const ScopeExit lent = lend_state();
     for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
   }
   std::vector<at::Tensor> parameters;
@@ -280,9 +280,9 @@ void ShardedOptimizer::copy_options(Optimizer& to) const {
     to.param_groups()[i].set_options(param_groups_[i].options().clone());
 }
 
-Scope ShardedOptimizer::lend_state() {
+ScopeExit ShardedOptimizer::lend_state() {
   state_.swap(local_->state());
-  return Scope([this] { state_.swap(local_->state()); });
+  return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
 // Adopts groups that the base class's add_param_group() has added, which is not virtual. Collective.
@@ -336,14 +336,14 @@ void ShardedOptimizer::step_owned() {
     chosen->require_steppable();
     publish([&](const std::vector<at::Tensor>& parameters) {
       const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
-      const Scope lent = lend_state();
+      const ScopeExit lent = lend_state();
       chosen->step_parameters(parameters);
     });
     return;
   }
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
-    const Scope lent = lend_state();
+    const ScopeExit lent = lend_state();
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
   if (comm_->size() > 1) publish();
@@ -357,7 +357,7 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   for (const at::Tensor& parameter : all_parameters())
     if (parameter.requires_grad()) owners.trained.push_back(parameter);
   copy_options(*local_);
-  const Scope lent = lend_state();
+  const ScopeExit lent = lend_state();
   return lbfgs.step_among(owners, closure);
 }
 
@@ -367,7 +367,7 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   std::vector<std::string> options;  // a rank may have changed its learning rate alone
   for (const auto& group : param_groups_)
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
-  OrderLog log;
+  CollectiveLog log;
   for (const std::string& of_group : options) log.add("options", of_group, -1);
   std::vector<std::vector<ParameterBuckets::Flight>> flights;
   for (auto& buckets : buckets_) flights.push_back(buckets->publish(log, step_owned));
@@ -392,18 +392,18 @@ bool ShardedOptimizer::are_swapped_in() const {
 }
 
 // Owners swap, and publish their values, as after a step.
-Scope ShardedOptimizer::swap_in_averages() {
+ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
-  std::shared_ptr<Scope> own;
+  std::shared_ptr<ScopeExit> own;
   {
-    const Scope lent = lend_state();
-    own = std::make_shared<Scope>(averages->swap_in_averages());
+    const ScopeExit lent = lend_state();
+    own = std::make_shared<ScopeExit>(averages->swap_in_averages());
   }
   if (comm_->size() > 1) publish();
-  return Scope([this, own] {
+  return ScopeExit([this, own] {
     {
-      const Scope lent = lend_state();
+      const ScopeExit lent = lend_state();
       own->leave();
     }
     if (comm_->size() > 1) publish();

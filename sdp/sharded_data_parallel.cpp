@@ -19,6 +19,7 @@ std::string describe(const SdpOptions& options) {
        << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
        << " broadcast_buffers=" << options.broadcast_buffers
        << " sync_models_at_startup=" << options.sync_models_at_startup
+       << " zero_copy_bytes=" << options.zero_copy_bytes
        << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }
@@ -50,6 +51,7 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   replicated.limits.bucket_numel = options.reduce_buffer_size;
   replicated.wire_dtype = options.reduce_dtype;
   replicated.wire = options.wire;
+  replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
   replicated.compare_replicas_every = options.compare_replicas_every;
   replicated.copies_are_equal =
       std::ranges::none_of(optimizers_, [](const Reference& one) { return one.optimizer->rounds_copies(); });

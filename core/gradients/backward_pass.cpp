@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <tessera/errors.h>
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 
@@ -79,7 +79,7 @@ void BackwardPass::enter() {
     token->is_over = true;
     if (const auto pass = token->pass.lock()) pass->ended();
   });
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   begin();
 }
@@ -95,7 +95,7 @@ void BackwardPass::ended() {
 
 void BackwardPass::finish_pass() {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   token_.reset();
   try {
     end();
@@ -110,7 +110,7 @@ void BackwardPass::finish_pass() {
 
 void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   failed_ = true;
   failed_reducing_ = reduces_;
   fail();
@@ -120,10 +120,10 @@ void BackwardPass::recover() {
   if (std::exchange(failed_, false)) abandon();
 }
 
-Scope BackwardPass::no_sync() {
+ScopeExit BackwardPass::no_sync() {
   const bool before = reduces_;
   set_reduces(false);
-  return Scope([self = shared_from_this(), before] { self->set_reduces(before); });
+  return ScopeExit([self = shared_from_this(), before] { self->set_reduces(before); });
 }
 
 void BackwardPass::set_reduces(bool reduces) {

@@ -7,22 +7,22 @@
 
 namespace tessera::internal {
 
-// libtorch hangs it on the tensor, and on those that detach() makes of it.
+// libtorch keeps it with the tensor, and with tensors that detach() makes of it.
 struct GradPlaceholder::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
-      : guard(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}
+      : placeholder(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}
   ~Notice() override {
     if (!is_awaited->exchange(false)) return;
-    if (const auto owner = guard.lock()) owner->events_.cleared(index);
+    if (const auto owner = placeholder.lock()) owner->events_.cleared(index);
   }
-  const std::weak_ptr<GradPlaceholder> guard;
+  const std::weak_ptr<GradPlaceholder> placeholder;
   const size_t index;
   const std::shared_ptr<std::atomic<bool>> is_awaited;
 };
 
 GradPlaceholder::~GradPlaceholder() {
   for (Slot& slot : slots_)
-    if (slot.page) slot.page->detach();
+    if (slot.page) slot.page->detach_pager();
 }
 
 std::string GradPlaceholder::lost(const std::string& label) {

@@ -14,34 +14,34 @@
 
 namespace tessera::internal {
 
-// Stands in a tensor's .grad where the gradient is elsewhere, or is not one that a step may take.
+// A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
-// It looks like a gradient (shape, dtype, device) and has no data: any operator that is given it throws
-// std::logic_error with the reason. zero_grad() in either form may clear it; it is told of that at once, even where
-// `.grad` is only let go of, since the guard dies with the last reference to it. So a step that is taken with what is
-// no gradient is an error, and one after zero_grad() does what it does on ordinary tensors.
+// It has the shape, dtype and device of a gradient, but no data: any operator that gets it throws std::logic_error with
+// the reason. zero_grad() may clear it, in either form. The owner is told at once, even if `.grad` is only dropped,
+// since the placeholder dies with its last reference. So a step without a gradient is an error, and a step after
+// zero_grad() does the same as on ordinary tensors.
 //
-// May be told on any thread that clears a gradient.
+// Events are called on the thread that clears the gradient.
 class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
  public:
   struct Events {
-    std::function<std::string(size_t index)> reason;  // what the error says
-    std::function<void(size_t index)> cleared;        // .grad was let go of; must not throw
+    std::function<std::string(size_t index)> reason;  // the text of the error
+    std::function<void(size_t index)> cleared;        // .grad was dropped; must not throw
     std::function<void(size_t index)> zeroed;         // .grad.zero_() was called
   };
   explicit GradPlaceholder(Events events) : events_(std::move(events)) {}
   ~GradPlaceholder() override;
 
-  // The reason where a backward that failed has lost a gradient; `label` is the parameter's, as its binding has it.
+  // The reason for a gradient that a failed backward has lost. `label`: see Binding::label().
   static std::string lost(const std::string& label);
 
-  // Puts a guard into leaf.grad, in place of what is there.
+  // Replaces leaf.grad by a placeholder.
   void put(size_t index, const std::string& name, const at::Tensor& leaf);
-  // Whether leaf.grad is this guard's.
+  // Whether leaf.grad is the placeholder of this object.
   bool is_in(size_t index, const at::Tensor& leaf) const;
   // Throws the reason.
   [[noreturn]] void refuse_step(size_t index) const { throw std::logic_error(events_.reason(index)); }
-  // Takes it out: leaf.grad is undefined then. Nothing if it is not there.
+  // Removes the placeholder, so that leaf.grad is undefined. A no-op if leaf.grad is another tensor.
   void take_out(size_t index, const at::Tensor& leaf);
 
   void use(const std::vector<Page*>& pages) override;
@@ -51,7 +51,7 @@ class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPl
   struct Notice;
   struct Slot {
     std::unique_ptr<Page> page;
-    std::shared_ptr<std::atomic<bool>> is_awaited;  // that its end is told of
+    std::shared_ptr<std::atomic<bool>> is_awaited;  // whether to tell the owner when the placeholder dies
   };
   Slot& slot(size_t index);
 

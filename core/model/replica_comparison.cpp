@@ -12,7 +12,7 @@
 
 #include <tessera/host_results.h>
 #include "core/runtime/bits_dtype.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 namespace {
@@ -39,7 +39,7 @@ ReplicaComparison::ReplicaComparison(int64_t every) : every_(steps_between(every
 
 void ReplicaComparison::count_step(const std::vector<PlannedParameter>& parameters, Communicator& comm) {
   if (every_ == 0 || comm.size() == 1 || parameters.empty() || ++steps_ % every_ != 0) return;
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   std::vector<at::Tensor> sums;
   for (const PlannedParameter& parameter : parameters) sums.push_back(checksum(parameter.tensor));
   const at::Tensor all = gather_to_host(comm, at::stack(sums), kWhat);  // [ranks, parameters]

@@ -41,6 +41,10 @@ struct DdpOptions {
 
   // true: the backend's own all-reduce, whatever order it adds in; false: comm's, in rank order.
   bool backend_all_reduce = false;
+
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo) and they share no bucket.
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // The part of the wrapper that does not depend on the module's type.

@@ -43,7 +43,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
   // output_dtype is set and the type of the result is not one of include/tessera/visit_tensors.h.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
-    const Scope forward_goes_on = begin_forward();
+    const ScopeExit forward_goes_on = begin_forward();
     if constexpr ((... || kHoldsTensors<Args>)) {
       if (input_dtype()) {
         std::tuple<std::conditional_t<kHoldsTensors<Args>, std::decay_t<Args>, Opaque>...> copies;

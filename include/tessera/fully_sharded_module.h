@@ -35,16 +35,16 @@ class FullyShardedModule : public DataParallel, public GradientSource {
 
   // For an optimizer that steps during backward: see StepInBackward. Throws std::invalid_argument with
   // FsdpOptions::check_finite.
-  Scope on_gradients(Arrived arrived, Failed failed = nullptr) override;
+  ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
   std::vector<at::Tensor> parameters_with_gradients() const override;
-  Scope refuse_use(std::string reason) override;
+  ScopeExit refuse_use(std::string reason) override;
 
   // While the scope lives, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
   // precision. It may be read in any way, and changed under NoGradGuard. At the end of the scope each rank copies its
   // part into the shards: change parameters alike on all ranks. Collective, at the beginning. Throws std::logic_error
   // inside a backward pass and inside another such scope, std::invalid_argument for options that contradict each other
   // and for unknown units.
-  Scope summon_full_params(SummonOptions options = {});
+  ScopeExit summon_full_params(SummonOptions options = {});
 
   // Copies of all parameters (under each of their names) and buffers by name, in full, on the communicator's device or
   // the host. Collective. Gathers one unit at a time.
@@ -71,7 +71,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
-  Scope begin_forward();  // must live until forward ends
+  ScopeExit begin_forward();  // must live until forward ends
   // After a forward that returns. Without gradients throws CommError if an all-gather was aborted, since no backward
   // would find it.
   void end_forward();

@@ -34,6 +34,9 @@ struct SdpOptions {
   // std::runtime_error, naming the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never. Never
   // with OssOptions::broadcast_dtype, which rounds replicas.
   int64_t compare_replicas_every = 0;
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo).
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // The part of the wrapper that does not depend on the module's type.

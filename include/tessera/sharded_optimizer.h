@@ -57,7 +57,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
 
   // Of an optimizer that keeps averages (ScheduleFreeAdamW): the parameters have their values while the scope lives.
   // Collective. Throws std::logic_error for any other optimizer.
-  Scope swap_in_averages() override;
+  ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer is such a one
   bool are_swapped_in() const override;
 
@@ -124,7 +124,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
-  Scope lend_state();
+  ScopeExit lend_state();
   at::Tensor search(Lbfgs& lbfgs, const LossClosure& closure);
   void step_owned();
   void publish(const std::function<void(const std::vector<at::Tensor>& parameters)>& step_owned = nullptr);

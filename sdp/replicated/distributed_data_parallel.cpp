@@ -31,6 +31,7 @@ std::string describe(const DdpOptions& options) {
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
        << " compression=" << static_cast<int>(options.compression)
        << " backend_all_reduce=" << options.backend_all_reduce
+       << " zero_copy_bytes=" << options.zero_copy_bytes
        << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }
@@ -92,6 +93,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
   replicated.reducer.is_static = options.static_graph;
+  replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
   replicated.reducer.in_flight = 1;  // each allocates a buffer for the peers' data
   reduce_gradients(nullptr, replicated);
 }

@@ -12,7 +12,7 @@
 #include "core/memory/memory_cache.h"
 #include "core/memory/memory_kind_scope.h"
 #include "core/model/memory_warning.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 namespace {
@@ -154,7 +154,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   if (is_lost(parameter)) throw std::logic_error(GradPlaceholder::lost(binding_.label(parameter)));
   if (!states_[parameter].trainable)
     throw std::logic_error(binding_.label(parameter) +
@@ -205,7 +205,7 @@ void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return;  // recomputes a checkpointed part
   const bool trains = c10::GradMode::is_enabled();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   binding_.require_nothing_new();
   for (size_t i = 0; i < states_.size(); ++i) {

@@ -97,7 +97,7 @@ class ReplicatedGradients : public BackwardPass {
   const OwnerOf owner_of_;
   const ReplicatedOptions options_;
   Binding binding_;
-  OrderLog log_;
+  CollectiveLog log_;
   GradientReducer reducer_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;
   std::vector<ParameterState> states_;

@@ -401,7 +401,7 @@ TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
        [&](Fsdp& fsdp, const auto&) { fsdp.visit_full_state([&](const auto&, const at::Tensor& t) { give(t); }); }},
       {"summon_full_params",
        [&](Fsdp& fsdp, const auto&) {
-         const Scope scope = fsdp.summon_full_params();
+         const ScopeExit scope = fsdp.summon_full_params();
          give(fsdp.module()->parameters()[0]);
        }},
       {"forward",
@@ -476,7 +476,10 @@ TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
 TEST(NcclCommunicator, RegisteredMemoryIsNcclsAlone) {
   InitOptions options;
   options.registered_memory = true;
-  expect_contains(error_of<std::invalid_argument>([&] { run_ranks(1, [](auto) {}, options); }),
+  expect_contains(error_of<std::invalid_argument>([&] {
+                    run_ranks(
+                        1, [](auto) {}, options);
+                  }),
                   "InitOptions::registered_memory is NCCL's");
 }
 

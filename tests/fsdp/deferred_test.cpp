@@ -151,8 +151,8 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
   c10::Allocator* const before_test = c10::GetCPUAllocator();
   static Counting counting(before_test);  // blocks may outlive the test
   c10::SetCPUAllocator(&counting, /*priority=*/1);
-  // oneDNN's kernels need raw_allocate().
-  const Scope restores([&] { c10::SetCPUAllocator(before_test, /*priority=*/1); });
+  // Kernels of oneDNN want one that can raw_allocate().
+  const ScopeExit restores([&] { c10::SetCPUAllocator(before_test, /*priority=*/1); });
   constexpr int64_t kUnitBytes = (256 * 256 + 256) * 4, kUnits = 16;
   auto build = [] {
     torch::nn::Sequential model;

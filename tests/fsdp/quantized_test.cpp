@@ -440,7 +440,7 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
           for (int step = first; step < last; ++step) {
             fsdp.zero_grad();
             for (int i = 0; i < kParts / world; ++i) {
-              std::optional<Scope> adds_up;
+              std::optional<ScopeExit> adds_up;
               if (i + 1 < kParts / world) adds_up.emplace(fsdp.no_sync());
               loss_in_fp32(fsdp, step, comm->rank() * kParts / world + i).backward();
             }

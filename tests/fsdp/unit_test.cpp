@@ -71,7 +71,7 @@ struct OneUnit {
 
   FreePager pager;
   EchoGroup group, secondary_group;
-  OrderLog log;
+  CollectiveLog log;
   CountedBuffers memory{at::kCPU, MemoryKind::kGathered}, secondary_memory{at::kCPU, MemoryKind::kSecondary};
   torch::nn::Linear model{torch::nn::LinearOptions(kWidth, kWidth).bias(false)};
   std::optional<Unit> unit;

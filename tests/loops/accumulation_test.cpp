@@ -37,7 +37,7 @@ TEST_P(Accumulation, AFullStateBetweenMicroBatches) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       {
-        const Scope scope = run.no_sync();
+        const ScopeExit scope = run.no_sync();
         run.loss(step).backward();
       }
       run.note_state(run);
@@ -94,7 +94,7 @@ TEST_P(Accumulation, AnExceptionLeavesNoSync) {
     run.train(0);
     run.optimizer().zero_grad();
     expect_users_error([&] {
-      const Scope alone = run.no_sync();
+      const ScopeExit alone = run.no_sync();
       run.loss(1).backward();
       const at::Tensor loss = run.loss(2);
       throw std::runtime_error("the user's hook");

@@ -94,8 +94,8 @@ struct Player {
   Trainer& run;
   const std::string name;  // of its checkpoint
   const unsigned tree;
-  std::vector<at::Tensor> losses;  // of forwards whose backward is to come
-  std::unique_ptr<Scope> alone;    // no_sync
+  std::vector<at::Tensor> losses;    // of forwards whose backward is to come
+  std::unique_ptr<ScopeExit> alone;  // no_sync
   std::vector<at::Tensor> average;
   bool is_saved = false;
   torch::OrderedDict<std::string, at::Tensor> saved_values;  // without a wrapper
@@ -208,7 +208,7 @@ class Drawer {
 
   static Action open_no_sync() {
     return {"alone = no_sync()", [](Player& player) {
-              if (!player.alone) player.alone = std::make_unique<Scope>(player.run.no_sync());
+              if (!player.alone) player.alone = std::make_unique<ScopeExit>(player.run.no_sync());
             }};
   }
   static Action close_no_sync() {
@@ -439,9 +439,9 @@ class Drawer {
     return {std::string("summon_full_params(") + (writes_back ? "" : "writeback = false") + "); " +
                 (looks ? "note(the parameters' squares)" : "NoGradGuard; for (p : model->parameters()) p.mul_(0.9)"),
             [=](Player& player) {
-              std::unique_ptr<Scope> scope;
+              std::unique_ptr<ScopeExit> scope;
               if (auto* fsdp = player.run.fsdp())
-                scope = std::make_unique<Scope>(fsdp->summon_full_params({.writeback = writes_back}));
+                scope = std::make_unique<ScopeExit>(fsdp->summon_full_params({.writeback = writes_back}));
               const torch::NoGradGuard no_grad;
               for (auto& parameter : player.module_parameters()) {
                 if (looks) player.run.note(parameter.square().sum());

@@ -83,7 +83,7 @@ TEST_P(Freezing, LayersThawOneAfterAnotherWhileGradientsAccumulate) {
       if (step == 1) set_frozen(*net.fc2, false);
       if (step == 3) set_frozen(*net.fc1, false);
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         (run.loss(2 * step) / 2).backward();
       }
       step_with(run, run.loss(2 * step + 1) / 2);
@@ -98,7 +98,7 @@ TEST_P(Freezing, ALayerThawsBetweenTwoParts) {
     for (int step = 0; step < 4; ++step) {
       set_frozen(*net.fc2, step % 2 == 0);
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         run.loss(2 * step).backward();
       }
       set_frozen(*net.fc2, step % 2 == 1);
@@ -141,7 +141,7 @@ TEST_P(Freezing, ALayerIsFrozenAndWhatNoSyncGatheredIsCleared) {
     train_with_a_frozen_layer(run, [&](Mlp& net) {
       run.optimizer().zero_grad();
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         run.loss(1).backward();
       }
       set_frozen(*net.fc2, true);
@@ -156,7 +156,7 @@ TEST_P(Freezing, ALayerIsFrozenForAValidationBetweenTwoParts) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         run.loss(3 * step).backward();
       }
       set_frozen(*net.fc2, true);
@@ -191,7 +191,7 @@ TEST_P(Freezing, ACheckpointedFrozenBaseWithAdapters) {
     for (int step = 0; step < 4; ++step) {
       if (step == 3) set_frozen(*dynamic_cast<LowRank&>(*run.model).base, false);
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         const at::Tensor x = run.x(2 * step).requires_grad_();
         torch::mse_loss(run(x), run.y(2 * step)).backward();
       }

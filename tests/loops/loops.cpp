@@ -17,8 +17,6 @@
 #endif
 
 #include <tessera/optim/partial_step.h>
-#include "core/gradients/shard_norm.h"
-#include "core/layout/bucket_pieces.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
@@ -27,12 +25,10 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Models are small. So the tests lower the limits: gradients under FSDP are reduced in autograd's memory, as large ones
-// are, if there are several ranks; OSS steps in turns; norms of shards are computed row by row.
+// Models are small. Their gradients are reduced without a copy, as large ones are, and OSS steps in turns.
+constexpr int64_t kZeroCopyBytes = 1;
 [[maybe_unused]] const bool all_are_large = [] {
-  least_piece_bytes = 1;
   least_step_bytes = 1;
-  norm_row_numel = 3;
   return true;
 }();
 
@@ -85,8 +81,8 @@ class OneProcess final : public Trainer {
   std::vector<at::Tensor> parameters() override { return unique_parameters(*model); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   void zero_grad(bool set_to_none) override { model->zero_grad(set_to_none); }
-  Scope no_sync() override {
-    return Scope([] {});
+  ScopeExit no_sync() override {
+    return ScopeExit([] {});
   }
   double clip_grad_norm_(double max_norm, double norm_type) override {
     return clip_by(*optimizer_, parameters(), max_norm, norm_type);
@@ -141,7 +137,7 @@ class Rank final : public Trainer {
     }
   }
   void zero_grad(bool set_to_none) override { wrapper_->zero_grad(set_to_none); }
-  Scope no_sync() override { return wrapper_->no_sync(); }
+  ScopeExit no_sync() override { return wrapper_->no_sync(); }
   double clip_grad_norm_(double max_norm, double norm_type) override {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()))
       return sharded->clip_grad_norm_(max_norm, norm_type);
@@ -170,6 +166,7 @@ auto make_ddp_with(DdpOptions options) {
   return [options](Model model, Comm comm, Optim kind, const Play& play) -> std::unique_ptr<Trainer> {
     DdpOptions of_play = options;
     of_play.find_unused_parameters = play.unused;
+    of_play.zero_copy_bytes = kZeroCopyBytes;
     auto ddp = std::make_unique<Ddp>(model, comm, of_play);
     auto optimizer = whole_optimizer(kind, ddp->parameters());
     return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
@@ -178,7 +175,8 @@ auto make_ddp_with(DdpOptions options) {
 
 auto make_ddp_oss(OssOptions oss) {
   return [oss](Model model, Comm comm, Optim kind, const Play& play) -> std::unique_ptr<Trainer> {
-    auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
+    const DdpOptions options{.find_unused_parameters = play.unused, .zero_copy_bytes = kZeroCopyBytes};
+    auto ddp = std::make_unique<Ddp>(model, comm, options);
     auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm, oss);
     return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
   };
@@ -192,6 +190,7 @@ std::unique_ptr<Trainer> make_oss_alone(Model model, Comm comm, Optim kind, cons
 
 template <class Adam = torch::optim::Adam, class SGD = torch::optim::SGD>
 auto make_oss_sdp(OssOptions oss, SdpOptions options) {
+  options.zero_copy_bytes = kZeroCopyBytes;
   return [oss, options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
     auto optimizer = sharded_optimizer<Adam, SGD>(kind, unique_parameters(*model), comm, oss);
     auto sdp = std::make_unique<Sdp>(model, *optimizer, comm, options);
@@ -200,6 +199,7 @@ auto make_oss_sdp(OssOptions oss, SdpOptions options) {
 }
 
 auto make_fsdp(FsdpOptions options) {
+  options.zero_copy_bytes = kZeroCopyBytes;
   return [options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
     auto fsdp = std::make_unique<Fsdp>(model, comm, options);
     auto optimizer = whole_optimizer(kind, fsdp->parameters());
@@ -220,9 +220,11 @@ std::unique_ptr<Trainer> make_fsdp_on_disk(Model model, Comm comm, Optim kind, c
 template <class Options>
 std::unique_ptr<Trainer> make_zero_of(int stage, Model model, Comm comm, const Options& options, const Play& play) {
   using Stages = decltype(zero(model, options, comm));
-  const ZeroOptions of_play{.stage = stage,
-                            .ddp = {.find_unused_parameters = play.unused},
-                            .fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}};
+  const ZeroOptions of_play{
+      .stage = stage,
+      .ddp = {.find_unused_parameters = play.unused, .zero_copy_bytes = kZeroCopyBytes},
+      .sdp = {.zero_copy_bytes = kZeroCopyBytes},
+      .fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .zero_copy_bytes = kZeroCopyBytes}};
   return std::make_unique<Rank<Stages>>(model, std::make_unique<Stages>(model, options, comm, of_play));
 }
 

@@ -63,7 +63,7 @@ class Trainer {
   virtual std::vector<at::Tensor> parameters() = 0;
   virtual torch::optim::Optimizer& optimizer() = 0;
   virtual void zero_grad(bool set_to_none = true) = 0;
-  virtual Scope no_sync() = 0;
+  virtual ScopeExit no_sync() = 0;
   virtual double clip_grad_norm_(double max_norm, double norm_type = 2) = 0;
   virtual torch::OrderedDict<std::string, at::Tensor> state() = 0;  // collective
   virtual void set_gradient_divide_factor(double factor) = 0;

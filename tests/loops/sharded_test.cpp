@@ -123,7 +123,7 @@ TEST_P(Sharded, SavingTheModuleInsideSummonFullParams) {
     run.train(0);
     std::ostringstream file;
     {
-      auto scope = run.fsdp() != nullptr ? run.fsdp()->summon_full_params() : Scope([] {});
+      auto scope = run.fsdp() != nullptr ? run.fsdp()->summon_full_params() : ScopeExit([] {});
       torch::save(run.model, file);
     }
     Model loaded = another_mlp();
@@ -155,8 +155,8 @@ TEST_P(Sharded, AVisitorThatThrowsLeavesNothingGathered) {
 
 // ---- summon_full_params
 
-Scope summon(Trainer& run, SummonOptions options = {}) {
-  return run.fsdp() != nullptr ? run.fsdp()->summon_full_params(std::move(options)) : Scope([] {});
+ScopeExit summon(Trainer& run, SummonOptions options = {}) {
+  return run.fsdp() != nullptr ? run.fsdp()->summon_full_params(std::move(options)) : ScopeExit([] {});
 }
 
 TEST_P(Sharded, ValuesChangedInsideSummonFullParams) {
@@ -254,7 +254,7 @@ TEST_P(Sharded, AnObserverLooksAtMemoryAndAtParameters) {
   if (GetParam().name == "fsdp_ahead") return;  // it checks gradients, which is refused with observers
   play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
     auto observed = std::make_shared<int>(0);
-    std::optional<Scope> scope;
+    std::optional<ScopeExit> scope;
     if (run.fsdp() != nullptr)
       scope.emplace(run.fsdp()->on_gradients([&run, observed](const std::vector<at::Tensor>& leaves) {
         const torch::NoGradGuard no_grad;

@@ -20,7 +20,7 @@ TEST_P(TwoModels, OneOfTwoModelsWaitsForTheOther) {
     auto decoder = run.another(another_mlp());
     for (int step = 0; step < 3; ++step) {
       {
-        const Scope alone = decoder->no_sync();
+        const ScopeExit alone = decoder->no_sync();
         const at::Tensor loss = torch::mse_loss((*decoder)(run(run.x(2 * step))), run.y(2 * step));
         run.note(loss.detach());
         loss.backward();
@@ -84,7 +84,7 @@ TEST_P(TwoModels, ACriticThatWaitsWhileTheActorLearnsThroughIt) {
       }
       step_with(*critic, torch::mse_loss((*critic)(run.x(step)), wanted));
       {
-        const Scope alone = critic->no_sync();
+        const ScopeExit alone = critic->no_sync();
         step_with(run, (*critic)(run(run.x(step))).mean());
       }
       critic->optimizer().zero_grad();

@@ -151,7 +151,7 @@ TEST(WrappingOfPrograms, OneLossThroughTwoWrappers) {
         torch::mse_loss(fsdp(ddp(rows(2 * step, *comm)).tanh()), rows(2 * step + 1, *comm)).backward();
         optimizer.step();
       }
-      const Scope scope = fsdp.summon_full_params();
+      const ScopeExit scope = fsdp.summon_full_params();
       expect_close(parts.values(), expected);
     });
   }
@@ -191,7 +191,7 @@ TEST(WrappingOfPrograms, OneWrapperAfterAnother) {
     for (size_t i = 0; i < momenta.size(); ++i)
       momenta[i] = momenta[i].flatten().slice(0, shards[i].held.begin, shards[i].held.end).clone();
     train(fsdp, 4);
-    const Scope scope = fsdp.summon_full_params();
+    const ScopeExit scope = fsdp.summon_full_params();
     expect_close(parts.values(), expected);
   });
 }

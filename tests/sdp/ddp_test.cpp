@@ -128,7 +128,7 @@ TEST(Ddp, ADivisorCountsForEarlierMicroBatchesAndForNoAverage) {
                            [&](int part) { return reference->forward(mlp_input(10 * step + part)).square().mean(); });
       };
       {
-        const Scope scope = ddp.no_sync();
+        const ScopeExit scope = ddp.no_sync();
         backward(0);
       }
       ddp.set_gradient_divide_factor(6);
@@ -137,7 +137,7 @@ TEST(Ddp, ADivisorCountsForEarlierMicroBatchesAndForNoAverage) {
       for (size_t i = 0; i < got.size(); ++i)
         EXPECT_TRUE(torch::allclose(got[i].grad(), expected[i].grad() * world / 6)) << world << " parameter " << i;
       {
-        const Scope scope = ddp.no_sync();
+        const ScopeExit scope = ddp.no_sync();
         backward(2);
       }
       backward(3);

@@ -76,7 +76,7 @@ TEST(ReplicaComparison, FindsAStepWithGradientsThatWereNotAveraged) {
       oss.step();
     }
     {
-      const Scope scope = ddp.no_sync();
+      const ScopeExit scope = ddp.no_sync();
       ddp(x).square().mean().backward();
     }
     alone.step();

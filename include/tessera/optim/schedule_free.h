@@ -77,7 +77,7 @@ class ScheduleFreeAdamW
   // in.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  Scope swap_in_averages() override;  // not collective
+  ScopeExit swap_in_averages() override;  // not collective
   bool are_swapped_in() const override { return is_swapped_in_; }
 
  private:

@@ -131,6 +131,10 @@ struct FsdpOptions {
   // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or NaN, and names units
   // and ranks. Costs one pass over the gradient shards, and an exchange of flags.
   bool check_finite = false;
+
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo).
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // Returns the options. Throws std::invalid_argument, naming the field, for values out of range.

@@ -7,18 +7,18 @@
 namespace tessera {
 
 // A scope that changes what a wrapper does, and ends with it: no_sync(), summon_full_params(). Move-only.
-class [[nodiscard]] Scope {
+class [[nodiscard]] ScopeExit {
  public:
   // For those who open a scope: what ends it.
-  explicit Scope(std::function<void()> leave) : leave_(std::move(leave)) {}
-  Scope(Scope&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  Scope& operator=(Scope&&) = delete;
+  explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
+  ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
+  ScopeExit& operator=(ScopeExit&&) = delete;
   // Ends the scope now; throws what ending it may throw.
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }
   // The same; but an exception that is on its way already says more than one of ending the scope.
-  ~Scope() noexcept(false) {
+  ~ScopeExit() noexcept(false) {
     try {
       leave();
     } catch (const std::exception&) {

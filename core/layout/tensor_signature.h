@@ -9,31 +9,31 @@
 
 #include "core/layout/geometry.h"
 
-// Whether a parameter is what it was when it was wrapped: asked by every wrapper, answered here alone.
+// Checks that a parameter still has the properties that it had when it was wrapped. Used by every wrapper.
 namespace tessera::internal {
 
-// What kind of tensor it was. Its values, and where they lie, may be others since.
-struct WrappedKind {
+// The type of a tensor, without its values and its place in memory.
+struct TensorSignature {
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
   std::optional<at::Device> device = {};  // empty: any
 
-  static WrappedKind of(const at::Tensor& parameter) {
+  static TensorSignature of(const at::Tensor& parameter) {
     return {parameter.scalar_type(), parameter.sizes().vec(), parameter.device()};
   }
   bool is_of(const at::Tensor& parameter) const {
     return parameter.layout() == at::kStrided && parameter.scalar_type() == dtype &&
            parameter.sizes() == at::IntArrayRef(sizes) && (!device || parameter.device() == *device);
   }
-  // For errors, of one with a device: "is Half [3] on cpu now, but was Float [3] on cpu".
+  // For errors, if there is a device: "is Half [3] on cpu now, but was Float [3] on cpu".
   std::string change_of(const at::Tensor& parameter) const {
     return c10::str("is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
                     " now, but was ", dtype, " ", at::IntArrayRef(sizes), " on ", *device);
   }
 };
 
-// Whether it is that view of its storage which begins at element `offset`: with other sizes or strides it would show
-// the same memory, but as other values.
+// Whether the parameter is the view of its storage that begins at element `offset`. With other sizes or strides, it
+// would show the values in another order.
 inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
 }

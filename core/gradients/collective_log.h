@@ -13,35 +13,34 @@
 
 namespace tessera::internal {
 
-// What a rank did since the last backward, to be compared with the others: each operation's
-// unit and number of elements, as a rolling fingerprint and, for the error, as text.
-class OrderLog {
+// The collectives of one rank since the last backward, for a comparison with the other ranks: a rolling fingerprint,
+// and for errors the text of each.
+class CollectiveLog {
  public:
-  // `operation` is a literal; `unit` outlives the log. `divisor`: what the sums are divided by, other than the world.
+  // `operation` must be a literal; `unit` must outlive the log. `divisor`: of the sums, if it is not the world size.
   void add(const char* operation, const std::string& unit, int64_t numel, std::optional<double> divisor = {}) {
     fingerprint_.add(operation).add(unit).add(numel);
     if (divisor) fingerprint_.add(std::bit_cast<int64_t>(*divisor));
     add_entry({operation, &unit, numel, divisor.value_or(0)});
   }
-  // Of the whole model.
+  // An operation on the whole model.
   void add(const char* operation) { add(operation, model(), -1); }
-  // A forward through the wrapper whose backward will reduce. A rank that leaves out one backward would otherwise
-  // average its gradients with those of the others' step before, from then on.
+  // A forward whose backward will reduce. Without this entry, a rank that skips one backward would from then on average
+  // its gradients with those of the other ranks' previous step.
   void add_forward() {
     add_entry({"forward", &model(), -1});
     ++doubtful_.forwards;
   }
-  // One that threw: it may be one that the others have ended, or be called again on this rank alone.
+  // A forward that threw: the other ranks may have completed it, or only this rank may repeat it.
   void add_failed_forward() { ++doubtful_.failed_forwards; }
-  // Whether a gradient is there that backward adds to, of one parameter after the other. One of no elements need not be
-  // cleared where others clear theirs: who writes an optimizer may pass over what is empty.
+  // Whether the next parameter has a gradient that backward adds to. An empty gradient matches any other: an optimizer
+  // may skip empty parameters when it clears gradients.
   void add_kept(bool is_kept, bool is_empty) {
     doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
 
-  // What ranks that did the same may have other values of. The fingerprint, which is looked at first, takes what is
-  // unknown for kept.
+  // Entries that may differ between ranks that did the same work. The fingerprint counts kUnknown as kKept.
   struct Doubtful {
     int64_t forwards = 0, failed_forwards = 0;
     std::string kept;
@@ -52,7 +51,7 @@ class OrderLog {
     std::ranges::replace(kept, kUnknown, kKept);
     return Fingerprint(fingerprint_).add(doubtful_.forwards).add(kept).value();
   }
-  uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all the rest
+  uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all other entries
   std::vector<std::string> lines() const {
     std::vector<std::string> lines;
     if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
@@ -62,7 +61,7 @@ class OrderLog {
                       (entry.divisor == 0 ? "" : " divided by " + std::to_string(entry.divisor)));
     return lines;
   }
-  void clear() { *this = OrderLog(); }
+  void clear() { *this = CollectiveLog(); }
 
  private:
   struct Entry {

@@ -10,7 +10,7 @@ namespace tessera::internal {
 
 // While it lives, operations of the manager on its own tensors make no inference tensors and are not recorded, although
 // hooks and fallbacks may run under InferenceMode or in a recorded forward.
-struct Quiet {
+struct NoGradNoInferenceGuard {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
 };

@@ -1,4 +1,4 @@
-#include "core/gradients/pass_reports.h"
+#include "core/gradients/backward_consistency_check.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -18,7 +18,7 @@ constexpr const char* kSubject = "what was gathered and reduced since the last b
 
 }  // namespace
 
-PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhile) {
+PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool()>& meanwhile) {
   if (!first_.used.empty()) {
     require_first_use(own);
     meanwhile();
@@ -32,22 +32,22 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
     own = read(report);
   } else {
     const std::string subject = std::string(kSubject) + ", in this one or a few before";
-    if (must_know) {  // maybe not on all ranks
+    if (must_know) {  // on this rank
       report.require_alike(subject);
       own.used = read(report).used;
     } else {
-      late_reports_.add(std::move(report), [subject](ReducedReport& late) { late.require_alike(subject); });
+      late_reports_.add(std::move(report), [subject](ReducedReport& earlier) { earlier.require_alike(subject); });
     }
     late_reports_.look();
   }
-  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // not by torch::autograd::grad()
+  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // torch::autograd::grad() uses none
   if (options_.is_static && is_any_used) first_ = own;
   return own;
 }
 
-// After fingerprints that differ: returns where that is by what is in doubt alone. Collective.
-void PassReports::require_same_work(ReducedReport& report) const {
-  const OrderLog::Doubtful& own = log_.doubtful();
+// Called when fingerprints differ. Returns if only the doubtful entries differ in a way that is allowed. Collective.
+void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
+  const CollectiveLog::Doubtful& own = log_.doubtful();
   std::ostringstream text;
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;
@@ -65,19 +65,19 @@ void PassReports::require_same_work(ReducedReport& report) const {
   }
   if (!is_alike || most > least) {
     require_agreement(*mesh_.world, kSubject, log_.lines());
-    report.require_alike(kSubject);  // in what the log has not kept
+    report.require_alike(kSubject);  // in entries that the log has dropped
   }
   require_same_gradients(kept);
 }
 
-// What each rank kept, as the log has it, of one pass after the other.
-void PassReports::require_same_gradients(const std::vector<std::string>& of_ranks) const {
+// Compares each rank's kept gradients, pass by pass.
+void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::string>& of_ranks) const {
   for (size_t i = 0; i < of_ranks[0].size(); ++i) {
     const auto rank_with = [&](char kept) {
       return std::ranges::find_if(of_ranks, [&](const std::string& text) { return text[i] == kept; }) -
              of_ranks.begin();
     };
-    const auto with = rank_with(OrderLog::kKept), without = rank_with(OrderLog::kNotKept);
+    const auto with = rank_with(CollectiveLog::kKept), without = rank_with(CollectiveLog::kNotKept);
     if (std::max(with, without) == std::ssize(of_ranks)) continue;
     throw std::invalid_argument(c10::str("the ranks disagree about ", kSubject, ": parameter '",
                                          parameters_[i % parameters_.size()].fqn, "' has a gradient to add to on rank ",
@@ -86,26 +86,26 @@ void PassReports::require_same_gradients(const std::vector<std::string>& of_rank
   }
 }
 
-// Of each number the ranks learn the largest: whether a parameter was used, whether a bucket had late gradients, and,
-// where it may not be, who has not used a parameter: 0, or more the lower the rank.
-std::vector<int64_t> PassReports::encoded(const PassUse& own) const {
+// Numbers of which the ranks exchange the largest: whether a parameter was used, whether a bucket had recomputed
+// gradients and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
+std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
-  numbers.insert(numbers.end(), own.late.begin(), own.late.end());
+  numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());
   if (options_.refuse_uneven_use)
     for (const bool used : own.used) numbers.push_back(used ? 0 : mesh_.world->size() - mesh_.world->rank());
   return numbers;
 }
 
-PassUse PassReports::read(ReducedReport& report) const {
+PassUse BackwardConsistencyCheck::read(ReducedReport& report) const {
   const int64_t* used = report.largest();
-  const int64_t* late = used + parameters_.size();
-  const int64_t* missing_by = late + buckets_.size();
-  PassUse use{std::vector<bool>(used, late), std::vector<bool>(late, missing_by)};
+  const int64_t* recomputed = used + parameters_.size();
+  const int64_t* missing_by = recomputed + buckets_.size();
+  PassUse use{std::vector<bool>(used, recomputed), std::vector<bool>(recomputed, missing_by)};
   if (options_.refuse_uneven_use) check_even_use(missing_by, use);
   return use;
 }
 
-void PassReports::check_even_use(const int64_t* missing_by, const PassUse& use) const {
+void BackwardConsistencyCheck::check_even_use(const int64_t* missing_by, const PassUse& use) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
     for (const size_t i : buckets_[bucket].members)
       if (use.used[i] && missing_by[i] > 0)
@@ -114,10 +114,10 @@ void PassReports::check_even_use(const int64_t* missing_by, const PassUse& use) 
                                     ", but had one on others (refuse_uneven_use)");
 }
 
-// With a static graph each rank looks for itself.
-void PassReports::require_first_use(const PassUse& own) const {
+// With a static graph each rank checks its own use.
+void BackwardConsistencyCheck::require_first_use(const PassUse& own) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    if (own.late[bucket] && !first_.late[bucket])
+    if (own.recomputed[bucket] && !first_.recomputed[bucket])
       throw std::logic_error(buckets_[bucket].name + " on rank " + std::to_string(mesh_.world->rank()) +
                              " came in several parts, but in one on every rank in the first backward, and a static "
                              "graph promises that every iteration is the same");
