@@ -21,8 +21,7 @@ struct GlooOptions {
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's
 // memory. `store` is where the ranks find each other: the same one on all ranks, used by this group
 // alone (wrap it in a PrefixStore otherwise), shared by the group for its lifetime. Collective; throws
-// CommError if the ranks do not meet in time. If the process leaves SIGPIPE at its default, which is to die, it is
-// ignored from now on: a peer that dies is to be an error, and gloo does not guard its writes.
+// CommError if the ranks do not meet in time.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 

@@ -34,6 +34,7 @@
 #include "core/comm/descriptors.h"
 #include "core/launch/rendezvous.h"
 #include "core/memory/container_limits.h"
+#include "core/runtime/sigpipe_block.h"
 
 extern char** environ;
 
@@ -149,6 +150,7 @@ c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   options.isServer = true;
   options.waitWorkers = false;
   options.masterListenFd = socket.release();
+  const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 

@@ -12,6 +12,7 @@
 #include "core/comm/descriptors.h"
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/runtime/in_time.h"
+#include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
@@ -50,7 +51,6 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
                               ") could not join the group within ", static_cast<double>(options.timeout.count()) * 1e-3,
                               " s: ", cause));
   };
-  ignore_broken_pipes();
   try {
     if (auto made = in_time(options.timeout + kAnswerGrace, [=] { return connect(store, rank, size, options); }))
       return std::move(*made);
@@ -218,6 +218,7 @@ c10::intrusive_ptr<c10d::Work> GlooCommunicator::post(const at::Tensor& tensor, 
   std::vector<at::Tensor> tensors{tensor};
   const auto group = connections();
   std::lock_guard lock(posting_);
+  const SigpipeBlock no_sigpipe;
   return is_send ? group->send(tensors, peer, tag) : group->recv(tensors, peer, tag);
 }
 
@@ -272,6 +273,7 @@ std::string GlooCommunicator::closed_connection() {
   if (!group || peer < 0) return "";
   std::vector<at::Tensor> nothing{at::empty({1}, at::TensorOptions(at::kCPU).dtype(at::kByte))};
   std::lock_guard lock(posting_);
+  const SigpipeBlock no_sigpipe;
   try {
     group->recv(nothing, peer, kNoStep << 15 | connection_bit(rank(), peer, is_send));
     return "";

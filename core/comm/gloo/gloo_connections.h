@@ -17,12 +17,9 @@ constexpr int kConnectionsOfPair = 2;
 // Which of them takes a message, as the last bit of its tag.
 inline int connection_bit(int rank, int peer, bool is_send) { return is_send == (rank < peer) ? 1 : 0; }
 
-// c10d's group over gloo with so many connections of each pair of ranks, all served by one thread. Collective.
+// c10d's group over gloo with so many connections of each pair of ranks, all served by one thread. Its send() and
+// recv() write to sockets and must be called under a SigpipeBlock. Collective.
 c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  const GlooOptions& options, int connections);
-
-// gloo writes to its sockets without MSG_NOSIGNAL, so a peer that dies would end this process by
-// SIGPIPE instead of an error. (Python ignores the signal, so torch's users never see it.)
-void ignore_broken_pipes();
 
 }  // namespace tessera::internal
