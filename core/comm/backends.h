@@ -11,11 +11,15 @@
 
 namespace tessera::internal {
 
+// The last three are for init() and run_ranks(): without them a group changes nothing process-wide.
 struct GlooOptions {
   std::string address;  // or host name, of this rank's own network interface
   std::chrono::milliseconds timeout;
   bool peer_memory = true;    // InitOptions::peer_memory
   bool serves_store = false;  // the store is in this process, and goes with it: it then waits for readers (StallWatch)
+  bool permits_tracing = false;               // ProcessSetup::permit_tracing
+  bool raises_descriptor_limit = false;       // ProcessSetup::raise_descriptor_limit
+  std::shared_ptr<const void> process_setup;  // held by the group and those split from it
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's
@@ -33,7 +37,8 @@ struct NcclOptions {
   bool registered_memory = false;  // see InitOptions
   // How often a rank tells that it lives; one that has not for ten times as long ends the waits of others.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
-  bool serves_store = false;  // as above
+  bool serves_store = false;                            // as above
+  std::shared_ptr<const void> process_setup = nullptr;  // as above
 };
 
 // The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws std::invalid_argument.

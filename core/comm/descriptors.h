@@ -5,13 +5,20 @@
 
 namespace tessera::internal {
 
-// Makes sure that this process may open so many descriptors (files, sockets) more, and raises its soft limit
-// (RLIMIT_NOFILE) as far as the hard one if it must. Throws CommError that says how many are needed and how many there
-// are: gloo would end the process in the middle of connecting. `for_what`: "the connections of 256 ranks".
-void require_descriptors(int64_t needed, const std::string& for_what);
+// Checks that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises the soft limit
+// (RLIMIT_NOFILE) as needed, at most to the hard one. Throws CommError with the needed and the available number: gloo
+// would end the process in the middle of connecting. `for_what`: "the connections of 256 ranks". Thread-safe.
+void require_descriptors(int64_t needed, const std::string& for_what, bool may_raise);
 
-// Opens /dev/null as those of stdin, stdout and stderr that are closed: a socket would get that number, and with it
-// what anybody prints.
+// Restores the soft limit from before require_descriptors() raised it, unless the program has set another one since.
+// Thread-safe.
+void restore_descriptor_limit();
+
+// Opens /dev/null as stdin, stdout and stderr if they are closed: a socket would get that number, and receive the
+// program's output.
 void open_standard_descriptors();
+
+// Closes the descriptors that open_standard_descriptors() opened, if they are still /dev/null.
+void close_standard_descriptors();
 
 }  // namespace tessera::internal

@@ -7,4 +7,7 @@ namespace tessera::internal {
 // (StallWatch::publish_failure_of_process()), and then does what it did before. Thread-safe.
 void tell_when_terminated();
 
+// Restores the handler from before, unless the program has set another one since: that one may call this one.
+void stop_telling_when_terminated();
+
 }  // namespace tessera::internal

@@ -32,6 +32,7 @@
 
 #include <tessera/launch.h>
 #include "core/comm/descriptors.h"
+#include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
 #include "core/memory/container_limits.h"
 #include "core/runtime/sigpipe_block.h"
@@ -411,8 +412,8 @@ int spawn_local(int world, int argc, char** argv) {
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
-  open_standard_descriptors();
-  require_descriptors(world, c10::str("the store of ", world, " ranks"));
+  const ProcessEffects effects({.cache_memory = false, .terminate_handler = false, .permit_tracing = false});
+  require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);
   ListeningSocket socket;
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // by its name, so that ps shows it
   std::vector<char*> arguments(argv, argv + argc);

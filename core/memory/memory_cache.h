@@ -50,8 +50,11 @@ class MemoryCache {
   // At least `bytes` bytes, not initialised, at the start of a page; null if the system has no more or
   // there are kMostBlocks.
   void* take(size_t bytes);
-  // False if that is not a block of this cache.
+  // Returns false if that is not a block of this cache.
   bool give(void* block);
+  // Whether freed blocks are kept for reuse, the default. False also releases the idle blocks and ends the cache's
+  // thread.
+  void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // of none
   // Gives what is idle back to the system: all, or what was freed by threads of this rank and of none. The bound starts
   // again from what is left.
@@ -88,8 +91,10 @@ class MemoryCache {
   void count_live(size_t bytes);
   int64_t look_at_limit();
   void start_watch();
+  void stop_watch();
   void* map_block(size_t bytes);
   void unmap_shared_rest();
+  bool unmap_freed(const Block& block);
   Block take_idle(std::map<Stamp, Block>::iterator idle);
   static void* remake_one_of(std::vector<Block>& unused, size_t bytes);
   static void unmap(const std::vector<Block>& blocks);
@@ -105,15 +110,25 @@ class MemoryCache {
   int64_t on_call_bytes_ = 0;         // idle, and the system's to take
   const std::optional<MemoryLimit> limit_;
   std::atomic<bool> is_tight_ = false;
-  std::shared_ptr<Watch> watch_;  // null: nobody looks
+  bool keeps_freed_ = true;
+  std::shared_ptr<Watch> watch_;  // null: no thread looks
   Stats stats_;
 };
 
 // This thread is one of several ranks of the process.
 void set_memory_rank_of_thread(int rank);
 
-// The allocator that cache_memory() puts in libtorch; it hands everything on to libtorch's own before that.
-// For allocators that stand before it, as PeakMemory's does.
+// Makes the cache libtorch's CPU allocator: new CPU tensors of 256 KiB or more use it. A no-op if
+// TESSERA_MEMORY_CACHE=0 is in the environment, if the program has set an allocator of its own (c10::SetCPUAllocator),
+// or in a build with AddressSanitizer, which must see each allocation. No other thread may create tensors meanwhile:
+// libtorch requires this. The fork handlers of the cache stay until the process ends.
+void start_caching_memory();
+// Restores libtorch's own allocator and frees idle blocks. Live tensors stay valid: the cache unmaps their blocks when
+// they are freed. The same precondition.
+void stop_caching_memory();
+
+// The cache's allocator. It uses libtorch's own while the cache is off. For allocators that wrap it, such as
+// PeakMemory's.
 c10::Allocator* memory_cache_allocator();
 
 }  // namespace tessera::internal

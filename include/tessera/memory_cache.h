@@ -14,14 +14,8 @@ struct MemoryCacheStats {
   int64_t reused = 0;           // how often one was used again, since the start
 };
 
-// From now on CPU tensors of 256 KiB or more, whatever makes them, have their memory from one
-// cache of the process; older ones keep theirs. What init() and run_ranks() do unless InitOptions::cache_memory
-// is false. Nothing happens if TESSERA_MEMORY_CACHE=0 is in the environment, if the program has set an allocator of
-// its own (c10::SetCPUAllocator), or in a build with AddressSanitizer, which has to see each tensor come and go.
-// To be called while no other thread makes tensors: so libtorch asks.
-void cache_memory();
-
-// Of the process's cache; zeros where there is none. Any thread.
+// Statistics of the cache of CPU memory that ProcessSetup::cache_memory starts (<tessera/launch.h>); zeros if it was
+// never started. Thread-safe.
 MemoryCacheStats memory_cache_stats();
 
 // Gives back to the system what was freed: the cache's idle blocks and what malloc keeps. For when what

@@ -30,10 +30,11 @@ constexpr int kNoStep = 3;
 // With the other ranks.
 GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GlooOptions& options) {
   GlooTransports made;
-  made.memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
+  made.memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory, options.permits_tracing);
   // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
   if (!made.memory || !made.memory->reaches_all()) {
-    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
+    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"),
+                        options.raises_descriptor_limit);
     made.group = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
   }
   // A rank that has nothing to exchange must not leave while others are still connecting. By the store:

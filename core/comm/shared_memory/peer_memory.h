@@ -27,8 +27,8 @@ namespace tessera::internal {
 // host.)
 //
 // Linux alone has the calls; a kernel or a container may forbid them. connect() tries them and leaves out what does not
-// work. Under Yama's ptrace_scope 1 it lets processes that descend from the ranks' nearest common ancestor, the
-// launcher, attach to this one for as long as the group lives (tracer_permission.h).
+// work. Under Yama's ptrace_scope 1, if permitted, it lets processes that descend from the ranks' nearest common
+// ancestor, the launcher, attach to this one for as long as the group lives (tracer_permission.h).
 class PeerMemory {
  public:
   // A message that this rank announced; without a slot it is over.
@@ -52,9 +52,10 @@ class PeerMemory {
   };
 
   // Finds out through the store which ranks share a host and whether they reach each other's memory; all or none of a
-  // host's ranks do. Null if nobody is reached. Collective; `is_wanted` may differ.
+  // host's ranks do. Null if no other rank is reached. `permits_tracing`: gives the host's ranks a TracerPermission.
+  // Collective; `is_wanted` and `permits_tracing` may differ.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
-                                             bool is_wanted);
+                                             bool is_wanted, bool permits_tracing = false);
   ~PeerMemory();
 
   // How often a rank that waits asks whether its peers still live.
