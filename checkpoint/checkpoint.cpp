@@ -21,7 +21,7 @@
 #include "checkpoint/save/save_job.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera {
 using namespace internal;
@@ -76,7 +76,7 @@ void check_state_value(const std::string& name, const StateValue& value, const s
 }
 
 SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
-  const Quiet quiet;
+  const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
   SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null

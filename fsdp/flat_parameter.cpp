@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/layout/tensor_signature.h"
 #include "core/memory/memory_kind_scope.h"
 
 namespace tessera::internal {
@@ -44,10 +44,9 @@ FlatParameter::FlatParameter(std::string name, std::vector<PlannedParameter> par
                                  FlatLayout::alignment_numel(std::min(bytes(1, dtype_), bytes(1, gather_dtype_))))),
       rank_(comm.rank()),
       is_on_host_(options.shard_memory != nullptr),
-      encoded_bytes_(options.wire == WireFormat::kInt8Blocks && at::isFloatingType(dtype_) &&
-                             !parameters_[0].full_precision && comm.size() > 1
-                         ? Int8Blocks().encoded_bytes(layout_.shard_numel())
-                         : 0) {
+      codec_(make_wire_codec(parameters_[0].full_precision || comm.size() == 1 ? WireFormat::kDtype : options.wire,
+                             dtype_)),
+      encoded_bytes_(codec_->is_identity() ? 0 : codec_->encoded_bytes(layout_.shard_numel())) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync_module_states, options);
   for (PlannedParameter& parameter : parameters_) parameter.values.reset();
@@ -92,7 +91,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   if (is_paged(shard_)) return page_of(shard_)->tell_of_writes(*chosen.pager, chosen.page_id);
   shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name_, shard_.device());
   shard_page_->set_writable(true);
-  shard_page_->give_away(shard_);
+  shard_page_->attach_permanently(shard_);
   shard_ = shard_page_->view(dtype_, {layout_.shard_numel()}, {1}, 0);
 }
 
@@ -126,7 +125,6 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
                        : at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
   };
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout_.shard_numel(), dtype_, std::move(memory));
-  own_uses_of_shard_ = shard_.storage().use_count() - parameter_shards_.size();
 }
 
 std::string FlatParameter::shard_label(size_t parameter) const {
@@ -144,21 +142,6 @@ bool FlatParameter::is_shard_home(size_t parameter) const {
   const auto index = static_cast<int64_t>(parameter);
   return shard_page().holds(own) &&
          is_view_at(own, {layout_.owned(index, rank_).numel()}, {1}, layout_.offset_in_shard(index, rank_));
-}
-
-void FlatParameter::bring_shard_home(size_t parameter) {
-  at::NoGradGuard no_grad;
-  at::Tensor& own = parameter_shards_[parameter];
-  const at::Tensor given = own.detach();
-  own.set_data(part_of(shard_, parameter));
-  mark_as_shard(own, shard_label(parameter), low_precision_part(parameter));
-  own.copy_(given);  // last: who hears of the write may look again
-}
-
-bool FlatParameter::is_shard_shared() const {
-  const auto own =
-      std::ranges::count_if(parameter_shards_, [&](const at::Tensor& shard) { return shard_page().holds(shard); });
-  return shard_.storage().use_count() > own_uses_of_shard_ + static_cast<size_t>(own);
 }
 
 const at::Tensor& FlatParameter::link_source() {
@@ -182,14 +165,14 @@ Pending FlatParameter::gather(const at::Tensor& full, Communicator& comm) const 
 
 Pending FlatParameter::gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
   const at::Tensor own = wire.narrow(0, rank_ * encoded_bytes_, encoded_bytes_);
-  Int8Blocks().encode(shard, own);
+  codec_->encode(shard, own);
   return comm.all_gather(wire, own, {}, name_);
 }
 
 void FlatParameter::decode(const at::Tensor& wire, const at::Tensor& full) const {
   for (int rank = 0; rank * encoded_bytes_ < wire.numel(); ++rank)
-    Int8Blocks().decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
-                        full.narrow(0, layout_.shard(rank).begin, layout_.shard_numel()));
+    codec_->decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
+                   full.narrow(0, layout_.shard(rank).begin, layout_.shard_numel()));
 }
 
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit) {

@@ -75,25 +75,22 @@ class FlatParameter {
   void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
   // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether it still is that view; else it is made one again, of the values that it was given meanwhile (set_data()).
+  // Whether it still is that view: set_data() gives it another.
   bool is_shard_home(size_t parameter) const;
-  void bring_shard_home(size_t parameter);
-  // Whether a tensor that the user has kept, none of parameter_shards(), is a view of shard() (a detach(), say).
-  bool is_shard_shared() const;
 
   // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
-    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
+    return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
 
   // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in
   // host memory is copied to the device first.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
 
-  // Bytes that this rank sends to each other one in place of its shard: with kInt8Blocks, else 0.
+  // The encoded bytes of a shard; 0 if shards are sent as they are.
   int64_t encoded_bytes() const { return encoded_bytes_; }
-  // The same with `shard`, of any dtype on the device, in blocks. `wire`, [size() * encoded_bytes()] uint8, is decoded
-  // into `full` after the exchange: this rank's own part too, so that all ranks have the same.
+  // Starts gathering encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of any
+  // dtype. After the exchange decode() must be called, which decodes this rank's shard too: all ranks get equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
   void decode(const at::Tensor& wire, const at::Tensor& full) const;
 
@@ -131,11 +128,11 @@ class FlatParameter {
   const FlatLayout layout_;
   const int rank_;
   const bool is_on_host_;
+  const std::shared_ptr<const WireCodec> codec_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory that is cast for use
   std::vector<at::Tensor> parameter_shards_;
-  size_t own_uses_of_shard_ = 0;      // of its storage, beside parameter_shards_
   std::unique_ptr<Page> shard_page_;  // that counts writes to the shard; null on a disk, which has pages of its own
   std::unique_ptr<GradientBuffer> gradient_;
 };

@@ -14,7 +14,7 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   };
   // Before anything that ranks have exchanged is shown.
   auto settle = [&] {
-    if (keep) model.mesh().world->settle("full_state_dict");
+    if (keep) model.mesh().world->throw_if_aborted("full_state_dict");
   };
   for (auto& unit : model.units()) {
     for (auto& paged : unit->flat_parameters()) {

@@ -12,7 +12,7 @@ FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_pt
                                        const FsdpOptions& options)
     : scheduler_(Scheduler::wrap(module, std::move(comm), options)) {}
 
-Scope FullyShardedModule::begin_forward() { return scheduler_->begin_forward(); }
+ScopeExit FullyShardedModule::begin_forward() { return scheduler_->begin_forward(); }
 
 void FullyShardedModule::end_forward() { scheduler_->end_forward(); }
 
@@ -35,9 +35,9 @@ GradNorm FullyShardedModule::clip_grad_norm_on_device_(double max_norm, double n
   return scheduler_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
-Scope FullyShardedModule::on_gradients(Arrived arrived, Failed failed) {
+ScopeExit FullyShardedModule::on_gradients(Arrived arrived, Failed failed) {
   scheduler_->observe_gradients(std::move(arrived), std::move(failed));
-  return Scope([scheduler = scheduler_] { scheduler->observe_gradients(nullptr, nullptr); });
+  return ScopeExit([scheduler = scheduler_] { scheduler->observe_gradients(nullptr, nullptr); });
 }
 
 std::vector<at::Tensor> FullyShardedModule::parameters_with_gradients() const {
@@ -46,16 +46,16 @@ std::vector<at::Tensor> FullyShardedModule::parameters_with_gradients() const {
   return parameters;
 }
 
-Scope FullyShardedModule::refuse_use(std::string reason) {
+ScopeExit FullyShardedModule::refuse_use(std::string reason) {
   scheduler_->refuse_use(std::move(reason));
-  return Scope([scheduler = scheduler_] { scheduler->refuse_use({}); });
+  return ScopeExit([scheduler = scheduler_] { scheduler->refuse_use({}); });
 }
 
 BackwardPass& FullyShardedModule::backward_pass() const { return *scheduler_; }
 
-Scope FullyShardedModule::summon_full_params(SummonOptions options) {
+ScopeExit FullyShardedModule::summon_full_params(SummonOptions options) {
   scheduler_->summon(options);
-  return Scope([scheduler = scheduler_, writeback = options.writeback] { scheduler->dismiss(writeback); });
+  return ScopeExit([scheduler = scheduler_, writeback = options.writeback] { scheduler->dismiss(writeback); });
 }
 
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(StateDictOptions options) {

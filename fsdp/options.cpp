@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include <tessera/options/fsdp_options.h>
 
 namespace tessera {
 using namespace internal;
@@ -76,6 +75,7 @@ std::string describe(const FsdpOptions& options) {
        << " buffer_dtype=" << name_of(options.mixed_precision.buffer_dtype)
        << " wire=" << static_cast<int>(options.wire.parameters) << static_cast<int>(options.wire.gradients)
        << " refuse_uneven_use=" << options.refuse_uneven_use << " check_finite=" << options.check_finite
+       << " zero_copy_bytes=" << options.zero_copy_bytes
        << " offload.params=" << options.offload.params << " offload.grads=" << options.offload.grads
        << " offload.disk=" << !options.offload.directory.empty();
   return text.str();

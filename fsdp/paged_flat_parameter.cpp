@@ -6,25 +6,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/layout/tensor_signature.h"
 
 namespace tessera::internal {
-namespace {
-
-void require_unheld(const PagedFlatParameter& paged, size_t index, const std::string& unit, int rank) {
-  const auto& parameters = paged.flat.parameters();
-  const Page& page = paged.page_in_use();
-  const auto own = std::ranges::count_if(
-      parameters, [&](const PlannedParameter& parameter) { return page.holds(parameter.tensor); });
-  if (page.holders() == static_cast<size_t>(own) + 1) return;
-  throw std::logic_error("parameter '" + parameters[index].fqn + "' on rank " + std::to_string(rank) +
-                         " was given other data while another tensor still shares those of " + unit +
-                         " (a network that it was swapped with, a view or detach() that was kept), and would follow: "
-                         "copy values with copy_(), or let go of that tensor");
-}
-
-}  // namespace
 
 void PagedFlatParameter::point_parameters(const Page& to, at::ScalarType dtype) const {
   for (size_t i = 0; i < flat.parameters().size(); ++i) {
@@ -55,13 +40,12 @@ bool PagedFlatParameter::is_at_home(size_t index) const {
 bool PagedFlatParameter::can_take(size_t index) const {
   const at::Tensor& given = flat.parameters()[index].tensor;
   const auto& sizes = flat.geometry(index).sizes;
-  return page_of(given) == nullptr &&
-         (WrappedKind{flat.dtype(), sizes}.is_of(given) || WrappedKind{flat.gather_dtype(), sizes}.is_of(given));
+  return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||
+                                       TensorSignature{flat.gather_dtype(), sizes}.is_of(given));
 }
 
 // All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.
-void PagedFlatParameter::bring_home(size_t index, bool is_pinned, const std::string& unit, int rank) {
-  require_unheld(*this, index, unit, rank);
+void PagedFlatParameter::bring_home(size_t index, bool is_pinned, int rank) {
   at::NoGradGuard no_grad;
   const at::Tensor parameter = flat.parameters()[index].tensor;
   const int64_t offset = flat.layout().offset(static_cast<int64_t>(index));
@@ -81,28 +65,11 @@ void PagedFlatParameter::bring_home(size_t index, bool is_pinned, const std::str
       in_use.view(is_pinned ? flat.dtype() : flat.gather_dtype(), geometry.sizes, geometry.strides, offset));
 }
 
-void PagedFlatParameter::bring_shard_home(size_t index, bool is_pinned, bool may_change, const std::string& unit,
-                                          int rank) {
+void PagedFlatParameter::require_shard_at_home(size_t index, int rank) const {
   if (flat.is_shard_home(index)) return;
-  const at::Tensor& given = flat.parameter_shards()[index];
-  const std::string label = "parameter '" + flat.parameters()[index].fqn + "' on rank " + std::to_string(rank);
-  if (flat.shard_page().holds(given))
-    throw std::logic_error(
-        label + " was given the data of another parameter of " + unit +
-        ", or another shape (by set_data(), a swap, on fsdp.parameters()): copy values with copy_()");
-  const int64_t numel = flat.layout().owned(static_cast<int64_t>(index), rank).numel();
-  const bool fits = WrappedKind{flat.dtype(), {numel}, flat.shard().device()}.is_of(given);
-  if (!fits || !may_change || is_pinned)
-    throw std::logic_error(label + " was replaced after wrapping (by set_data() on fsdp.parameters())" +
-                           (!fits       ? ", by what is no shard of it"
-                            : is_pinned ? " inside summon_full_params()"
-                                        : " between a forward and its backward") +
-                           ": change values between steps");
-  if (flat.is_shard_shared())
-    throw std::logic_error(label + " was given other data while another tensor still shares those of " + unit +
-                           " (one that it was swapped with, a view or detach() that was kept), and would follow: copy "
-                           "values with copy_(), or let go of that tensor");
-  flat.bring_shard_home(index);
+  throw std::logic_error(
+      "parameter '" + flat.parameters()[index].fqn + "' on rank " + std::to_string(rank) +
+      " was replaced after wrapping (by set_data() on fsdp.parameters()): change values with copy_()");
 }
 
 }  // namespace tessera::internal

@@ -35,8 +35,8 @@ struct PagedFlatParameter {
 
   // What the module's parameters are views of now.
   Page& page_in_use() const {
-    if (host_page && host_page->is_lent()) return *host_page;
-    return exact_page && exact_page->is_lent() ? *exact_page : *page;
+    if (host_page && host_page->is_attached()) return *host_page;
+    return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
   // Makes them views of another one. The module's members, ties and requires_grad stay.
   void point_parameters(const Page& to, at::ScalarType dtype) const;
@@ -47,13 +47,11 @@ struct PagedFlatParameter {
   bool is_at_home(size_t parameter) const;
   // Whether the data that it was given instead can be its values.
   bool can_take(size_t parameter) const;
-  // They become its values, this rank's part of them, or those of the page in use while the unit `is_pinned`; and it
-  // the view that it was. Throws std::logic_error where somebody else still shares the data that it had, and would see
-  // the new ones, too: a target network that swapped with it, a view. `unit` is for errors.
-  void bring_home(size_t parameter, bool is_pinned, const std::string& unit, int rank);
-  // The same for a parameter's shard, in which users and optimizers have it, outside of summon_full_params(): whether
-  // or not it is the view that it was made. `may_change`: no backward is to come of a forward.
-  void bring_shard_home(size_t parameter, bool is_pinned, bool may_change, const std::string& unit, int rank);
+  // Copies that data into the shard (this rank's part), or into the page in use while the unit `is_pinned`, and makes
+  // the parameter the view that it was.
+  void bring_home(size_t parameter, bool is_pinned, int rank);
+  // Throws std::logic_error if the parameter's shard, which users and optimizers hold, is not the view that it was made.
+  void require_shard_at_home(size_t parameter, int rank) const;
 };
 
 }  // namespace tessera::internal

@@ -8,7 +8,7 @@
 
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 
@@ -29,16 +29,14 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {
-  writes_.assign(model_.units().size(), Writes{.is_open = true});
-}
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
 void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   resident_.computing_ends();
   const std::vector<Unit*> needed = model_.units_of(pages);
   if (summoned_elsewhere_)
@@ -48,20 +46,19 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
-    for (Unit* unit : needed) gradients_.require_unchanged(*unit);
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
     // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
     for (Unit* unit : needed) {
       inspect(*unit);
-      gradients_.begin_use(*unit);
+      gradients_.show_version(*unit);
     }
   }
   if (mode == Page::GradMode::kRecording)
-    for (Unit* unit : needed) gradients_.expect(*unit, backward);
+    for (Unit* unit : needed) gradients_.expect(*unit);
   resident_.use(needed, mode, backward);
-  for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
+  for (const Page* page : pages) model_.units()[page->id()]->require_attached(*page, model_.rank_text());
 }
 
 // Before the whole module is looked at, for a forward or for who reads its values.
@@ -85,7 +82,7 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + gradients_.binding().label(parameter) +
                            ": gradients of sharded parameters cannot be differentiated again");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
@@ -96,33 +93,32 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   return {};                                              // nothing is left for the module's own parameter
 }
 
-Scope Scheduler::begin_forward() {
+ScopeExit Scheduler::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
+  if (inside_backward()) return ScopeExit(nullptr);  // a checkpointed part is computed again
   require_use("forward()");
   if (summoned_to_host_)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   inspect_all();
   gradients_.begin_forward();
   resident_.begin_forward();
-  if (!trains) return Scope(nullptr);
-  return Scope([this, exceptions = std::uncaught_exceptions()] {
+  if (!trains) return ScopeExit(nullptr);
+  return ScopeExit([this, exceptions = std::uncaught_exceptions()] {
     std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }
 
 void Scheduler::end_forward() {
-  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->settle("forward()");
+  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->throw_if_aborted("forward()");
 }
 
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
-  std::fill(writes_.begin(), writes_.end(), Writes{});
   resident_.begin_backward();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/false);
   gradients_.begin();
@@ -132,8 +128,7 @@ void Scheduler::end() {
   resident_.computing_ends();
   resident_.expect_forward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
-  release_all();
-  std::fill(writes_.begin(), writes_.end(), Writes{.is_open = true});
+  resident_.release_all();
   // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
@@ -143,12 +138,7 @@ void Scheduler::abandon() {
   resident_.expect_forward(/*accumulates=*/false);
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");
-  release_all();
-}
-
-void Scheduler::release_all() {
   resident_.release_all();
-  gradients_.forget_versions();
 }
 
 // ---- scopes -------------------------------------------------------------------------------------
@@ -201,7 +191,7 @@ void Scheduler::summon(const SummonOptions& options) {
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
   Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   inspect_all();
   resident_.release_all();
@@ -209,7 +199,7 @@ void Scheduler::summon(const SummonOptions& options) {
   try {
     for (Unit* unit : chosen)
       summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
-    world.settle("summon_full_params");
+    world.throw_if_aborted("summon_full_params");
   } catch (...) {
     dismiss(/*writeback=*/false);  // nobody is to see these values
     throw;
@@ -220,7 +210,7 @@ void Scheduler::summon(const SummonOptions& options) {
 
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units())
     if (unit->is_pinned()) unit->unpin(writeback);
   summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
@@ -231,15 +221,17 @@ void Scheduler::dismiss(bool writeback) {
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return;  // what the pass computes with
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
-  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
 
 const std::vector<NamedShard>& Scheduler::named_shards() {
   std::lock_guard lock(mutex_);
-  if (!inside_backward() && !is_running()) gradients_.follow_freezing();
+  if (inside_backward() || is_running()) return model_.named_shards();
+  NoGradNoInferenceGuard quiet;
+  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
+  gradients_.follow_freezing();
   return model_.named_shards();
 }
 
@@ -252,46 +244,17 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
-void Scheduler::before_write(int index, int64_t storage_offset) {
+void Scheduler::before_write(int index) {
   std::lock_guard lock(mutex_);
-  if (writes_.empty()) return;
-  Unit& unit = *model_.units()[index];
-  unit.wait_for_reads();
-  // A step, say, which begins where the one before began. What has replaced a parameter's values until now came before.
-  Writes& writes = writes_[static_cast<size_t>(index)];
-  const bool begins = storage_offset == writes.first.value_or(storage_offset) || unit.holders() != writes.holders;
-  if (!writes.is_open || !begins) return;
-  Quiet quiet;
-  gradients_.require_none_by_hand(unit);
-  bring_home(unit, writes);
-  writes.first = storage_offset;
-}
-
-// An optimizer's weight decay, say, or an average: of what has replaced a parameter's values until now. Another thread
-// that is in here has looked.
-void Scheduler::before_read(int index) {
-  if (inside_backward()) return;
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || is_running() || writes_.empty()) return;
-  Unit& unit = *model_.units()[index];
-  Writes& writes = writes_[static_cast<size_t>(index)];
-  if (!writes.is_open || unit.is_pinned() || unit.holders() == writes.holders) return;
-  bring_home(unit, writes);
-}
-
-void Scheduler::bring_home(Unit& unit, Writes& writes) {
-  writes.is_open = false;  // bringing home reads and writes, too
-  Quiet quiet;
-  unit.bring_home(/*may_change=*/true);
-  writes.is_open = true;
-  writes.holders = unit.holders();
+  const auto& units = model_.units();
+  if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
 }
 
 // ---- what users ask for -------------------------------------------------------------------------
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   return clip_shards_by_norm(gradients_.ready(), max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard);
 }
 
@@ -299,9 +262,8 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
   require_use("full_state_dict");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
-  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);
 }

@@ -32,19 +32,18 @@ class Scheduler : public Pager, public BackwardPass {
 
   void use(const std::vector<Page*>& pages) override;
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
-  void before_write(int index, int64_t storage_offset) override;
-  void before_read(int index) override;
+  void before_write(int index) override;
   void set_divisor(double divisor) override;
 
-  Scope begin_forward();  // ends where forward does, within this object's life
-  void end_forward();     // of one that returns
+  ScopeExit begin_forward();  // ends where forward does, within this object's life
+  void end_forward();         // of one that returns
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
   // The shards become what the module's parameters show, for who reads them. Not collective.
   void show_in_shards();
-  // The same of which parameters train, for who is given the shards; what a backward that goes on has seen stays.
+  // The same, and of which parameters train, for who is given the shards; a backward that goes on sees no change.
   const std::vector<NamedShard>& named_shards();
   // Whether parameters are in their own dtype now, whatever mixed precision computes in: all units are pinned.
   bool shows_exact_values() const;
@@ -70,18 +69,9 @@ class Scheduler : public Pager, public BackwardPass {
   void begin_look();
   void inspect(Unit& unit);
   void inspect_all();
-  void release_all();
   void require_outside_backward(const char* call) const;
   void require_use(const std::string& use) const;
 
-  // By unit: the writes to its shards since the last backward.
-  struct Writes {
-    bool is_open = false;            // whether the next one may be a step's first
-    std::optional<int64_t> first{};  // where a step began
-    size_t holders = 0;              // Unit::holders() at the last look
-  };
-  void bring_home(Unit& unit, Writes& writes);
-  std::vector<Writes> writes_;  // empty until the model below is made, which reads and writes shards itself
   ShardedModel model_;
   ShardedGradients gradients_;
   ResidentUnits resident_;

@@ -10,8 +10,7 @@
 #include "core/memory/memory_cache.h"
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
-#include "core/runtime/quiet.h"
-#include "fsdp/former_memory.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 namespace {
@@ -53,7 +52,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
       secondary_(mesh_.world->device(), MemoryKind::kSecondary),
       offload_(options.offload, *mesh_.world) {
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
   auto plan = plan_units(module, options_.auto_wrap,
@@ -65,13 +64,11 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   ignored_parameters_ = parameters_beside(planned, *module_);
   require_apart(ignored_parameters_, "parameter of an ignored module", planned, "FullyShardedDataParallel",
                 mesh_.world->rank());
-  const FormerMemory former_memory(planned);
   planned.clear();
   check_agreement(plan);
   warn_if_short_of_memory(plan);
   warn_of_idle_policies(plan);
   make_units(plan, pager);
-  former_memory.refuse_use("FullyShardedDataParallel", mesh_.world->rank());
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
   name_shards();

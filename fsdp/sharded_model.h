@@ -12,7 +12,7 @@
 #include <tessera/model/data_parallel.h>
 #include <tessera/model/model_shards.h>
 #include <tessera/options/fsdp_options.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/layout/mesh.h"
 #include "core/memory/counted_buffers.h"
 #include "fsdp/offloaded_memory.h"
@@ -34,7 +34,7 @@ class ShardedModel {
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // empty: all
   std::vector<Unit*> units_of(const std::vector<Page*>& pages) const;           // each once
-  OrderLog& log() { return log_; }
+  CollectiveLog& log() { return log_; }
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
@@ -72,7 +72,7 @@ class ShardedModel {
   CountedBuffers gathered_;
   CountedBuffers secondary_;
   OffloadedMemory offload_;
-  OrderLog log_;
+  CollectiveLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<NamedShard> named_shards_;
   struct InLayout {

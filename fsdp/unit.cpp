@@ -22,7 +22,8 @@ std::string traits_of(const PlannedParameter& parameter) {
 }  // namespace
 
 Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
-           CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source, SecondaryCopy secondary)
+           CountedBuffers& buffers, CollectiveLog& log, bool sync_module_states, ShardSource source,
+           SecondaryCopy secondary)
     : index_(index),
       name_(label_of(plan)),
       plan_name_(plan.name),
@@ -52,7 +53,7 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatPar
                            [](const auto& paged) { return paged->flat.is_cast(); });
   for (auto& paged : flat_parameters_) {
     if (is_whole_) {
-      paged->page->lend(paged->flat.shard());
+      paged->page->attach(paged->flat.shard());
     } else {
       paged->page->watch_writes(paged->flat.shard_page());
     }
@@ -62,9 +63,9 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatPar
 
 Unit::~Unit() {
   for (auto& paged : flat_parameters_) {
-    paged->page->detach();
+    paged->page->detach_pager();
     for (const auto& page : {paged->exact_page.get(), paged->host_page.get()})
-      if (page != nullptr) page->detach();
+      if (page != nullptr) page->detach_pager();
   }
 }
 
@@ -150,9 +151,8 @@ void Unit::start_gather() {
 // Else the peers that are not here yet would copy what they need no sooner, and the buffer is one too many meanwhile.
 bool Unit::may_gather_ahead() const {
   const Communicator& comm = has_secondary() ? *secondary_.comm : comm_;
-  return std::ranges::none_of(flat_parameters_, [&](const auto& paged) {
-    return comm.moves_only_when_awaited(paged->flat.layout().full_numel());
-  });
+  return std::ranges::none_of(flat_parameters_,
+                              [&](const auto& paged) { return comm.is_lazy(paged->flat.layout().full_numel()); });
 }
 
 void Unit::finish_gather() {
@@ -161,7 +161,7 @@ void Unit::finish_gather() {
     flat_parameters_[i]->gathering.wait();
     if (flat_parameters_[i]->wire.defined())
       flat_parameters_[i]->flat.decode(std::exchange(flat_parameters_[i]->wire, {}), buffers_[i]);
-    flat_parameters_[i]->page->lend(buffers_[i]);
+    flat_parameters_[i]->page->attach(buffers_[i]);
   }
   uses_.begin(comm_.device());
   return_staging();
@@ -182,7 +182,7 @@ void Unit::release() {
   }
   return_staging();
   for (auto& paged : flat_parameters_)
-    if (paged->page->is_lent()) paged->page->take_back();
+    if (paged->page->is_attached()) paged->page->detach_pager();
   buffers_.clear();
   state_ = State::kSharded;
 }
@@ -242,7 +242,7 @@ bool Unit::is_stale() const {
 void Unit::set_current(Page::GradMode use) {
   for (auto& paged : flat_parameters_) {
     for (const auto& page : {paged->page.get(), paged->exact_page.get(), paged->host_page.get()})
-      if (page != nullptr && page->is_lent()) page->set_current(use);
+      if (page != nullptr && page->is_attached()) page->set_current(use);
   }
 }
 
@@ -267,14 +267,14 @@ void Unit::pin(bool writeback, bool on_host) {
     if (on_host) {
       if (!paged->host_page) paged->host_page = std::make_unique<Page>(paged->page->pager(), index_, name_, at::kCPU);
       paged->page->accept_writes();
-      paged->host_page->lend(full[i]);
+      paged->host_page->attach(full[i]);
       paged->point_parameters(*paged->host_page, paged->flat.dtype());
       paged->flat.set_shard_writable(false);
     } else if (!is_whole_) {
       Page& page = paged->exact_page ? *paged->exact_page : *paged->page;
       paged->page->accept_writes();
       buffers_.push_back(full[i]);
-      page.lend(buffers_.back());
+      page.attach(buffers_.back());
       if (paged->exact_page) paged->point_parameters(page, paged->flat.dtype());
       paged->flat.set_shard_writable(false);
     } else if (!writeback) {
@@ -309,7 +309,7 @@ void Unit::unpin(bool writeback) {
     const bool is_written = page.writes() != paged.writes_before;
     if (writeback && is_apart) copy_own_part(paged, is_written ? paged.flat.shard() : paged.flat.shard().data());
     if (&page == paged.page.get()) continue;
-    page.take_back();
+    page.detach();
     paged.point_parameters(*paged.page, paged.flat.gather_dtype());
   }
   saved_.clear();
@@ -326,7 +326,7 @@ void Unit::write_back() {
   bring_home(/*may_change=*/true);
   for (auto& paged : flat_parameters_) {
     for (size_t i = 0; i < paged->flat.parameters().size(); ++i)  // which throws
-      paged->bring_shard_home(i, is_pinned_, /*may_change=*/true, name_, comm_.rank());
+      paged->require_shard_at_home(i, comm_.rank());
     const Page& page = paged->page_in_use();
     if (loses_writes_) {
       if (page.writes() == paged->writes_before) continue;
@@ -363,8 +363,8 @@ void Unit::require_write(const Page& page, const at::Tensor& view, const std::st
                          "fsdp.parameters(), of which optimizers are made after wrapping");
 }
 
-void Unit::require_lent(const Page& page, const std::string& rank) const {
-  if (page.is_lent()) return;
+void Unit::require_attached(const Page& page, const std::string& rank) const {
+  if (page.is_attached()) return;
   throw std::logic_error("a view of a parameter of " + name_ + " is used on rank " + rank +
                          (is_pinned_ ? " inside summon_full_params() that was made before it (in a graph that goes "
                                        "backward only now, say)"
@@ -373,16 +373,10 @@ void Unit::require_lent(const Page& page, const std::string& rank) const {
                          "is used");
 }
 
-size_t Unit::holders() const {
-  size_t count = 0;
-  for (const auto& paged : flat_parameters_) count += paged->page_in_use().holders();
-  return count;
-}
-
 void Unit::bring_home(bool may_change) {
   for (auto& paged : flat_parameters_) {
     for (size_t i = 0; i < paged->flat.parameters().size(); ++i) {
-      if (!is_pinned_) paged->bring_shard_home(i, is_pinned_, may_change, name_, comm_.rank());
+      paged->require_shard_at_home(i, comm_.rank());
       if (paged->is_at_home(i)) continue;
       const PlannedParameter& parameter = paged->flat.parameters()[i];
       if (paged->page_in_use().holds(parameter.tensor))
@@ -395,7 +389,7 @@ void Unit::bring_home(bool may_change) {
                                " was replaced after wrapping (by module.to(), or set_data)" +
                                (fits ? " between a forward and its backward" : "") +
                                ": move and convert the module before it is wrapped, and change values between steps");
-      paged->bring_home(i, is_pinned_, name_, comm_.rank());
+      paged->bring_home(i, is_pinned_, comm_.rank());
     }
   }
 }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/memory/counted_buffers.h"
 #include "core/paging/residency.h"
 #include "core/runtime/copy_engine.h"
@@ -43,7 +43,7 @@ class Unit {
   // Takes the values of the planned parameters and turns the module's own into views of pages.
   // Collective if `sync_module_states`.
   Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
-       CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source = {},
+       CountedBuffers& buffers, CollectiveLog& log, bool sync_module_states, ShardSource source = {},
        SecondaryCopy secondary = {});
   ~Unit();
   Unit(const Unit&) = delete;
@@ -62,7 +62,7 @@ class Unit {
                      const std::string& rank) const;
   // Throws std::logic_error for a page of a resident unit that is not what its parameters are views of: someone has
   // kept a view from when it was. `rank` is for errors.
-  void require_lent(const Page& page, const std::string& rank) const;
+  void require_attached(const Page& page, const std::string& rank) const;
   int64_t full_bytes() const;
 
   void read_ahead();                // starts reading what lies on a disk; not collective
@@ -106,8 +106,6 @@ class Unit {
   // parameter, for what is not of its shape, or of another dtype (module.to()), or if `may_change` is false. The same
   // for the shards, in which users and optimizers have the parameters.
   void bring_home(bool may_change);
-  // How many tensors are views of what the module's parameters should be: one less where a parameter was replaced.
-  size_t holders() const;
 
  private:
   void return_staging();
@@ -128,7 +126,7 @@ class Unit {
   const std::string plan_name_;
   Communicator& comm_;
   CountedBuffers& memory_;
-  OrderLog& log_;
+  CollectiveLog& log_;
   const ShardSource source_;
   const SecondaryCopy secondary_;
   bool keeps_secondary_ = false;

@@ -135,13 +135,13 @@ void Ema::update() {
   updates_.add_(1);
 }
 
-Scope Ema::swap_in() {
+ScopeExit Ema::swap_in() {
   if (is_swapped_in_) throw std::logic_error("Ema::swap_in() while the averages are swapped in");
   at::NoGradGuard no_grad;
   is_swapped_in_ = true;
   std::vector<at::Tensor> own;
   for (const Average& average : averages_) own.push_back(average.shard.tensor.detach().clone());
-  Scope scope([this, own] {
+  ScopeExit scope([this, own] {
     at::NoGradGuard quiet;
     for (size_t i = 0; i < own.size(); ++i) averages_[i].shard.tensor.detach().copy_(own[i]);
     is_swapped_in_ = false;

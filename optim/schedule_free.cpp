@@ -61,7 +61,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
 }
 
 // y = beta1 * average + (1 - beta1) * z
-Scope ScheduleFreeAdamW::swap_in_averages() {
+ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::swap_in_averages() while the averages are swapped in");
   at::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> own;
@@ -76,7 +76,7 @@ Scope ScheduleFreeAdamW::swap_in_averages() {
     }
   }
   is_swapped_in_ = true;
-  return Scope([this, own] {
+  return ScopeExit([this, own] {
     at::NoGradGuard quiet;
     for (const auto& [y, value] : own)
       if (!note_write_if_empty(y)) y.detach().copy_(value);

@@ -22,13 +22,13 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
       comm_(comm),
       buffers_(comm.device(), MemoryKind::kStaging) {
   at::NoGradGuard no_grad;
-  if (comm_.size() == 1) return;  // nothing travels
+  if (comm_.size() == 1) return;  // nothing to publish
   plan(bucket_bytes);
   for (Bucket& bucket : buckets_)
     if (bucket.flat.defined()) adopt(bucket);
 }
 
-// Frozen parameters, which are not published, apart from trainable ones.
+// Frozen parameters are not published, so that they have buckets of their own.
 void ParameterBuckets::plan(int64_t bucket_bytes) {
   std::vector<BucketItem> items;
   std::vector<size_t> order;
@@ -51,12 +51,12 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
   std::vector<int64_t> numels;
   std::vector<int> owners;
   std::vector<ParameterGeometry> geometries;
-  std::vector<WrappedKind> kinds;
+  std::vector<TensorSignature> kinds;
   for (size_t member : members) {
     numels.push_back(parameters_[member].numel());
     owners.push_back(owners_[member]);
     geometries.push_back(geometry_of(parameters_[member]));
-    kinds.push_back(WrappedKind::of(parameters_[member]));
+    kinds.push_back(TensorSignature::of(parameters_[member]));
   }
   Bucket bucket{std::move(name), std::move(members), std::move(geometries),
                 FlatLayout::by_owner(std::move(numels), owners, comm_.size(),
@@ -75,7 +75,7 @@ bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
          is_view_at(parameter, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
 }
 
-// Whether others than these parameters have its memory, too.
+// Whether tensors other than the members share its memory.
 bool ParameterBuckets::is_shared(const Bucket& bucket, size_t member) const {
   const c10::Storage& storage = parameters_[bucket.members[member]].storage();
   if (storage.use_count() == 1) return false;
@@ -99,8 +99,8 @@ void ParameterBuckets::adopt(Bucket& bucket) {
   }
 }
 
-// torch::load(), module.to() and set_data() give parameters other memory. The places that they have left are written
-// again only where nobody else looks at them: not a view that was kept, nor a parameter that has swapped with it.
+// torch::load(), module.to() and set_data() give parameters other memory. Their places in the bucket are written again
+// only if no other tensor, such as a kept view or a parameter that was swapped, shares them.
 void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
@@ -129,7 +129,7 @@ void ParameterBuckets::note_trained() {
   for (Bucket& bucket : buckets_) bucket.has_trained = trains(bucket);
 }
 
-// On its way from the owner.
+// Whether published values are rounded.
 bool ParameterBuckets::is_rounded(at::ScalarType dtype) const {
   return broadcast_dtype_ && *broadcast_dtype_ != dtype && at::isFloatingType(dtype);
 }
@@ -198,12 +198,12 @@ void ParameterBuckets::finish(Flight& flight) {
   for (size_t member = 0; member < bucket.stays.size(); ++member)
     if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] != comm_.rank())
       parameters_[index].data().copy_(view_of(bucket, member));
-  // The exchange wrote behind autograd's back: whoever saved the old values shall notice.
+  // The exchange wrote without autograd: graphs that saved the old values must be refused.
   for (size_t index : bucket.members)
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
 
-std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, const StepOwned& step_owned) {
+std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(CollectiveLog& log, const StepOwned& step_owned) {
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
   note_trained();
@@ -216,7 +216,7 @@ std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, c
     }
   };
   if (step_owned) {
-    // A turn: so many buckets that what is stepped of them fills a call; then they travel.
+    // A turn: steps enough buckets to fill a call of the operator, then publishes them.
     const int64_t turn_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
     std::vector<at::Tensor> turn = owned_outside_buckets();
     int64_t bytes = 0;
@@ -233,7 +233,7 @@ std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, c
   return flights;
 }
 
-// Of no elements: nothing of them travels, and their state counts steps.
+// Parameters without elements are not published, but their state counts steps.
 std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
   std::vector<at::Tensor> owned;
   for (size_t i = 0; i < parameters_.size(); ++i)

@@ -15,12 +15,13 @@
 #include <tessera/optim/partial_step.h>
 #include "core/comm/agreement.h"
 #include "core/comm/reduced_report.h"
-#include "core/gradients/gradient_keeper.h"
 #include "core/gradients/shard_norm.h"
+#include "core/gradients/step_check.h"
 #include "core/layout/geometry.h"
 #include "core/layout/partition.h"
 #include "core/layout/shardable.h"
-#include "core/runtime/quiet.h"
+#include "core/model/replica_comparison.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/trace/trace.h"
 #include "optim/host/host_step.h"
 #include "optim/state/optimizer_state.h"
@@ -33,32 +34,32 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
-// Each tensor once; known by its place, since an optimizer knows no names.
-void require_shardable_groups(const std::vector<OptimizerParamGroup>& groups, size_t first_group,
-                              const Communicator& comm) {
+// Each tensor once, named by its place in the groups, since an optimizer has no names.
+std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (size_t group = first_group; group < groups.size(); ++group)
+  for (size_t group = 0; group < groups.size(); ++group)
     for (size_t i = 0; i < groups[group].params().size(); ++i)
       if (const at::Tensor& parameter = groups[group].params()[i]; seen.insert(parameter.unsafeGetTensorImpl()).second)
         parameters.push_back({std::to_string(i) + " of group " + std::to_string(group), {}, parameter});
-  require_shardable(parameters, comm, "OSS");
+  return parameters;
 }
 
 const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParamGroup>& groups,
                                                 const Communicator* comm) {
   if (comm == nullptr) throw std::invalid_argument("OSS: the communicator is null");
-  require_shardable_groups(groups, 0, *comm);
+  require_shardable(parameters_of(groups), *comm, "OSS");
   return groups;
 }
 
-// Of a state's tensor in a dictionary: what has the parameter's shape has its order of memory, which is that of blocks.
+// The geometry of a state's tensor in a dictionary. A state with one value for each element has the parameter's
+// strides; a state by blocks is row-major.
 ParameterGeometry state_geometry(const std::string& name, const at::Tensor& parameter) {
   if (form_of_state(name) == StateForm::kElements) return geometry_of(parameter);
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// One line for each state of a dictionary: what a receiver must know to make room for it.
+// One line for each state of a dictionary, from which a receiver allocates its memory.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -81,6 +82,7 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
       options_(options),
       make_(std::move(make)),
       step_cost_(std::move(step_cost)),
+      comparison_(std::make_unique<ReplicaComparison>(options.compare_replicas_every)),
       partition_(std::make_unique<Partition>()),
       late_reports_(std::make_unique<LateReports>()) {
   if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
@@ -98,7 +100,10 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
-  if (const OssOffload& offload = options_.offload; offload.params || offload.grads)
+  if (!options_.offload.directory.empty())
+    throw std::invalid_argument("OssOptions::offload.directory is '" + options_.offload.directory +
+                                "', but only FullyShardedDataParallel keeps shards on a disk");
+  if (const OffloadOptions& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},
                                offload.grads,
@@ -114,7 +119,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
   options << "options: " << c10::demangle(typeid(*defaults_).name())
           << " broadcast_dtype=" << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
           << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes << " offload.params=" << (host_ != nullptr)
-          << " offload.grads=" << options_.offload.grads;
+          << " offload.grads=" << options_.offload.grads << " compare_replicas_every=" << comparison_->every();
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     lines.push_back("options of group " + std::to_string(group) + ": " + text_of(param_groups_[group].options()));
@@ -130,7 +135,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const Quiet quiet;  // small parameters move: to no inference tensors, where this is constructed in InferenceMode
+  const NoGradNoInferenceGuard quiet;  // small parameters move; even in InferenceMode to ordinary tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -145,9 +150,9 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
     Groups owned;
     for (const auto& group : param_groups_) owned.push_back(owned_part(group));
     local_ = make_(std::move(owned));
-    state_ = std::exchange(local_->state(), {});  // Adagrad has one from the start
+    state_ = std::exchange(local_->state(), {});  // Adagrad makes its state at construction
   } else {
-    const Scope lent = lend_state();
+    const ScopeExit lent = lend_state();
     for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
   }
   std::vector<at::Tensor> parameters;
@@ -164,8 +169,8 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
       std::move(parameters), std::move(owners), options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
 }
 
-// Those whose steps are expensive first, by what they cost; then trainable ones, by weight; frozen ones, which have no
-// state, evenly beside them.
+// Assigns parameters with expensive steps first, balanced by cost; then trainable ones, balanced by bytes. Frozen ones
+// have no state, and are distributed apart.
 void ShardedOptimizer::weigh(size_t first_group) {
   auto index = static_cast<int64_t>(partition_->owners.size());
   std::vector<at::Tensor> expensive, trainable, frozen;
@@ -219,7 +224,7 @@ OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& grou
 void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
   try {
-    require_shardable_groups(param_groups_, 0, *comm_);
+    require_shardable(parameters_of(param_groups_), *comm_, "OSS");
     adopt_groups_from(param_groups_.size() - 1);
   } catch (...) {
     param_groups_.pop_back();
@@ -275,18 +280,18 @@ void ShardedOptimizer::copy_options(Optimizer& to) const {
     to.param_groups()[i].set_options(param_groups_[i].options().clone());
 }
 
-Scope ShardedOptimizer::lend_state() {
+ScopeExit ShardedOptimizer::lend_state() {
   state_.swap(local_->state());
-  return Scope([this] { state_.swap(local_->state()); });
+  return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Those that the base class's method has added, which is not virtual. Collective.
+// Adopts groups that the base class's add_param_group() has added, which is not virtual. Collective.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // less: for a second time
+      if (known == ownership_.end() || known->second.index > place)  // a smaller index: listed twice
         throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
@@ -309,7 +314,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
       at::AutoGradMode recording(true);
       loss = closure();
     }
-    tell_gradient_keepers(all_parameters(), StepEvent::kBegins);
+    check_before_step(all_parameters());
     for (const auto& buckets : buckets_) buckets->require_unconverted();
     for (const auto& buckets : buckets_) buckets->bring_home();
     return loss;
@@ -320,7 +325,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     take_gradients();
     step_owned();
   }
-  tell_gradient_keepers(all_parameters(), StepEvent::kEnds);
+  if (comparison_->every() > 0 && !rounds_copies()) comparison_->count_step(parameters_of(param_groups_), *comm_);
   return loss;
 }
 
@@ -331,20 +336,20 @@ void ShardedOptimizer::step_owned() {
     chosen->require_steppable();
     publish([&](const std::vector<at::Tensor>& parameters) {
       const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
-      const Scope lent = lend_state();
+      const ScopeExit lent = lend_state();
       chosen->step_parameters(parameters);
     });
     return;
   }
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
-    const Scope lent = lend_state();
+    const ScopeExit lent = lend_state();
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
   if (comm_->size() > 1) publish();
 }
 
-// Owners and others move together, to each point where the loss is asked for.
+// All ranks move to each point at which the closure computes the loss.
 at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   Lbfgs::Owners owners{comm_.get(), {}, [this] {
                          if (comm_->size() > 1) publish();
@@ -352,17 +357,17 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   for (const at::Tensor& parameter : all_parameters())
     if (parameter.requires_grad()) owners.trained.push_back(parameter);
   copy_options(*local_);
-  const Scope lent = lend_state();
+  const ScopeExit lent = lend_state();
   return lbfgs.step_among(owners, closure);
 }
 
-// As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name. What tells it
-// travels beside the parameters.
+// Compares the ranks' options in each step, as the end of backward compares their logs. The report is exchanged beside
+// the parameters.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
-  std::vector<std::string> options;  // learning rates, say, which a rank may have changed alone
+  std::vector<std::string> options;  // a rank may have changed its learning rate alone
   for (const auto& group : param_groups_)
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
-  OrderLog log;
+  CollectiveLog log;
   for (const std::string& of_group : options) log.add("options", of_group, -1);
   std::vector<std::vector<ParameterBuckets::Flight>> flights;
   for (auto& buckets : buckets_) flights.push_back(buckets->publish(log, step_owned));
@@ -372,7 +377,7 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   if (comm_->device().is_cpu()) {
     if (!report.unlike_ranks()) return;
     require_agreement(*comm_, "what was published in a step", log.lines());
-    report.require_alike("what was published in a step");  // in what the log has not kept
+    report.require_alike("what was published in a step");  // the log drops its oldest lines
   }
   late_reports_->add(std::move(report),
                      [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
@@ -386,26 +391,26 @@ bool ShardedOptimizer::are_swapped_in() const {
   return averages != nullptr && averages->are_swapped_in();
 }
 
-// Owners swap, and send what they have then, as after a step.
-Scope ShardedOptimizer::swap_in_averages() {
+// Owners swap, and publish their values, as after a step.
+ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
-  std::shared_ptr<Scope> own;
+  std::shared_ptr<ScopeExit> own;
   {
-    const Scope lent = lend_state();
-    own = std::make_shared<Scope>(averages->swap_in_averages());
+    const ScopeExit lent = lend_state();
+    own = std::make_shared<ScopeExit>(averages->swap_in_averages());
   }
   if (comm_->size() > 1) publish();
-  return Scope([this, own] {
+  return ScopeExit([this, own] {
     {
-      const Scope lent = lend_state();
+      const ScopeExit lent = lend_state();
       own->leave();
     }
     if (comm_->size() > 1) publish();
   });
 }
 
-// It is in the buckets of one of the times that groups came.
+// The parameter is in one of the sets of buckets.
 at::Tensor ShardedOptimizer::as_received(const at::Tensor& parameter, const at::Tensor& values) const {
   at::Tensor received = values;
   for (const auto& buckets : buckets_) received = buckets->as_received(parameter, received);
@@ -425,9 +430,9 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   take_added_groups();
-  tell_gradient_keepers(all_parameters(), StepEvent::kWantsNorm);
+  check_before_step(all_parameters());
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> others;  // what other ranks own and this one has, too
+  std::vector<at::Tensor> others;  // gradients here of parameters that other ranks own
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
     if (seen.insert(parameter.unsafeGetTensorImpl()).second && !owns(parameter) && parameter.grad().defined())
@@ -449,7 +454,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
   return dict;
 }
 
-// Owner by owner and tensor by tensor: beside the result, a rank holds one tensor of another's.
+// Owner by owner and tensor by tensor, so that a rank holds at most one tensor of another rank beside the result.
 void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
@@ -474,7 +479,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
       at::Tensor tensor;
       if (source == comm_->rank()) {
         for (const auto& [key, mine] : own.state.at(index).tensors)
-          if (key == name) tensor = in_strides(mine.to(comm_->device()), strides);  // the step's may be the host's
+          if (key == name) tensor = in_strides(mine.to(comm_->device()), strides);  // the state may be in host memory
       } else {
         const auto dtype = static_cast<at::ScalarType>(value);
         tensor = at::empty_strided(sizes, strides, parameters[index].options().requires_grad(false).dtype(dtype));
@@ -486,7 +491,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
     }
   }
   consolidated_.reset();
-  comm_->settle("consolidate_state_dict");
+  comm_->throw_if_aborted("consolidate_state_dict");
   if (keep) consolidated_ = std::move(whole);
 }
 
@@ -503,7 +508,7 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   require_matching(dict, *this);
   at::NoGradGuard no_grad;
   const auto parameters = all_parameters();
-  for (const at::Tensor& parameter : parameters) owner(parameter);  // each has one
+  for (const at::Tensor& parameter : parameters) owner(parameter);  // throws for one without an owner
   decltype(state_) states;
   for (const auto& [index, values] : dict.state) {
     const at::Tensor& parameter = parameters[index];

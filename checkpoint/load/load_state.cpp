@@ -17,7 +17,7 @@
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "offload/disk/disk_pager.h"
 
 namespace tessera::internal {
@@ -532,7 +532,7 @@ class Loader {
 void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
                 const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
                 const std::string& what) {
-  const Quiet quiet;
+  const NoGradNoInferenceGuard quiet;
   std::optional<Loader> loader;
   on_all_ranks(*model.comm(), what, [&] { loader.emplace(manifest, model, optimizer, beside, options).read(); });
   loader->apply();

@@ -9,7 +9,7 @@
 
 #include <tessera/communicator.h>
 #include "checkpoint/save/outcome.h"
-#include "core/comm/notes.h"
+#include "core/comm/store_mailbox.h"
 
 namespace tessera::internal {
 
@@ -62,7 +62,7 @@ class SaveCoordinator {
   const std::shared_ptr<Communicator> comm_;
   const std::string what_;
   const Subgroups subgroups_;
-  Notes notes_;
+  StoreMailbox notes_;
   std::atomic<bool> hurries_ = false;
 };
 

@@ -12,7 +12,7 @@
 #include "checkpoint/format/checked_json.h"
 #include "core/memory/page_locked.h"
 #include "core/paging/residency.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera::internal {
@@ -88,7 +88,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
-  const Quiet quiet;  // the thread and the next save write there too
+  const NoGradNoInferenceGuard quiet;  // the thread and the next save write there too
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];

@@ -49,7 +49,7 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
   report.finish();
   if (!report.unlike_ranks()) return;
 
-  // Only now does every rank get to see every other's.
+  // Fingerprints differ: the texts of all ranks show where.
   std::string text;
   for (const std::string& line : lines) text += line + '\n';
   const auto texts = gather_texts(comm, text, subject);

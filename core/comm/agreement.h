@@ -8,12 +8,12 @@
 
 namespace tessera::internal {
 
-// Makes sure that all ranks hold the same lines of text (a description of the model, of options, of what they did), at
-// the cost of one small all-reduce if they do. Collective. Otherwise throws std::invalid_argument on every rank:
-// `subject`, the first line that differs and the two ranks that differ in it, the lowest first.
+// Checks that all ranks pass the same lines of text, such as a description of the model. Collective: one small
+// all-reduce if they agree. Otherwise throws std::invalid_argument on every rank, with `subject`, the first line that
+// differs and two ranks that differ in it, the lower one first.
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines);
 
-// Every rank's text, in rank order, on all ranks. Collective: two small collectives.
+// Returns the texts of all ranks in rank order. Collective: two small collectives.
 std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what);
 
 }  // namespace tessera::internal

@@ -6,9 +6,9 @@
 
 namespace tessera::internal {
 
-// tensor <- sum over ranks of tensor, by the backend's own algorithm, whatever order it adds in: ProcessGroupGloo's
-// ring, NCCL's. For comparison with Communicator::all_reduce(), whose contract is the same in all other respects.
-// Traffic counts what a ring would send.
+// tensor <- sum over ranks of tensor, by the algorithm of the backend (ProcessGroupGloo's ring, or NCCL's), in an
+// unspecified order. Serves as a reference for Communicator::all_reduce(), and has the same contract otherwise. Traffic
+// counts the bytes that a ring sends.
 Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what = {});
 
 }  // namespace tessera::internal

@@ -13,35 +13,35 @@ namespace tessera::internal {
 
 // The last three are for init() and run_ranks(): without them a group changes nothing process-wide.
 struct GlooOptions {
-  std::string address;  // or host name, of this rank's own network interface
+  std::string address;  // or host name, of this rank's network interface
   std::chrono::milliseconds timeout;
-  bool peer_memory = true;    // InitOptions::peer_memory
-  bool serves_store = false;  // the store is in this process, and goes with it: it then waits for readers (StallWatch)
-  bool permits_tracing = false;               // ProcessSetup::permit_tracing
-  bool raises_descriptor_limit = false;       // ProcessSetup::raise_descriptor_limit
+  bool peer_memory = true;               // see InitOptions::peer_memory
+  bool serves_store = false;             // the store is in this process, which must outlive its readers: see Watchdog
+  bool permits_tracing = false;          // ProcessSetup::permit_tracing
+  bool raises_descriptor_limit = false;  // ProcessSetup::raise_descriptor_limit
   std::shared_ptr<const void> process_setup;  // held by the group and those split from it
 };
 
-// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's
-// memory. `store` is where the ranks find each other: the same one on all ranks, used by this group
-// alone (wrap it in a PrefixStore otherwise), shared by the group for its lifetime. Collective; throws
-// CommError if the ranks do not meet in time.
+// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, over peer memory.
+// Collective. The ranks meet in `store`, which the group uses until it is destroyed. All ranks must pass the same
+// store, and no other group may use it: wrap it in a PrefixStore. Throws CommError if the ranks do not meet in time.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
-// How many descriptors a rank of such a group takes where memory does not reach: sockets, above all.
+// The number of descriptors, mostly sockets, that a rank of such a group opens if peer memory does not reach all ranks.
 int64_t tcp_descriptors(int size);
 
 struct NcclOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   bool registered_memory = false;  // see InitOptions
-  // How often a rank tells that it lives; one that has not for ten times as long ends the waits of others.
+  // The interval of heartbeats. A rank that misses ten of them counts as dead, and ends the waits of the others.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
   bool serves_store = false;                            // as above
   std::shared_ptr<const void> process_setup = nullptr;  // as above
 };
 
-// The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws std::invalid_argument.
+// Joins ranks into a group over NCCL, for tensors on `device`. Otherwise as make_gloo_communicator(). Throws
+// std::invalid_argument in a build without TESSERA_CUDA.
 std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);
 

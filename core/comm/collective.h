@@ -10,20 +10,28 @@
 
 namespace tessera::internal {
 
-// One operation of a group, as a backend is given it: tensors flat, counts always one for each rank.
+// An operation, as a backend receives it. Tensors are flat, and counts have one entry for each rank. Fields that a kind
+// does not use are undefined or empty.
 struct Collective {
   enum Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kScatter, kBackendAllReduce, kAllToAll };
   Kind kind;
-  at::Tensor full;   // the only tensor of operations without shards; undefined where scatter() takes no `full`
-  at::Tensor shard;  // undefined in operations without shards. Of kAllToAll: what is sent, and `full` what is received
+  at::Tensor full;   // the only tensor of operations without shards; undefined on ranks that pass none to scatter()
+  at::Tensor shard;  // of kAllGather, kReduceScatter and kScatter
   std::string what;
-  std::vector<int64_t> counts{};
+  std::vector<int64_t> counts{};  // of the shards
   ReduceOp op = ReduceOp::kSum;
   int root = 0;
-  std::vector<int64_t> send_counts{};  // of kAllToAll, whose `counts` are those of what is received
-  int64_t numel = 0;                   // of `full`, wherever that is
-  std::vector<at::Tensor> pieces{};    // of kReduceScatter, in place of `full`: what lies one after the other there
+  int64_t numel = 0;                 // of the full tensor on any rank; 0 for kAllToAll
+  std::vector<at::Tensor> pieces{};  // of kReduceScatter: if not empty, `full` is their concatenation, and undefined
+  struct AllToAll {
+    at::Tensor received, sent;
+    std::vector<int64_t> receive_counts, send_counts;  // by rank
+  };
+  AllToAll all_to_all{};
 
+  at::ScalarType dtype() const {
+    return (all_to_all.sent.defined() ? all_to_all.sent : full.defined() ? full : shard).scalar_type();
+  }
   std::string description() const;  // "all-gather of unit 'blocks.3'"
 };
 

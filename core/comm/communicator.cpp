@@ -16,8 +16,8 @@
 #include "core/comm/agreement.h"
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/collective.h"
-#include "core/comm/one_caller.h"
 #include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/single_thread_checker.h"
 #include "core/comm/traffic.h"
 #include "core/memory/memory_kind_scope.h"
 #include "core/trace/trace.h"
@@ -43,7 +43,7 @@ constexpr KindTraits kTraits[] = {
     {"all-to-all", SpanKind::kGather, false, false},
 };
 
-// An operation with a span of its own, from here until it is waited for, and one for the wait.
+// Records two spans in the trace: from the start of an operation to the end of its wait, and the wait itself.
 class TracedOperation : public Pending::Operation {
  public:
   TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
@@ -63,9 +63,7 @@ class TracedOperation : public Pending::Operation {
   Pending pending_;
 };
 
-thread_local uint64_t begun_here = 0;
-
-// The first few by number: an error is to be read, also of a group of thousands.
+// Lists the first few ranks only, which keeps errors of large groups readable.
 std::string ranks_text(const std::vector<int>& members) {
   constexpr size_t kMostNamed = 8;
   const size_t named = std::min(members.size(), kMostNamed);
@@ -74,8 +72,7 @@ std::string ranks_text(const std::vector<int>& members) {
   return c10::str("ranks ", c10::Join(", ", first), more);
 }
 
-// The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
-// nothing here may be recorded by autograd.
+// Copies raw bytes. Inference mode keeps autograd from recording the copy, and permits inference tensors.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   c10::InferenceMode quiet;
   if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
@@ -95,23 +92,22 @@ void Pending::wait() {
   finish();
 }
 
+internal::CommunicatorBackend::CommunicatorBackend()
+    : counters_{std::make_shared<TrafficCounter>()}, single_thread_checker_(std::make_unique<SingleThreadChecker>()) {}
+internal::CommunicatorBackend::~CommunicatorBackend() = default;
+
 Communicator::Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)
-    : rank_(rank),
-      size_(size),
-      device_(device),
-      timeout_(timeout),
-      one_caller_(std::make_unique<OneCaller>()),
-      counters_{std::make_shared<TrafficCounter>()} {}
+    : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
 Communicator::~Communicator() = default;
 
-// Made for every operation: a stream would take longer than the rest of starting one.
+// Called for every operation. A string stream would take longer than the rest of the start.
 std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
 
 namespace {
 
-// Throws std::invalid_argument, with the operation and the rank, unless something holds.
+// Throws std::invalid_argument, with the operation and the rank, if a condition does not hold.
 struct Require {
   const Collective& collective;
   const int rank;
@@ -121,7 +117,7 @@ struct Require {
 };
 
 void check_all_to_all(const Collective& collective, int rank, int size, const Require& require) {
-  const at::Tensor &received = collective.full, &sent = collective.shard;
+  const at::Tensor &received = collective.all_to_all.received, &sent = collective.all_to_all.sent;
   const auto require_counts = [&](const std::vector<int64_t>& counts, const at::Tensor& tensor, const char* name) {
     require(static_cast<int>(counts.size()) == size, counts.size(), " counts of what is ", name,
             ", expected one per rank: ", size);
@@ -129,30 +125,40 @@ void check_all_to_all(const Collective& collective, int rank, int size, const Re
     const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     require(tensor.numel() == sum, "the tensor ", name, " has ", tensor.numel(), " elements, expected ", sum);
   };
-  require_counts(collective.counts, received, "received");
-  require_counts(collective.send_counts, sent, "sent");
-  require(collective.counts[rank] == collective.send_counts[rank], "sends itself ", collective.send_counts[rank],
-          " elements, receives ", collective.counts[rank]);
+  require_counts(collective.all_to_all.receive_counts, received, "received");
+  require_counts(collective.all_to_all.send_counts, sent, "sent");
+  require(collective.all_to_all.receive_counts[rank] == collective.all_to_all.send_counts[rank], "sends itself ",
+          collective.all_to_all.send_counts[rank], " elements, receives ", collective.all_to_all.receive_counts[rank]);
   require(received.scalar_type() == sent.scalar_type(), "receives ", received.scalar_type(), " and sends ",
           sent.scalar_type(), ", expected one dtype");
 }
 
-}  // namespace
-
-void Communicator::check(Collective& collective) const {
+// Throws std::invalid_argument if the arguments are wrong, and completes the fields of `collective`.
+void check_and_complete(const Communicator& comm, Collective& collective) {
   const KindTraits& traits = kTraits[collective.kind];
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
-  const Require require{collective, rank_};
+  const auto kind = collective.kind;
+  const ReduceOp op = collective.op;
+  auto &full = collective.full, &shard = collective.shard;
+  auto& counts = collective.counts;
+  auto& numel = collective.numel;
+  auto& pieces = collective.pieces;
+  const Require require{collective, comm.rank()};
   const auto flatten = [&](at::Tensor& tensor, const char* name) {
     require(tensor.defined(), name, " is undefined");
-    require(tensor.device() == device_, name, " is on ", tensor.device(), ", expected ", device_);
+    require(tensor.device() == comm.device(), name, " is on ", tensor.device(), ", expected ", comm.device());
     require(tensor.is_contiguous(), name, " is not contiguous; shape ", tensor.sizes());
     require(!tensor.is_conj() && !tensor.is_neg(), name,
             " has a conjugate or negative bit, by which its memory has other values, expected none: clone() it");
     if (tensor.dim() != 1 || tensor.requires_grad()) tensor = tensor.detach().view({-1});
   };
-  require(root >= 0 && root < size_, "root ", root, ", expected 0 to ", size_ - 1);
-  if (kind == Collective::kScatter && rank_ != root) {
+  require(collective.root >= 0 && collective.root < comm.size(), "root ", collective.root, ", expected 0 to ",
+          comm.size() - 1);
+  if (kind == Collective::kAllToAll) {
+    flatten(collective.all_to_all.received, "the tensor");
+    flatten(collective.all_to_all.sent, "the tensor to send");
+    return check_all_to_all(collective, comm.rank(), comm.size(), require);
+  }
+  if (kind == Collective::kScatter && comm.rank() != collective.root) {
     full.reset();
   } else if (!pieces.empty()) {
     flatten(shard, "the shard");
@@ -161,17 +167,19 @@ void Communicator::check(Collective& collective) const {
       require(piece.scalar_type() == shard.scalar_type(), "a piece of the full tensor is ", piece.scalar_type(),
               " and the shard ", shard.scalar_type(), ", expected one dtype");
     }
-    if (!exchanges_pieces(*this)) full = at::cat(std::exchange(pieces, {}));
+    if (!exchanges_pieces(comm)) full = at::cat(std::exchange(pieces, {}));
   } else {
     flatten(full, traits.has_shards ? "the full tensor" : "the tensor");
     numel = full.numel();
   }
   if (traits.has_shards) {
     flatten(shard, "the shard");
-    if (counts.empty()) counts.assign(size_, shard.numel());
-    require(static_cast<int>(counts.size()) == size_, counts.size(), " counts, expected one per rank: ", size_);
+    if (counts.empty()) counts.assign(comm.size(), shard.numel());
+    require(static_cast<int>(counts.size()) == comm.size(), counts.size(),
+            " counts, expected one per rank: ", comm.size());
     for (int64_t count : counts) require(count >= 0, "a count of ", count);
-    require(shard.numel() == counts[rank_], "the shard has ", shard.numel(), " elements, expected ", counts[rank_]);
+    require(shard.numel() == counts[comm.rank()], "the shard has ", shard.numel(), " elements, expected ",
+            counts[comm.rank()]);
     numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     const auto full_numel = std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
                                             [](int64_t sum, const at::Tensor& piece) { return sum + piece.numel(); });
@@ -183,11 +191,6 @@ void Communicator::check(Collective& collective) const {
               shard.scalar_type(), ", expected one dtype");
     }
   }
-  if (kind == Collective::kAllToAll) {
-    flatten(shard, "the tensor to send");
-    check_all_to_all(collective, rank_, size_, require);
-    numel = 0;  // ranks differ in it
-  }
   const bool is_average = op == ReduceOp::kAverage;
   if (!traits.reduces) return;
   const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
@@ -196,25 +199,24 @@ void Communicator::check(Collective& collective) const {
           is_average ? " for an average" : "");
 }
 
+}  // namespace
+
 at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
 }
 
-uint64_t Communicator::begun_by_this_thread() { return begun_here; }
-
-void Communicator::refuse_second_thread(const std::string& what) {
+void internal::refuse_second_thread(Communicator& comm, const std::string& what) {
   const std::string reason = c10::str(
-      what, " on rank ", rank_, " of ", size_,
+      what, " on rank ", comm.rank(), " of ", comm.size(),
       ": another thread is in a call of this communicator, which one thread at a time may call; expected a group "
       "for each thread: split()");
-  abort(reason);
+  comm.abort(reason);
   throw CommError(reason);
 }
 
 Pending Communicator::begin(Collective collective) {
-  check(collective);
+  check_and_complete(*this, collective);
   for (const auto& counter : counters_) counter->add_collective();
-  ++begun_here;
   const KindTraits& traits = kTraits[collective.kind];
   if (size_ > 1) {
     const std::string what = Trace::active() == nullptr ? "" : collective.what;
@@ -223,9 +225,14 @@ Pending Communicator::begin(Collective collective) {
     if (Trace::active() == nullptr || pending.done()) return pending;
     return Pending(std::make_unique<TracedOperation>(traits, what, std::move(pending)));
   }
-  const bool gathers = collective.kind == Collective::kAllGather || collective.kind == Collective::kAllToAll;
-  if (collective.shard.defined())
-    copy_bytes(gathers ? collective.full : collective.shard, gathers ? collective.shard : collective.full);
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  if (collective.kind == Collective::kAllToAll) {
+    copy_bytes(collective.all_to_all.received, collective.all_to_all.sent);
+  } else if (collective.kind == Collective::kAllGather) {
+    copy_bytes(full, shard);
+  } else if (shard.defined()) {
+    copy_bytes(shard, full);
+  }
   return {};
 }
 
@@ -274,8 +281,12 @@ Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::
 
 Pending Communicator::all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
                                  std::vector<int64_t> send_counts, std::string_view what) {
-  return begin({Collective::kAllToAll, std::move(receive), std::move(send), std::string(what),
-                std::move(receive_counts), ReduceOp::kSum, 0, std::move(send_counts)});
+  Collective collective{Collective::kAllToAll, {}, {}, std::string(what)};
+  collective.all_to_all.received = std::move(receive);
+  collective.all_to_all.sent = std::move(send);
+  collective.all_to_all.receive_counts = std::move(receive_counts);
+  collective.all_to_all.send_counts = std::move(send_counts);
+  return begin(std::move(collective));
 }
 
 void Communicator::barrier(std::string_view what) {
@@ -283,15 +294,15 @@ void Communicator::barrier(std::string_view what) {
   if (what.empty()) what = "barrier";
   at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
   all_reduce(arrived, ReduceOp::kMax, what).wait();
-  if (device_.is_cuda()) to_host(arrived, what);  // the host, too, must not pass before the others arrive
+  if (device_.is_cuda()) to_host(arrived, what);  // blocks the host as well
 }
 
-void Communicator::settle(std::string_view what) {
+void Communicator::throw_if_aborted(std::string_view what) {
   if (size_ > 1) require_ended(what, /*all=*/true);
   std::unique_lock lock(parts_mutex_);
   const auto parts = parts_;
   lock.unlock();
-  for (const auto& part : parts) part->settle(what);
+  for (const auto& part : parts) part->throw_if_aborted(what);
 }
 
 at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what) {
@@ -349,13 +360,13 @@ void Communicator::abort(const std::string& reason) noexcept {
   for (const auto& part : parts) part->abort(reason);
 }
 
-std::map<std::string, double> Communicator::take_waits() { return counters_.front()->take_waits(); }
+std::map<std::string, double> Communicator::reset_wait_times() { return counters_.front()->reset_wait_times(); }
 
-void Communicator::count_sent(int64_t bytes) noexcept {
+void internal::CommunicatorBackend::count_sent(int64_t bytes) noexcept {
   for (const auto& counter : counters_) counter->add_sent(bytes);
 }
 
-void Communicator::count_wait(std::chrono::nanoseconds duration, const std::string& operation) {
+void internal::CommunicatorBackend::count_wait(std::chrono::nanoseconds duration, const std::string& operation) {
   for (const auto& counter : counters_) counter->add_wait(duration, operation);
 }
 

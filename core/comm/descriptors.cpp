@@ -21,7 +21,7 @@
 namespace tessera::internal {
 namespace {
 
-// Of the program's own files, and what a library opens meanwhile.
+// A reserve for files that the program and libraries open meanwhile.
 constexpr int64_t kReserve = 32;
 
 int64_t open_descriptors() {
@@ -83,7 +83,7 @@ void open_standard_descriptors() {
   std::lock_guard lock(standard_mutex);
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF)
-      is_opened_as_null[fd] = ::open("/dev/null", O_RDWR) == fd;  // the lowest free number
+      is_opened_as_null[fd] = ::open("/dev/null", O_RDWR) == fd;  // open() takes the lowest free number
 }
 
 void close_standard_descriptors() {

@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// A 64-bit hash that is the same on every rank, machine and run (FNV-1a), built up piece by piece.
+// A 64-bit hash (FNV-1a) of a sequence of texts and numbers. It is equal on every rank, machine and run.
 class Fingerprint {
  public:
   Fingerprint& add(std::string_view text) {

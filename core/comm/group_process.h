@@ -10,23 +10,22 @@
 
 namespace tessera::internal {
 
-// The process that has made a group. A child of fork() has a copy of the group's memory and the same connections, but
-// none of its threads: what it sent would be its parent's, and its end would wait for ever. So there operations throw,
-// abort() does nothing, and a group's last owner leaves it as it is.
+// The process that made a group. A child of fork() has a copy of the group and its connections, but none of its
+// threads. In the child, operations throw, abort() is a no-op, and the group is never destroyed.
 class GroupProcess {
  public:
   GroupProcess();
   bool is_this() const;
-  // Throws CommError elsewhere, which begins with `what`.
+  // Throws CommError in another process. The error begins with `what`.
   void require_this(std::string_view what) const;
 
  private:
   const pid_t pid_;
 };
 
-// What an exception says, without libtorch's stack trace: why a group ends. Null: that of std::terminate() alone.
+// Returns the text of an exception, without libtorch's stack trace. Null means a call of std::terminate().
 std::string text_of(const std::exception_ptr& exception);
-// Why one ends that an exception's unwinding destroys: its text is not known there.
+// The reason of a group that is destroyed during unwinding, when the text of the exception is not known.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
 template <class Group, class... Args>

@@ -10,10 +10,10 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int64_t kBlockNumel = 1024;     // of accumulators: stays in the first-level cache
-constexpr int64_t kGrainNumel = 1 << 16;  // below this a second thread costs more than it brings
+constexpr int64_t kBlockNumel = 1024;     // accumulators that fit in the first-level cache
+constexpr int64_t kGrainNumel = 1 << 16;  // a second thread does not pay for fewer elements
 
-// min and max keep NaN, as torch's do, whichever side it is on.
+// min and max propagate NaN from either side, as torch's do.
 template <class Accumulator>
 Accumulator least(Accumulator one, Accumulator other) {
   return other < one || other != other ? other : one;
@@ -23,15 +23,15 @@ Accumulator most(Accumulator one, Accumulator other) {
   return other > one || other != other ? other : one;
 }
 
-// out[i] = combine(one[i], other[i]): where `out` is one of them, it is so from the same element on.
+// out[i] = combine(one[i], other[i]). `out` may be `one` or `other`, but must not overlap them otherwise.
 template <class Out, class One, class Other, class Combine>
 void join(Out* out, const One* one, const Other* other, int64_t numel, Combine combine) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Out>(combine(one[i], other[i]));
 }
 
-// Block by block, of which no part is copied first and no sum last: such a copy is a call of its own for each block, or
-// `rep movs`, and neither reads ahead of itself in the part's memory as a loop does.
+// Works block by block. The first part is combined with the second one instead of copied, and the last step writes to
+// `out` directly: separate copies of a block become calls or `rep movs`, which prefetch less than a loop.
 template <class Scalar, class Combine, class End>
 void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, int64_t begin, int64_t end, Combine combine,
                   End ends) {
@@ -71,7 +71,7 @@ void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp
   }
 }
 
-// over(numel, body) calls body(begin, end) for all of them.
+// over(numel, body) calls body(begin, end) for ranges that cover [0, numel).
 template <class Over>
 void reduce_over(void* out, const std::vector<const void*>& parts, at::ScalarType dtype, ReduceOp op, Over over) {
   AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "reduce_in_rank_order", [&] {

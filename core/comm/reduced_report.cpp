@@ -9,20 +9,19 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/stream_uses.h"
 
 namespace tessera::internal {
 namespace {
 
-// More would mean that the device is many steps behind: the host then waits for the oldest.
+// If the device is more steps behind, the host waits for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// Before the numbers, the fingerprint and its complement, each with the rank below it: the largest of the one is the
-// largest fingerprint, of the other the smallest, and they say whose it is, the lowest rank that has it.
+// Two words precede the numbers: the fingerprint and its complement, each with the lowest rank that has it in the low
+// bits. The maximum of the first is the largest fingerprint, that of the second the smallest.
 constexpr int64_t kAgreement = 2;
-constexpr int kRankBits = ReducedReport::kRankBits;
+constexpr int kRankBits = 20;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;
-constexpr int64_t kFingerprintMask = ReducedReport::kLargestAlike;
+constexpr int64_t kFingerprintMask = (int64_t{1} << (63 - kRankBits)) - 1;
 
 int64_t folded(uint64_t fingerprint) {
   return static_cast<int64_t>(fingerprint ^ (fingerprint >> (63 - kRankBits))) & kFingerprintMask;
@@ -31,12 +30,11 @@ int64_t folded(uint64_t fingerprint) {
 }  // namespace
 
 ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers,
-                             const std::string& what, const at::Tensor& alike)
+                             const std::string& what)
     : comm_(&comm), what_(what), numbers_(static_cast<int64_t>(numbers.size())) {
   c10::InferenceMode quiet;
   const bool on_cpu = comm.device().is_cpu();
-  const int64_t known = kAgreement + numbers_, unknown = alike.defined() ? alike.numel() : 0;
-  const int64_t count = known + 2 * unknown;
+  const int64_t count = kAgreement + numbers_;
   host_ = at::empty({count}, at::TensorOptions(at::kCPU).dtype(at::kLong).pinned_memory(!on_cpu));
   auto* values = host_.mutable_data_ptr<int64_t>();
   const int64_t below = kRankMask - std::min<int64_t>(comm.rank(), kRankMask);
@@ -44,14 +42,7 @@ ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std
   values[1] = (kFingerprintMask - folded(fingerprint)) << kRankBits | below;
   std::copy(numbers.begin(), numbers.end(), values + kAgreement);
   device_ = on_cpu ? host_ : at::empty({count}, at::TensorOptions().dtype(at::kLong).device(comm.device()));
-  if (!on_cpu) device_.narrow(0, 0, known).copy_(host_.narrow(0, 0, known), /*non_blocking=*/true);
-  if (unknown > 0) {
-    if (!on_cpu) alike.record_stream(current_stream(comm.device()));  // its maker may let go of it next
-    const at::Tensor both = device_.narrow(0, known, 2 * unknown).view({2, unknown});
-    both[0].copy_(alike);
-    both[1].fill_(kLargestAlike).sub_(alike);
-    both.mul_(int64_t{1} << kRankBits).add_(below);
-  }
+  if (!on_cpu) device_.copy_(host_, /*non_blocking=*/true);
   exchange_ = comm.all_reduce(device_, ReduceOp::kMax, what);
 }
 
@@ -69,7 +60,7 @@ bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query();
 
 void ReducedReport::wait() {
   if (!has_arrived()) arrived_->synchronize();
-  comm_->to_host(host_, what_);  // where it is by now
+  comm_->to_host(host_, what_);  // throws if the exchange was aborted
 }
 
 const int64_t* ReducedReport::largest() {
@@ -77,31 +68,17 @@ const int64_t* ReducedReport::largest() {
   return host_.const_data_ptr<int64_t>() + kAgreement;
 }
 
-std::optional<std::pair<int, int>> ReducedReport::unlike_at(int64_t place, int64_t place_of_complement) const {
+std::optional<std::pair<int, int>> ReducedReport::unlike_ranks() {
+  wait();
   const auto* values = host_.const_data_ptr<int64_t>();
-  const int64_t largest = values[place], complement = values[place_of_complement];
-  if (largest >> kRankBits == kLargestAlike - (complement >> kRankBits)) return {};
+  const int64_t largest = values[0], complement = values[1];
+  if (largest >> kRankBits == kFingerprintMask - (complement >> kRankBits)) return {};
   const auto rank_in = [](int64_t value) { return static_cast<int>(kRankMask - (value & kRankMask)); };
   return std::minmax(rank_in(largest), rank_in(complement));
 }
 
-std::optional<std::pair<int, int>> ReducedReport::unlike_ranks() {
-  wait();
-  return unlike_at(0, 1);
-}
-
-std::optional<ReducedReport::Unlike> ReducedReport::first_unlike() {
-  wait();
-  const int64_t first = kAgreement + numbers_, count = (host_.numel() - first) / 2;
-  for (int64_t i = 0; i < count; ++i)
-    if (const auto ranks = unlike_at(first + i, first + count + i)) return Unlike{static_cast<size_t>(i), *ranks};
-  return {};
-}
-
 void ReducedReport::require_alike(const std::string& subject) {
-  auto ranks = unlike_ranks();
-  if (const auto unlike = first_unlike(); unlike && !ranks) ranks = unlike->ranks;
-  if (ranks)
+  if (const auto ranks = unlike_ranks())
     throw std::invalid_argument(c10::str("the ranks disagree about ", subject, ": ranks ", ranks->first, " and ",
                                          ranks->second, " did not do the same"));
 }

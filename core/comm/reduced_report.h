@@ -16,54 +16,42 @@
 
 namespace tessera::internal {
 
-// Whether all ranks have one fingerprint, and the largest of each of some numbers over ranks, in one all-reduce: what a
-// rank holds and exchanges for it does not grow with their number. It does not stop the host: on a device it travels
-// behind what is computed there, and can be looked at when it has come. Used by one thread at a time.
+// Compares a fingerprint over all ranks, and computes the maximum of some numbers over ranks, in one all-reduce. Its
+// size does not depend on the number of ranks. It does not block the host: on a device, the exchange runs after the
+// current work, and the result can be read later. Must be used by one thread at a time.
 class ReducedReport {
  public:
-  // Collective, with as many numbers on all ranks. The communicator outlives the last call. `alike`: [m] kLong on the
-  // group's device, each of 0 to kLargestAlike: numbers that must be the same on all ranks, and that the host need not
-  // know.
-  ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what,
-                const at::Tensor& alike = {});
-  static constexpr int kRankBits = 20;
-  static constexpr int64_t kLargestAlike = (int64_t{1} << (63 - kRankBits)) - 1;
-  // Waits for the exchange as Pending::wait() does. Before the others, which throw CommError if it was aborted; a
-  // second time it does nothing.
+  // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call.
+  ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
+  // Waits for the exchange as Pending::wait() does. Must precede the functions below, which throw CommError if the
+  // exchange was aborted. A second call is a no-op.
   void finish();
-  // Whether the next ones return at once.
+  // Whether the functions below return without blocking.
   bool has_arrived() const;
-  // The largest over ranks of each number; waits for it.
+  // The maximum of each number over ranks. Blocks.
   const int64_t* largest();
-  // Two ranks that have different fingerprints, if not all have one: the lower one first. Waits. 43 bits are compared.
+  // Returns two ranks whose fingerprints differ (lower first), or nullopt if all agree. Blocks. Compares 43 bits.
   std::optional<std::pair<int, int>> unlike_ranks();
-  // Of `alike` the first that is not the same on all ranks, and two that have other ones, the lower one first. Waits.
-  struct Unlike {
-    size_t number;
-    std::pair<int, int> ranks;
-  };
-  std::optional<Unlike> first_unlike();
-  // Waits, and throws std::invalid_argument if there are such ranks: "the ranks disagree about <subject>".
+  // Throws std::invalid_argument if fingerprints differ: "the ranks disagree about <subject>". Blocks.
   void require_alike(const std::string& subject);
 
  private:
   void wait();
-  std::optional<std::pair<int, int>> unlike_at(int64_t place, int64_t place_of_complement) const;
 
   Communicator* comm_;
   std::string what_;
-  int64_t numbers_ = 0;  // how many
-  at::Tensor host_;      // [2 + numbers + 2 * alike]
-  at::Tensor device_;    // the same, which travels; of a CPU group one and the same
+  int64_t numbers_ = 0;  // their count
+  at::Tensor host_;      // [2 + numbers]
+  at::Tensor device_;    // same shape, on the group's device; for a CPU group it is host_
   Pending exchange_;
   bool is_finished_ = false;
-  std::optional<c10::Event> arrived_;  // of a device
+  std::optional<c10::Event> arrived_;  // null for a CPU group
 };
 
-// Reports that nobody waits for: each is looked at once it has come, one after the other, at one of the next calls.
+// Reports that are read when they have arrived, without blocking: look() reads them in order.
 class LateReports {
  public:
-  // Throws what a report tells of.
+  // Throws if the report shows an error.
   using Look = std::function<void(ReducedReport&)>;
   void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
   void look();

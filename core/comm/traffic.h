@@ -12,26 +12,25 @@
 
 namespace tessera::internal {
 
-// Counts one group's traffic, and that of the groups split from it. Any thread.
+// Counts the traffic of one group and of the groups that were split from it. Thread-safe.
 class TrafficCounter {
  public:
-  // By the communicator, as are the next two.
   void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
-  // One operation has begun.
+  // Counts an operation that has begun.
   void add_collective() noexcept { ++collectives_; }
-  // The thread stood in Pending::wait() for so long, for this operation.
+  // Counts the duration of Pending::wait() for this operation.
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
-  Traffic total() const noexcept;  // so far
-  // See Communicator::take_waits().
-  std::map<std::string, double> take_waits();
+  Traffic total() const noexcept;
+  // See Communicator::reset_wait_times().
+  std::map<std::string, double> reset_wait_times();
 
  private:
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> collectives_ = 0;
   std::atomic<int64_t> wait_ns_ = 0;
   std::mutex waits_mutex_;
-  std::optional<std::map<std::string, double>> waits_;  // by operation, once somebody has asked
+  std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first reset_wait_times()
 };
 
 }  // namespace tessera::internal

@@ -3,17 +3,16 @@
 #include <ATen/Context.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <functional>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include <tessera/errors.h>
-#include "core/layout/shard_mark.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 
@@ -22,29 +21,10 @@ namespace {
 using torch::autograd::Engine;
 using NodePointer = decltype(torch::autograd::Edge::function);  // libtorch 2.15 has its own kind
 
-// libtorch's engine, which refuses to be asked for gradients of shards. It would find no way to them, and do nothing.
-class AskedEngine : public Engine {
- public:
-  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
-                                         const torch::autograd::variable_list& inputs, bool keep_graph,
-                                         bool create_graph, bool accumulate_grad,
-                                         const torch::autograd::edge_list& outputs) override {
-    for (const torch::autograd::Edge& asked : outputs) {
-      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(asked.function.get());
-      if (leaf != nullptr && is_shard(leaf->variable))
-        throw std::logic_error("backward() or torch::autograd::grad() was asked for a gradient of the shard of " +
-                               shard_label(leaf->variable) +
-                               ", one of fsdp.parameters(), which no forward uses: ask for that of the module's own "
-                               "parameter, or call backward() without inputs");
-    }
-    return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
-  }
-};
-
-// The same, in which a pass that fails is known to have failed before the caller of backward() is told. The
-// engine's thread for a device lets go of the pass when it likes, after the caller has gone on: what the end of a
-// failed pass does to gradients would come after the caller's zero_grad().
-class PunctualEngine final : public AskedEngine {
+// libtorch's engine, but a failed pass drops its callbacks before backward() throws. libtorch's own thread for a device
+// drops them at any time after that: a token would mark gradients as lost after the caller's zero_grad(), and nothing
+// tells us of that zero_grad(). CPU passes run on the caller's thread and need no such engine.
+class PunctualEngine final : public Engine {
  public:
   void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
                            std::exception& error) override {
@@ -58,18 +38,19 @@ class PunctualEngine final : public AskedEngine {
   }
 };
 
-// CPUs have no threads of the engine's.
-Engine& engine() {
-  static AskedEngine& made = at::globalContext().hasCUDA() ? *new PunctualEngine : *new AskedEngine;
-  return made;  // its threads outlive main()
+Engine& punctual_engine() {
+  static auto& engine = *new PunctualEngine;
+  return engine;  // its threads outlive main()
 }
 
-// Unless somebody else has put an engine there, Python for one.
-[[maybe_unused]] const bool kHasSetEngine = [] {
-  const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
-  if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine);
-  return is_libtorchs;
-}();
+// Only in a process that has a device, and unless another library, Python for one, has set an engine.
+void set_engine_for_devices() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
+    if (is_libtorchs && at::globalContext().hasCUDA()) torch::autograd::set_default_engine_stub(&punctual_engine);
+  });
+}
 
 }  // namespace
 
@@ -88,6 +69,8 @@ struct BackwardPass::Token {
   bool is_over = false;
 };
 
+BackwardPass::BackwardPass() { set_engine_for_devices(); }
+
 void BackwardPass::enter() {
   if (is_running()) return;
   auto token = std::make_shared<Token>(weak_from_this());
@@ -96,7 +79,7 @@ void BackwardPass::enter() {
     token->is_over = true;
     if (const auto pass = token->pass.lock()) pass->ended();
   });
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   begin();
 }
@@ -112,7 +95,7 @@ void BackwardPass::ended() {
 
 void BackwardPass::finish_pass() {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   token_.reset();
   try {
     end();
@@ -127,7 +110,7 @@ void BackwardPass::finish_pass() {
 
 void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   failed_ = true;
   failed_reducing_ = reduces_;
   fail();
@@ -137,10 +120,10 @@ void BackwardPass::recover() {
   if (std::exchange(failed_, false)) abandon();
 }
 
-Scope BackwardPass::no_sync() {
+ScopeExit BackwardPass::no_sync() {
   const bool before = reduces_;
   set_reduces(false);
-  return Scope([self = shared_from_this(), before] { self->set_reduces(before); });
+  return ScopeExit([self = shared_from_this(), before] { self->set_reduces(before); });
 }
 
 void BackwardPass::set_reduces(bool reduces) {

@@ -22,7 +22,7 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   const Binding::Take take_;
 };
 
-// The name below `module` of a parameter that is not among `known`, or "".
+// Returns the name of the first parameter below `module` that is not in `known`, or "".
 std::string unknown_parameter(const torch::nn::Module& module,
                               const std::unordered_set<const c10::TensorImpl*>& known) {
   for (const auto& entry : module.named_parameters(/*recurse=*/false))
@@ -42,7 +42,7 @@ Binding::Binding(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedP
       who_(std::move(who)),
       rank_(rank),
       accumulators_(parameters_.size()) {
-  for (const PlannedParameter& parameter : parameters_) kinds_.push_back(WrappedKind::of(parameter.tensor));
+  for (const PlannedParameter& parameter : parameters_) kinds_.push_back(TensorSignature::of(parameter.tensor));
   for (const at::Tensor& parameter : module_->parameters())
     if (parameter.defined()) known_.insert(parameter.unsafeGetTensorImpl());
 }
@@ -73,7 +73,7 @@ std::string Binding::label(size_t parameter) const {
 
 void Binding::require_same_kind(size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
-  const WrappedKind& kind = kinds_[parameter];
+  const TensorSignature& kind = kinds_[parameter];
   if (kind.is_of(tensor)) return;
   throw std::logic_error(label(parameter) + " " + kind.change_of(tensor) + " when " + who_ +
                          " wrapped the module: move and convert a module before it is wrapped");

@@ -9,19 +9,19 @@
 #include <unordered_set>
 #include <vector>
 
-#include "core/layout/as_wrapped.h"
+#include "core/layout/tensor_signature.h"
 #include "core/layout/unit_plan.h"
 
 namespace tessera::internal {
 
-// What a wrapper knows of its module's parameters: the tensors that were wrapped, and the autograd nodes that carry
-// its hooks. The one place that looks for what the user has done to them since. Used by one thread at a time.
+// The parameters of a wrapped module, and the autograd nodes that carry the wrapper's hooks. Finds changes that the
+// user made to the parameters since they were wrapped. Used by one thread at a time.
 //
-// torch::load(), module.to(), set_data() and changes of dtype make autograd forget a parameter's gradient accumulator,
-// and with it the hook, without a word; so hook() is called wherever gradients may come next, and hooks anew.
+// torch::load(), module.to(), set_data() and changes of dtype make autograd drop a parameter's gradient accumulator,
+// and the hook with it. So hook() must be called before each graph is recorded; it hooks such a parameter again.
 class Binding {
  public:
-  // `who` and `rank` are for errors. All parameters that the module has now are known, also those not listed.
+  // `who` and `rank` are for errors. Every parameter that the module has now is known, listed or not.
   Binding(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters, std::string who,
           int rank);
 
@@ -29,31 +29,32 @@ class Binding {
   const at::Tensor& tensor(size_t parameter) const { return parameters_[parameter].tensor; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
 
-  // Sees each gradient before autograd accumulates it, on the engine's thread, and returns what autograd is to
-  // accumulate: undefined for nothing.
+  // Called with each gradient before autograd accumulates it, on the engine's thread. Returns the gradient that
+  // autograd must accumulate; undefined for none.
   using Take = std::function<at::Tensor(size_t parameter, const at::Tensor& gradient)>;
   void set_take(Take take) { take_ = std::move(take); }
 
-  // Hooks a parameter that requires a gradient and does not carry our hook; not inside a backward that reaches it.
+  // Hooks a parameter that requires a gradient and has no hook of ours. Must not be called in a backward that reaches
+  // it.
   void hook(size_t parameter);
   void hook_all();
 
-  // Throws std::logic_error, naming it, if the module has a parameter that it did not have when it was wrapped.
+  // Throws std::logic_error, naming the parameter, if the module has got one since it was wrapped.
   void require_nothing_new() const;
 
-  // Throws std::logic_error if a parameter is no longer of the dtype, shape or device that it was wrapped with.
+  // Throws std::logic_error if dtype, shape or device of a parameter have changed since it was wrapped.
   void require_same_kind(size_t parameter) const;
 
-  // Throws std::logic_error if the parameter has a hook for when its gradient has been accumulated
-  // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator), where set_take() leaves nothing to see.
+  // Throws std::logic_error if the parameter has a hook that runs after its gradient is accumulated
+  // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator): with set_take() autograd accumulates none.
   void require_no_hook_after(size_t parameter) const;
 
   // "parameter 'fc.weight' on rank 1"
   std::string label(size_t parameter) const;
 
-  // Values as of the last note_versions() of parameters, to find operators of a forward that change them.
+  // StoreMailbox the version of each parameter, to find operators in forward that change one.
   void note_versions();
-  // Throws std::logic_error that names the first parameter changed since (an Embedding with max_norm, say).
+  // Throws std::logic_error, naming the first parameter that changed since (an Embedding with max_norm, say).
   void require_same_versions(const char* during) const;
 
  private:
@@ -63,7 +64,7 @@ class Binding {
   const std::vector<PlannedParameter> parameters_;
   const std::string who_;
   const int rank_;
-  std::vector<WrappedKind> kinds_;
+  std::vector<TensorSignature> kinds_;
   std::unordered_set<const c10::TensorImpl*> known_;
   Take take_;
   std::vector<Accumulator> accumulators_;  // autograd itself holds them only weakly

@@ -21,29 +21,29 @@ namespace {
 
 }  // namespace
 
-BucketContent BucketContent::of_members(size_t members) {
+BucketContent BucketContent::of(const GradientBucket& bucket) {
   BucketContent content;
-  content.filled.assign(members, false);
+  content.filled.assign(bucket.members.size(), false);
   return content;
 }
 
 void BucketContent::borrow(size_t piece, const at::Tensor& values) {
   uses.begin(values.device());
-  parts[piece] = {values, /*is_borrowed=*/true, values._version()};
+  parts[piece] = {values, Memory::kBorrowed, values._version()};
 }
 
 int64_t BucketContent::borrowed_bytes() const {
   int64_t bytes = 0;
   for (const Part& part : parts)
-    if (part.is_borrowed) bytes += static_cast<int64_t>(part.values.nbytes());
+    if (part.memory == Memory::kBorrowed) bytes += static_cast<int64_t>(part.values.nbytes());
   return bytes;
 }
 
 void BucketContent::require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                                         int rank) const {
   for (size_t piece = 0; piece < parts.size(); ++piece)
-    if (parts[piece].is_borrowed && parts[piece].values._version() != parts[piece].version)
-      throw_changed(bucket, *bucket.pieces[piece].member, parameters, rank);
+    if (parts[piece].memory == Memory::kBorrowed && parts[piece].values._version() != parts[piece].version)
+      throw_changed(bucket, *bucket.route.pieces[piece].member, parameters, rank);
 }
 
 bool BucketContent::may_wait(const at::Tensor& gradient) {
@@ -64,8 +64,8 @@ void BucketContent::put(const GradientBucket& bucket, size_t member, const at::T
 }
 
 at::Tensor BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
-  const size_t piece = bucket.piece_of[member];
-  const int64_t offset = bucket.layout.offset(static_cast<int64_t>(member)) - bucket.pieces[piece].range.begin;
+  const size_t piece = bucket.route.piece_of[member];
+  const int64_t offset = bucket.layout.offset(static_cast<int64_t>(member)) - bucket.route.pieces[piece].range.begin;
   return view_in(parts[piece].values, bucket.geometries[member], offset);
 }
 
@@ -89,7 +89,7 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
   std::vector<at::Tensor> gaps;
   auto add_gap = [&](int64_t from, int64_t to) {
     for (size_t piece = 0; piece < parts.size() && from < to; ++piece) {
-      const Range& range = bucket.pieces[piece].range;
+      const Range& range = bucket.route.pieces[piece].range;
       const int64_t end = std::min(to, range.end);
       if (from >= end) continue;
       gaps.push_back(parts[piece].values.narrow(0, from - range.begin, end - from));
@@ -101,7 +101,7 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
     const int64_t begin = layout.offset(static_cast<int64_t>(member));
     const int64_t end_of_member = begin + layout.numel(static_cast<int64_t>(member));
     if (!between_members && !filled[member]) add_gap(begin, end_of_member);
-    if (!between_members || !filled[member]) continue;  // else cleared with the gap that it lies in
+    if (!between_members || !filled[member]) continue;  // it is part of the gap before the next member
     add_gap(end, begin);
     end = end_of_member;
   }
@@ -115,7 +115,7 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
 
 bool BucketContent::forget(const GradientBucket& bucket, size_t member) {
   filled[member] = false;
-  if (Part& part = parts[bucket.piece_of[member]]; part.is_borrowed) part = {};
+  if (Part& part = parts[bucket.route.piece_of[member]]; part.memory == Memory::kBorrowed) part = {};
   std::erase_if(waiting, [&](const Waiting& each) { return each.member == member; });
   return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
 }

@@ -13,52 +13,56 @@
 
 namespace tessera::internal {
 
-// The gradients that one bucket has got so far in a pass. Its owner, GradientReducer, gives it its memory.
+// The gradients of one bucket in a pass. Its owner allocates the memory.
 struct BucketContent {
-  // By piece of the bucket; none until the first gradient.
-  struct Part {
-    at::Tensor values;         // [numel of the piece] of the bucket's dtype, undefined until it is needed
-    bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
-    int64_t version = 0;       // when it was borrowed
+  enum class Memory : uint8_t {
+    kBucket,    // BucketMemory's
+    kResult,    // the result buffer's own
+    kBorrowed,  // a gradient of autograd, which must not be written
+    kAdopted,   // a gradient that becomes the result
   };
-  std::vector<Part> parts{};
-  bool is_result = false;      // the only part is the result's own memory
-  bool is_adopted = false;     // it is a gradient's, which the result takes over
+  // A piece of the bucket.
+  struct Part {
+    at::Tensor values;  // [numel of the piece] of the bucket's dtype; undefined until it is needed
+    Memory memory = Memory::kBucket;
+    int64_t version = 0;  // of a borrowed gradient
+  };
+  std::vector<Part> parts{};   // none before the first gradient
   std::vector<bool> filled{};  // by member
-  StreamUses uses{};           // of the memory: hooks run on the streams of the operators before them
-  // On a device: small gradients, which are copied together when one launch is enough for all.
+  StreamUses uses{};           // of the memory: hooks run on the streams of their operators
+  // Small gradients on a device, which are copied together in one launch.
   struct Waiting {
     size_t member;
     at::Tensor gradient;
-    int64_t version;  // when it came
+    int64_t version;  // when it was added
     c10::Stream stream;
   };
   std::vector<Waiting> waiting{};
 
-  // One without gradients, for so many members.
-  static BucketContent of_members(size_t members);
+  // Returns a content without gradients.
+  static BucketContent of(const GradientBucket& bucket);
   bool is_begun() const { return !parts.empty(); }
 
-  // The part that is this gradient as it is, without copying it.
+  // Makes a gradient the part, without a copy.
   void borrow(size_t piece, const at::Tensor& values);
   int64_t borrowed_bytes() const;
-  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since it came.
+  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since.
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 
-  // A gradient that may wait for others: on a device a launch takes the host longer than the copy of so few bytes takes
-  // the device.
+  // Whether a gradient may wait for others. On a device, a launch takes the host longer than the copy of a small
+  // gradient takes the device.
   static bool may_wait(const at::Tensor& gradient);
-  // Takes it, without copying it yet.
+  // Keeps a gradient to copy it later.
   void wait_for_more(size_t member, const at::Tensor& gradient);
-  // Copies it to its place, or adds it to what is there.
+  // Copies a gradient to its place, or adds it to the one there.
   void put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first);
-  // Copies those that wait. `parameters` are the bucket's members' list, `rank` this one: throws std::logic_error, with
-  // both, if one was changed since it came.
+  // Copies the waiting gradients. Throws std::logic_error, naming parameter and rank, if one was changed since it was
+  // added. `parameters` is the reducer's list.
   void copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters, int rank);
-  // Zeros where no gradient has been put: between members only if asked for. All parts have their memory.
+  // Zeros the places of absent members, and the padding if asked for. All parts must be allocated.
   void fill_gaps(const GradientBucket& bucket, bool between_members) const;
-  // Forgets a member's gradient. Returns whether that was the last one.
+  // Forgets a member's gradient. Returns whether no member has one now.
   bool forget(const GradientBucket& bucket, size_t member);
 
  private:

@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// Throws std::runtime_error, on all ranks, if some rank's part of the gradients of one of the buckets is infinite or
-// NaN, with buckets and ranks. `reduced`: by bucket, whether to look. Collective; waits for the device once, and
-// once more where it throws. One flag a rank travels, and a launch looks at all gradients of a dtype.
+// Throws std::runtime_error, on all ranks, if a reduced gradient of a bucket is infinite or NaN on any rank. The error
+// names buckets and ranks. `reduced`: by bucket, whether to check it. Collective; blocks for the device once, and once
+// more before it throws.
 void require_finite(const std::vector<GradientBucket>& buckets, const std::vector<bool>& reduced, Communicator& comm);
 
 }  // namespace tessera::internal

@@ -22,7 +22,7 @@ at::Tensor GradientBuffer::room(at::ScalarType dtype, bool busy) {
   if (!grad_.defined() || !is_ours_alone()) {
     grad_ = memory_(numel_, dtype_);
     views_.clear();
-    // Not views to autograd, whose zero_grad() refuses to detach those.
+    // Detached: zero_grad() cannot detach a view that autograd knows.
     for (size_t i = 0; i < members_.size(); ++i) views_.push_back(as_gradient(part_of(grad_, i).detach(), i));
   }
   return grad_;
@@ -33,7 +33,7 @@ at::Tensor GradientBuffer::as_gradient(const at::Tensor& values, size_t member) 
   return label.empty() ? values : as_part_of_gradient(values, label);
 }
 
-// Whether nobody outside kept a gradient of the last step, so that the buffer may be written again.
+// Whether the user holds no gradient of the last step, so that the buffer may be overwritten.
 bool GradientBuffer::is_ours_alone() const {
   for (const at::Tensor& view : views_)
     if (view.use_count() > 1) return false;
@@ -57,7 +57,7 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
     if (!used[i]) continue;
     at::Tensor& grad = members_[i].leaf.mutable_grad();
     if (in_place) {
-      if (grad.defined()) views_[i].add_(grad);  // the user's graph reached the leaf itself meanwhile
+      if (grad.defined()) views_[i].add_(grad);  // the user's graph reached the leaf itself
       grad = views_[i];
     } else if (grad.defined()) {
       grad.add_(part_of(values, i));

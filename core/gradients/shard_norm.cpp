@@ -19,50 +19,52 @@
 #include <string>
 
 #include <tessera/host_results.h>
+#include "core/gradients/gradient_part.h"
 #include "core/runtime/lazy_values.h"
 
 namespace tessera::internal {
 namespace {
 
-constexpr double kNormMargin = 1e-6;  // torch's
+constexpr double kNormMargin = 1e-6;  // as in torch
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-bool has_rows(const at::Tensor& shard) {
-  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() &&
-         shard.numel() >= 2 * norm_row_numel;
+bool has_rows(const at::Tensor& shard, int64_t row_numel) {
+  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel;
 }
 
-// libtorch takes a tensor's norm on one thread of the host's, but those of rows on all.
-at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type) {
+// libtorch computes the norm of a CPU tensor on one thread, but norms of rows on all threads.
+at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_numel) {
   const at::Tensor flat = shard.view({-1});
-  const int64_t rows = flat.numel() / norm_row_numel, in_rows = rows * norm_row_numel;
-  const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, norm_row_numel});
+  const int64_t rows = flat.numel() / row_numel, in_rows = rows * row_numel;
+  const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, row_numel});
   at::Tensor norms = at::linalg_vector_norm(all_rows, norm_type, {1});
-  if (in_rows < flat.numel()) {  // nothing has no largest value
+  if (in_rows < flat.numel()) {  // the maximum of an empty tensor is an error
     const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
     norms = at::cat({norms, rest.view({1})});
   }
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.
-at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device) {
+// The p-th power of this rank's norm, or the largest absolute value, as one number on `device`. NaN stays NaN.
+at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
+                              int64_t row_numel) {
   std::vector<at::Tensor> others, norms;
   for (const at::Tensor& shard : shards) {
-    if (has_rows(shard))
-      norms.push_back(norm_by_rows(shard, norm_type));
+    if (has_rows(shard, row_numel))
+      norms.push_back(norm_by_rows(shard, norm_type, row_numel));
     else if (shard.numel() > 0)
       others.push_back(shard);
   }
   if (!others.empty())
     for (at::Tensor& norm : at::_foreach_norm(others, norm_type)) norms.push_back(std::move(norm));
+  for (const at::Tensor& shard : shards) forget_norm(shard);  // that of all ranks is computed next
   if (norms.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
   const at::Tensor all = at::stack(norms);
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
 }
 
-// By dtype and device, which a foreach wants to be the same. It writes to no tensor of lazy values; zeros stay.
+// foreach operators need one dtype and device. They cannot write to lazy tensors; lazy zeros need no scaling.
 void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
   std::vector<at::Tensor> rest;
   for (const at::Tensor& shard : shards) {
@@ -79,7 +81,7 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
     const std::vector<at::Tensor> alike(rest.begin(), others);
     const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
     const at::Tensor there = factor.to(first.device(), dtype).squeeze();
-    // Offloaded gradients take a pass through the host's memory, which 1 is not worth: it has come to the host anyway.
+    // Saves offloaded gradients a pass through host memory if the factor is 1. The host has the factor already.
     const bool is_one = !factor.is_cpu() && there.is_cpu() && there.item<double>() == 1;
     if (!is_one) at::_foreach_mul_(alike, there);
     rest.erase(rest.begin(), others);
@@ -95,18 +97,19 @@ void require_clip_arguments(double max_norm, double norm_type) {
 }
 
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also) {
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also,
+                             int64_t row_numel) {
   require_clip_arguments(max_norm, norm_type);
   const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
-  at::Tensor norm = local_contribution(shards, norm_type, comm.device());
-  // Ranks that clip by other numbers have diverged: each would scale its own part.
+  at::Tensor norm = local_contribution(shards, norm_type, comm.device(), row_numel);
+  // The text makes ranks that clip by different numbers fail: each would scale its part by another factor.
   comm.all_reduce(norm, op, c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm)).wait();
   if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);
   if (error_if_nonfinite)
     if (const double value = comm.to_host(norm, "the gradient norm").item<double>(); !std::isfinite(value))
       throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
                                ": the norm of the gradients is " + std::to_string(value));
-  // fmin() is 1 for NaN: gradients are left as they are.
+  // fmin() is 1 for NaN, so gradients stay unchanged.
   const at::Tensor factor = at::fmin(at::full_like(norm, max_norm).div_(norm + kNormMargin), at::ones_like(norm));
   scale(shards, factor);
   scale(also, factor);
@@ -122,7 +125,7 @@ std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Commu
                             : any != parts.end() ? any->device()
                                                  : at::Device(at::kCPU);
   const at::Tensor none = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
-  std::vector<at::Tensor> norms;  // on the device until all are known: one synchronisation with the host
+  std::vector<at::Tensor> norms;  // on the device until all are known: one synchronization
   for (const at::Tensor& part : parts)
     norms.push_back(
         part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device) : none);

@@ -14,16 +14,17 @@ namespace tessera::internal {
 // The steady clock of this host, in nanoseconds.
 int64_t steady_now_ns();
 
-// The run that the traced ranks of a group are in, and how this rank's clock stands to that of the first of them.
+// Returns the run of a group's traced ranks, with the offset of this rank's clock to the clock of the first traced
+// rank.
 //
-// `clocks` has, by rank, Trace::clock_id(), or "" where a rank is not traced; the same on all ranks, and this rank's is
-// not "". Hosts are compared, not ranks: the first traced rank of each other host asks the first of all what its clock
-// shows, eight times through the store, and keeps the answer that took the shortest (Cristian's algorithm, and NTP's
-// filter). It was read between the question and the answer, so that taking the middle errs by half of that time at
-// most: Run::error_ns. Clocks that later run at different speeds are not seen; NTP steers that of a steady clock too.
+// `clocks` has Trace::clock_id() by rank, or "" for a rank that is not traced. It must be equal on all ranks, and this
+// rank must be traced. Hosts are compared, not ranks: the first traced rank of each other host asks the first traced
+// rank for its clock, eight times through the store, and keeps the fastest answer (Cristian's algorithm, and NTP's
+// filter). The answer was read between question and answer, so their midpoint errs by at most half of that time:
+// Run::error_ns. Later drift is not measured; NTP adjusts the rate of a steady clock, too.
 //
-// Collective over the traced ranks. Takes about eight times four messages for each other host, one host after
-// another. Throws as the store does (c10::Error) if a rank does not come within its timeout. `now_ns` is for tests.
+// Collective over the traced ranks. Takes about eight times four messages for each other host, one host after another.
+// Throws c10::Error, as the store does, if a rank is late. `now_ns` is for tests.
 Trace::Run agree_on_traced_run(c10d::Store& store, int rank, const std::vector<std::string>& clocks,
                                const std::function<int64_t()>& now_ns = steady_now_ns);
 

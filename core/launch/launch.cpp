@@ -19,6 +19,7 @@
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
+#include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 #include "core/trace/trace.h"
 
@@ -35,13 +36,13 @@ void require(bool holds, const Parts&... otherwise) {
   if (!holds) throw std::invalid_argument(c10::str(otherwise...));
 }
 
-// Beyond a year clocks that it is added to overflow.
+// Adding more than a year to a clock may overflow.
 void require_timeout(const InitOptions& options, const char* who) {
   require(options.timeout > std::chrono::milliseconds::zero() && options.timeout <= std::chrono::hours(24 * 365), who,
           ": InitOptions::timeout is ", options.timeout.count(), " ms; expected more than 0 and at most a year");
 }
 
-// Backend and device that the options mean: where one is not given, the other decides.
+// The backend and the device. If only one is given, it determines the other.
 struct Choice {
   bool nccl;
   at::Device device;
@@ -64,13 +65,13 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
   if (!nccl) return {false, at::kCPU};
   const int visible_count = visible_cuda_devices();
   if (visible_count > 0) return {true, choose_cuda_device(device, environment, visible_count)};
-  // No CUDA here: the backend says so.
+  // Without CUDA, the backend reports the error.
   return {true, device.has_index() ? device : at::Device(at::kCUDA, 0)};
 }
 
-// The address of this rank if that is not to be found out.
+// The given address of this rank, or "" to determine it.
 std::string given_address(bool nccl) {
-  // NCCL reads a variable of its own, NCCL_SOCKET_IFNAME, and asks nobody for an address.
+  // NCCL does not use this address; it reads NCCL_SOCKET_IFNAME.
   if (nccl) return "none";
   const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
   return interface.empty() ? "" : interface_address(interface);
@@ -93,7 +94,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
 
   const int rank = environment.rank, size = environment.world_size;
   Trace::set_rank_of_process(rank);
-  // Each rank of the host is watched by a descriptor, and the store has a connection to every rank.
+  // A pidfd for each rank of the host, and the store's connection to every rank.
   const bool serves_store = rank == 0 && !environment.agent_serves_store;
   if (size > 1)
     require_descriptors(environment.local_world_size + (serves_store ? size : 0), c10::str("rank ", rank, " of ", size),
@@ -170,7 +171,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
         std::lock_guard lock(mutex);
         if (!first_error) first_error = std::current_exception();
       }
-      // The others see this error, at once, in whatever they wait for.
+      // Ends the current waits of the other ranks with this error.
       if (comm) comm->abort(text_of(std::current_exception()));
     }
   };

@@ -33,12 +33,12 @@ std::optional<int64_t> to_number(std::string_view text) {
 
 using NameList = std::initializer_list<const char*>;
 
-// The environment, with errors that name variables.
+// The environment. Errors name variables.
 class Variables {
  public:
   explicit Variables(const GetVariable& get) : get_(get) {}
 
-  // Set to something. An empty value counts as not set, as `VAR= program` in a shell means it.
+  // Returns whether a variable has a value. An empty value counts as unset, as `VAR= program` in a shell means.
   bool has(const char* name) const { return text(name).has_value(); }
 
   std::optional<std::string> text(const char* name) const {
@@ -52,7 +52,7 @@ class Variables {
     return std::nullopt;
   }
 
-  // A number in [low, high], or nothing if the variable is not set.
+  // Returns a number in [low, high], or nullopt if the variable is not set.
   std::optional<int> number(const char* name, int low, int high) const {
     const auto value = text(name);
     if (!value) return std::nullopt;
@@ -82,7 +82,7 @@ bool is_loopback(const std::string& address) {
   return address == "localhost" || address == "::1" || address.starts_with("127.");
 }
 
-// Rank and size by one launcher; what its variables are called, for errors.
+// A launcher's rank and size, with the names of its variables for errors.
 struct Group {
   const char* launcher;
   const char* rank_name;
@@ -91,7 +91,7 @@ struct Group {
   int size;
 };
 
-// The group of a launcher with one variable for the rank and one for the size; nothing if neither is set.
+// Returns the group of a launcher that has one variable for the rank and one for the size; nullopt if neither is set.
 std::optional<Group> read_group(const Variables& variables, const char* launcher, const char* rank_name,
                                 const char* size_name) {
   const auto size = variables.number(size_name, 1, kMaxRanks);
@@ -107,9 +107,9 @@ std::optional<Group> read_open_mpi_group(const Variables& variables) {
   return group && group->size > 1 ? group : std::nullopt;
 }
 
-// Whether srun started this process as a task of a step. Slurm gives batch scripts SLURM_PROCID=0 and the job's
-// SLURM_NTASKS as well, and shells of salloc the latter, but no variable of a step; those two have SLURM_SUBMIT_DIR (so
-// do tasks, which inherit it). With neither, somebody set srun's variables by hand, and means them.
+// Returns whether srun started this process as a task of a step. Batch scripts have SLURM_PROCID=0 and the job's
+// SLURM_NTASKS as well, and shells of salloc the latter, but no variable of a step. Both have SLURM_SUBMIT_DIR, which
+// tasks inherit. Without either, the user has set srun's variables by hand.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
   return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
@@ -117,15 +117,15 @@ bool in_slurm_step(const Variables& variables) {
 
 std::optional<Group> read_slurm_group(const Variables& variables) {
   if (!in_slurm_step(variables)) return std::nullopt;
-  // SLURM_NTASKS can be the whole job's where a step is smaller, so the step's own number is first.
+  // SLURM_NTASKS may be that of the whole job, so the step's own number takes precedence.
   const char* size_name = variables.has("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
   auto group = read_group(variables, "Slurm", "SLURM_PROCID", size_name);
   return group && group->size > 1 ? group : std::nullopt;
 }
 
-// torchrun's group; nothing if it is not set, or not as a whole and `other` says the same: scripts for Slurm and MPI
-// often export one of RANK and WORLD_SIZE for other programs' sake. Where both launchers name a group, it must be the
-// same, or torchrun's LOCAL_WORLD_SIZE ranks must have been started by each rank of the other.
+// Returns torchrun's group; nullopt if it is not set, or is incomplete and `other` agrees: scripts for Slurm and MPI
+// often export only RANK or WORLD_SIZE for other programs. If both launchers name a group, it must be the same, or each
+// rank of the other must have started torchrun's LOCAL_WORLD_SIZE ranks.
 std::optional<Group> read_torchrun_group(const Variables& variables, const std::optional<Group>& other) {
   const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
   const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
@@ -155,8 +155,7 @@ LaunchEnvironment start_environment(const Variables& variables, const Group& gro
           .token = variables.text("TESSERA_STORE_TOKEN").value_or("")};
 }
 
-// Local rank and local size by the variables of these names, where they are set. On one host they
-// are the rank and the size themselves.
+// Sets local rank and local size from these variables, if they are set. On one host they equal rank and size.
 void read_local(const Variables& variables, const char* rank_name, const char* size_name,
                 LaunchEnvironment& environment) {
   if (const auto size = variables.number(size_name, 1, environment.world_size)) environment.local_world_size = *size;
@@ -174,7 +173,7 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
     variables.fail_half_set("torchrun", kTorchrunVariables,
                             "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
   if (is_loopback(environment.master_address) && !variables.has("LOCAL_WORLD_SIZE"))
-    environment.local_world_size = group.size;  // whoever reaches that address is on this host
+    environment.local_world_size = group.size;  // a process that reaches that address is on this host
   read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
   environment.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
@@ -182,7 +181,7 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
   return environment;
 }
 
-// MASTER_ADDR and MASTER_PORT if set; else loopback for one host, and a port made from the job's id.
+// MASTER_ADDR and MASTER_PORT if set; else loopback for one host, and a port derived from the job's id.
 void find_master(const Variables& variables, const char* id_name, LaunchEnvironment& environment) {
   environment.master_address = variables.text("MASTER_ADDR").value_or("");
   if (environment.master_address.empty() && environment.one_host()) environment.master_address = "127.0.0.1";
@@ -208,7 +207,7 @@ LaunchEnvironment parse_open_mpi(const Variables& variables, const Group& group)
   return environment;
 }
 
-// How many tasks run on this node, 0 if Slurm's variables do not say or say it of another step.
+// Returns the number of tasks on this node; 0 if Slurm's variables do not say, or belong to another step.
 int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
   if (hosts == 1) return world_size;
   if (const auto text = variables.first_text({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})) {
@@ -243,7 +242,7 @@ LaunchEnvironment parse_slurm(const Variables& variables, const Group& group) {
   return environment;
 }
 
-// A world of one: no launcher started this process.
+// Returns a world of one, for a process without launcher.
 LaunchEnvironment parse_none(const Variables& variables) {
   LaunchEnvironment environment;
   const bool in_slurm_job = variables.has("SLURM_SUBMIT_DIR") && !in_slurm_step(variables);
@@ -257,7 +256,7 @@ LaunchEnvironment parse_none(const Variables& variables) {
   return environment;
 }
 
-// Its pieces between commas; one where there is no comma.
+// Splits at commas. A text without commas is one piece.
 std::vector<std::string_view> split(std::string_view text) {
   std::vector<std::string_view> pieces;
   for (size_t begin = 0; begin <= text.size(); begin += pieces.back().size() + 1)
@@ -267,7 +266,7 @@ std::vector<std::string_view> split(std::string_view text) {
 
 [[noreturn]] void fail_malformed(std::string_view list) { fail("cannot read the list of nodes \"", list, "\""); }
 
-// The entries between two brackets: "03-05,9" -> 03 04 05 9, with the width of the first number kept.
+// Expands the entries between two brackets, keeping the width of the first number: "03-05,9" -> 03 04 05 9.
 std::vector<std::string> expand_ranges(std::string_view ranges, std::string_view list) {
   std::vector<std::string> entries;
   for (const auto range : split(ranges)) {
@@ -285,7 +284,7 @@ std::vector<std::string> expand_ranges(std::string_view ranges, std::string_view
   return entries;
 }
 
-// One host expression without commas outside of brackets, with any number of these.
+// Expands one host expression, which has no commas outside of brackets, and any number of these.
 std::vector<std::string> expand_host(std::string_view host, std::string_view list) {
   const auto open = host.find('['), close = host.find(']');
   if (open == std::string_view::npos && close == std::string_view::npos) return {std::string(host)};
@@ -336,10 +335,10 @@ int derived_port(std::string_view text) noexcept {
 
 LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   const Variables variables(get);
-  // What torchrun itself started has nothing to do with the launcher that torchrun runs under.
+  // torchrun started this process, so the launcher of torchrun itself does not matter.
   const bool by_torchrun = variables.has("TORCHELASTIC_RUN_ID");
   const auto open_mpi = by_torchrun ? std::nullopt : read_open_mpi_group(variables);
-  // Under mpirun, Slurm's variables are those of the daemon that mpirun started with srun.
+  // Under mpirun, Slurm's variables describe the daemon that mpirun started with srun.
   const auto slurm = by_torchrun || open_mpi ? std::nullopt : read_slurm_group(variables);
   const auto& other = open_mpi ? open_mpi : slurm;
   if (const auto torchrun = read_torchrun_group(variables, other)) return parse_torchrun(variables, *torchrun);

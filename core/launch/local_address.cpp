@@ -30,7 +30,7 @@ struct Socket {
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-// The addresses of a host, or why there are none.
+// The addresses of a host, or the error.
 std::pair<AddressList, std::string> resolve(const std::string& host, int port, int type) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -47,7 +47,7 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return text;
 }
 
-// Empty if connected; a connection that takes longer than `timeout_ms` counts as failed.
+// Returns "" if connected. A connection that takes longer than `timeout_ms` has failed.
 std::string connect_within(const Socket& socket, const addrinfo& address, int timeout_ms) {
   ::fcntl(socket.fd, F_SETFL, O_NONBLOCK);
   if (::connect(socket.fd, address.ai_addr, address.ai_addrlen) == 0) return {};
@@ -90,7 +90,7 @@ std::string address_towards(const std::string& host, int port) {
     const Socket socket(*entry);
     sockaddr_storage own{};
     socklen_t length = sizeof(own);
-    // Connecting a datagram socket only makes the kernel choose a route, and with it an address.
+    // Connecting a datagram socket sends nothing: the kernel only chooses a route, and with it an address.
     if (::connect(socket.fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
         ::getsockname(socket.fd, reinterpret_cast<sockaddr*>(&own), &length) == 0)
       return numeric(reinterpret_cast<const sockaddr*>(&own), length);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/comm/descriptors.h"
-#include "core/launch/last_words.h"
+#include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 
 namespace tessera {

@@ -16,7 +16,7 @@
 #include "core/comm/group_process.h"
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
-#include "core/runtime/in_time.h"
+#include "core/runtime/call_with_timeout.h"
 #include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
@@ -26,7 +26,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// After this long, a rank that waits says on stderr for whom: a launch that hangs should not look like one that works.
+// A rank that waits longer prints for whom, so that a hanging launch does not look like a working one.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
 constexpr milliseconds kConnectRetry{50};
 constexpr milliseconds kShortestPoll{2};
@@ -35,7 +35,7 @@ constexpr char kComplete[] = "complete";
 constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
 constexpr char kToken[] = "token";  // a fingerprint of it
-constexpr char kEnded[] = "ended";  // which rank, before all had come
+constexpr char kEnded[] = "ended";  // a rank that ended before all had joined
 constexpr size_t kMostRanksNamed = 8;
 
 std::string seconds_text(milliseconds duration) { return c10::str(static_cast<double>(duration.count()) / 1000, " s"); }
@@ -63,7 +63,7 @@ StorePtr store_of_token(const StorePtr& store, const std::string& token) {
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
 
-// What a rank tells the others: "<world size> <address> <clock>", the last only if it is traced.
+// The text of a rank for rank 0: "<world size> <address> <clock>", the last only if it is traced.
 struct Arrival {
   int world_size = 0;
   std::string address;
@@ -76,14 +76,14 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
-// What rank 0, who alone reads what each rank has said, tells the others once all have come: nobody reads more than
-// that, however many they are. As text "<rank> <address>", or '!' and why it refuses the group.
+// Rank 0 alone reads the texts of all ranks. Its answer is all that the others read, whatever the world size: "<rank>
+// <address>", or '!' and the error that ends the group.
 struct ReachableRank {
-  int rank = -1;  // the first whose address is not loopback; -1: there is none, all are on one host
+  int rank = -1;  // the first with an address that is not loopback; -1: all are on one host
   std::string address;
 };
 
-// One rank that joins the others.
+// A rank that joins the group.
 class Joining {
  public:
   Joining(const LaunchEnvironment& environment, milliseconds timeout)
@@ -115,7 +115,7 @@ class Joining {
 
   milliseconds remaining() const {
     const auto left = std::chrono::duration_cast<milliseconds>(start_ + timeout_ - Clock::now());
-    return std::max(left, milliseconds(1));  // 0 would mean no timeout to c10d
+    return std::max(left, milliseconds(1));  // c10d takes 0 for no timeout
   }
 
   bool is_late() const { return Clock::now() - start_ >= timeout_; }
@@ -129,8 +129,8 @@ class Joining {
                  waiting_for.c_str(), seconds_text(timeout_).c_str());
   }
 
-  // Waits until rank 0 (or the agent) listens. c10d's client would do so too, but tries only once
-  // a second and logs every failure with a stack trace.
+  // Blocks until rank 0 (or the agent) listens. c10d's client could do that, but tries only once a second and logs
+  // every failure with a stack trace.
   void await_server() {
     for (;;) {
       const auto patience = static_cast<int>(std::min<int64_t>(remaining().count(), 5000));
@@ -147,12 +147,12 @@ class Joining {
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(environment_.master_port);
     options.isServer = serves;
-    options.waitWorkers = false;  // await_all() does, and can say who is missing
+    options.waitWorkers = false;  // await_all() waits instead, and names missing ranks
     options.timeout = timeout_;
     if (!serves) await_server();
     const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
     try {
-      // The server listens on all addresses, so its own client need not find the host's name.
+      // The server listens on all addresses, so its own client need not resolve the host's name.
       auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
       return store_of_run(store, environment_.job, environment_.restart_count);
     } catch (const std::exception&) {
@@ -163,14 +163,14 @@ class Joining {
     }
   }
 
-  // Who has started the ranks may know of one that will not come: tell_of_end().
+  // The process that started the ranks may know that one will never join: tell_of_end().
   void require_all_live(const StorePtr& store) const {
     if (environment_.agent_serves_store && store->check({kEnded}))
       fail("rank ", store->get_to_str(kEnded), " has ended, with exit code 0, before all had come");
   }
 
-  // c10d's store takes whoever connects. What the ranks keep there has keys that begin with the token, and a process
-  // that has another one, of another job or nobody's, gets no further than here.
+  // c10d's store accepts any client. All keys of the group begin with its token, and this check refuses a process with
+  // another token, of another job or none.
   void check_token(const StorePtr& store) {
     const std::string own = std::to_string(Fingerprint().add(environment_.token).value());
     if (environment_.rank == 0) return store->set(kToken, own);
@@ -192,16 +192,16 @@ class Joining {
       fail("another process, or an earlier init() of this one, has already come as rank ", rank);
     const std::string clock = Trace::active() == nullptr ? "" : " " + Trace::clock_id();
     store->set(rank_key(rank), c10::str(environment_.world_size, " ", address, clock));
-    // All compare with the first to come, so that a rank of a smaller world, which would wait for
-    // fewer, cannot go on without noticing.
+    // All ranks compare with the first one. Otherwise a rank with a smaller world size would wait for fewer ranks and
+    // go on.
     const auto own = std::to_string(environment_.world_size);
     const auto first = store->compareSet("world_size", std::string(), own);
     if (first != own)
       fail("its world size is ", own, ", but ", first, " on the rank that came first; expected the same on all");
   }
 
-  // Rank 0 sees everybody in and then lets everybody on: the others ask for one key again and
-  // again, not for one per rank. Asking, since c10d logs every wait that ends without success.
+  // Rank 0 waits for all ranks and then admits them: the others poll one key, not one for each rank. They poll because
+  // c10d logs every wait that times out.
   ReachableRank await_all(const StorePtr& store) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment_.world_size; ++rank) keys.push_back(rank_key(rank));
@@ -228,7 +228,7 @@ class Joining {
     return reachable;
   }
 
-  // Rank 0: reads them all, for the others, too.
+  // Rank 0 reads the texts of all ranks, on behalf of the others.
   std::string all_have_come(const StorePtr& store, const std::vector<std::string>& keys) const {
     ReachableRank reachable;
     std::string clocks;
@@ -246,7 +246,7 @@ class Joining {
     return c10::str(reachable.rank, " ", reachable.address);
   }
 
-  // Only those that are traced read whose clocks there are.
+  // Only traced ranks read the clocks.
   std::optional<Trace::Run> compare_clocks(const StorePtr& store) const {
     if (Trace::active() == nullptr) return std::nullopt;
     std::vector<std::string> clocks;
@@ -274,8 +274,8 @@ class Joining {
     }
   }
 
-  // A rank on the host of rank 0 may have found loopback only (address_towards says when): it then takes the address
-  // that faces a rank of another host. If all ranks have found loopback, all are on one host.
+  // A rank on the host of rank 0 may have found only loopback (see address_towards). It then takes the address that
+  // faces a rank of another host. If all ranks have found loopback, all are on one host.
   std::string reachable_address(const std::string& address, const ReachableRank& reachable) const {
     if (!is_loopback_address(address) || reachable.rank < 0) return address;
     const std::string facing = address_facing(reachable.address);
@@ -295,8 +295,8 @@ class Joining {
 
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout) {
-  // Calls of c10d's store have no end where whoever listens says nothing.
-  auto found = in_time(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
+  // c10d's calls of the store never end if the listening process does not answer.
+  auto found = call_with_timeout(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
   if (!found)
     fail_to_join(environment, timeout,
                  "whoever listens there does not answer: it is no store, or its process has stopped");

@@ -11,26 +11,25 @@
 
 namespace tessera::internal {
 
-// Where the ranks of a launched group have found each other.
+// The result of a rendezvous.
 struct Rendezvous {
-  c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks, used by this group alone
-  std::string address;                    // of this rank, such that the others can reach it
-  std::optional<Trace::Run> traced_run;   // where this rank is traced
+  c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks, and used by this group alone
+  std::string address;                    // at which the others reach this rank
+  std::optional<Trace::Run> traced_run;   // null if this rank is not traced
 };
 
-// Serves the store (rank 0, unless torchrun's agent does) or connects to it, and waits until every
-// rank has come. `address` is where the others reach this rank; if empty, it is found out: loopback
-// when all ranks are on one host, else the address that faces the other hosts. Ranks that are traced
-// (some may be, and others not) then compare their hosts' clocks: clock_exchange.h.
+// Serves the store (rank 0, unless torchrun's agent does) or connects to it, and blocks until all ranks have joined.
+// `address` is this rank's address for the others. If it is empty, it is loopback if all ranks are on one host, else
+// the address that faces the other hosts. Traced ranks, which need not be all, then compare their hosts' clocks
+// (clock_exchange.h).
 //
-// Collective, for a world of more than one. Throws CommError that names this rank, the address and
-// the port, and the ranks that did not come, came twice, or are of another world size.
+// Collective, for a world of more than one. Throws CommError with this rank, the address and the port, and the ranks
+// that are missing, joined twice, or have another world size.
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout);
 
-// For who serves the store of ranks that it has started itself (spawn_local), with their token: the rank has ended
-// well. Those that wait in rendezvous() for one that has ended before all had come are told, where the agent serves the
-// store. Throws what the store throws.
+// For a process that serves the store of ranks that it has started (spawn_local), with their token: reports that a rank
+// has ended without error. Ranks that still wait for it in rendezvous() then fail at once. Throws as the store does.
 void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank);
 
 }  // namespace tessera::internal

@@ -45,7 +45,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long ranks that were asked to end may take before they are killed.
+// The time from SIGTERM to SIGKILL.
 constexpr std::chrono::seconds kGrace{5};
 constexpr int kPollIntervalMs = 100;
 constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
@@ -54,8 +54,8 @@ constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
   throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
 }
 
-// The socket of the store: bound first, so that ranks can be told the port, and listening already, so that they queue
-// up until there is a store.
+// The store's socket. It is bound first, so that ranks can be told the port, and it listens already, so that they queue
+// up until the store exists.
 class ListeningSocket {
  public:
   ListeningSocket() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -90,8 +90,8 @@ class ListeningSocket {
   int port_ = 0;
 };
 
-// Blocks the signals that end a program, until the end of the scope: supervise() reads them from a descriptor. What the
-// caller ignores (SIGHUP under nohup) stays ignored.
+// Blocks the signals that end a program until the end of the scope: supervise() reads them from a descriptor. Signals
+// that the caller ignores (SIGHUP under nohup) stay ignored.
 class BlockedSignals {
  public:
   BlockedSignals() {
@@ -121,7 +121,7 @@ class BlockedSignals {
   sigset_t old_mask_{};
 };
 
-// NAME=value texts of a child's environment: this process's own, with torchrun's set anew.
+// The NAME=value texts of a child's environment: this process's, with torchrun's variables replaced.
 std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket,
                                            const std::string& token) {
   std::map<std::string, std::string> variables;
@@ -134,10 +134,10 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) variables[name] = std::to_string(world);
   variables["MASTER_ADDR"] = "127.0.0.1";
   variables["MASTER_PORT"] = std::to_string(socket.port());
-  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the store is here, and outlives whichever rank ends first
+  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the store is in this process, and outlives all ranks
   variables["TESSERA_STORE_TOKEN"] = token;
-  // Every rank would otherwise start a thread per core, and the ranks would fight for the cores: far slower than one
-  // process. torchrun gives each rank 1 thread; the cores divided by the ranks leaves none idle either.
+  // By default every rank would start a thread per core, and oversubscription is far slower than one process. torchrun
+  // gives each rank 1 thread; dividing the cores by the ranks leaves none idle.
   variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / world)));
 
   std::vector<std::string> entries;
@@ -169,14 +169,14 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 }
 
 // [Note: the keeper]
-// This process may have a thread that reaps every child, or ignore SIGCHLD, and then nobody learns how a rank has
-// ended; and a process id, once reaped by others, may be anybody's. So the ranks are children of a process between, the
-// keeper, which nobody but supervise() can reap: it sends no signal when it ends (clone() without one), and what wait()
-// and SIG_IGN take are children that do. It is never exec'ed, so from its start to its end it may neither allocate nor
-// lock, as other threads of this process may have held any lock when it was made: system calls alone.
+// This process may have a thread that reaps every child, or ignore SIGCHLD. Then it could not learn how a rank has
+// ended, and the process id of a reaped rank could be reused. So the ranks are children of an intermediate process, the
+// keeper, which only supervise() can reap: it is made by clone() without an exit signal, and wait() and SIG_IGN only
+// reap children with one. The keeper never calls exec. Other threads of this process may have held any lock when it was
+// made, so it must not allocate or lock: it only makes system calls.
 //
-// It starts the ranks and reports, as the kernel tells it, which of them ends and how. Signals that it gets from this
-// process it passes on, SIGUSR1 as SIGKILL. It ends when they have, and they are killed if it is.
+// The keeper starts the ranks and reports how each one ends. It forwards signals from this process, SIGUSR1 as SIGKILL.
+// It ends after the ranks, and if it is killed, they are killed.
 
 struct Program {
   const char* path;
@@ -184,17 +184,17 @@ struct Program {
   char** environment;
 };
 
-// From the keeper, one write() each.
+// A message of the keeper, one write() each.
 struct Report {
   enum Kind : int32_t { kStarted, kEnded, kFailed } kind;
   int32_t rank;
   pid_t pid;
-  int32_t status;  // kEnded: as waitpid() has it; kFailed: errno of fork
+  int32_t status;  // kEnded: waitpid()'s status; kFailed: errno of fork
 };
 
 struct Keeper {
   const std::vector<Program>& programs;
-  const std::span<pid_t> pids;  // of as many
+  const std::span<pid_t> pids;  // by rank
   const sigset_t rank_signal_mask;
   const pid_t parent;
   const int reports_fd;
@@ -211,23 +211,23 @@ struct Keeper {
   bool reap(pid_t wanted) const;
 };
 
-// fork(), without what libraries have registered for it (pthread_atfork), which would lock.
+// fork() without the handlers of pthread_atfork, which may lock.
 pid_t fork_plainly(int signal_of_end) { return static_cast<pid_t>(::syscall(SYS_clone, signal_of_end, 0, 0, 0, 0)); }
 
 void Keeper::become(const Program& program, pid_t keeper) const {
-  // No orphans: the kernel kills this process when the parent ends. If the parent has ended before
-  // this call, nobody would, so look who the parent is afterwards.
+  // The kernel kills this process when its parent ends. If the parent has ended before this call, the check of the
+  // parent below ends it.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != keeper) ::_exit(127);
   ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
   ::execve(program.path, program.argv, program.environment);
-  ::execve("/proc/self/exe", program.argv, program.environment);  // the file was moved or deleted
+  ::execve("/proc/self/exe", program.argv, program.environment);  // if the file was moved or deleted
   constexpr char kMessage[] = "tessera::spawn_local: this program could not be started again\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
   ::_exit(127);
 }
 
-// Whether there was one to reap; of all ranks for -1.
+// Returns whether there was a child to reap; -1 means any rank.
 bool Keeper::reap(pid_t wanted) const {
   int status = 0;
   const pid_t pid = ::waitpid(wanted, &status, WNOHANG);
@@ -259,19 +259,19 @@ void Keeper::run() const {
     pids[rank] = std::max(pid, 0);
     report(pid > 0 ? Report::kStarted : Report::kFailed, rank, errno);
   }
-  // Nothing of this process's stays open here for longer than there, the socket above all.
+  // Closes this process's descriptors, above all the socket, so that none outlives this process.
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
-  ::close(listening_fd);  // where there is no close_range
+  ::close(listening_fd);  // if there is no close_range
   while (std::any_of(pids.begin(), pids.end(), [](pid_t pid) { return pid > 0; })) {
     siginfo_t info{};
     const int signal = ::sigwaitinfo(&waited, &info);
     if (signal == SIGCHLD) {
-      reap(info.si_pid);  // the first to end, of several: the one whose error matters
+      reap(info.si_pid);  // the first of several to end, whose error matters
       while (reap(-1)) {
       }
-    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which the ranks have felt as well
+    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which signals the ranks as well
       for (const pid_t pid : pids)
         if (pid > 0) ::kill(pid, signal == SIGUSR1 ? SIGKILL : signal);
     }
@@ -288,7 +288,7 @@ std::string describe_status(int status) {
 
 void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c_str()); }
 
-// The local ranks while they run.
+// The running local ranks.
 class Ranks {
  public:
   Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket)
@@ -297,7 +297,7 @@ class Ranks {
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
     reports_fd_ = fds[0];
     const Keeper keeper{programs, pids_, signals.old_mask(), ::getpid(), fds[1], socket.fd()};
-    std::fflush(nullptr);  // a child that cannot exec must not print the parent's buffers again
+    std::fflush(nullptr);  // or a child that cannot exec would print the parent's buffers again
     keeper_ = fork_plainly(0);
     if (keeper_ == 0) keeper.run();
     const int error = errno;
@@ -309,7 +309,7 @@ class Ranks {
   }
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
-  // Only an exception leaves any alive.
+  // Ranks are alive here only after an exception.
   ~Ranks() {
     if (keeper_ > 0) {
       ::kill(keeper_, SIGUSR1);
@@ -318,7 +318,8 @@ class Ranks {
     ::close(reports_fd_);
   }
 
-  // Runs until all have ended; returns the exit code for main(). Calls back as a rank has ended well.
+  // Blocks until all ranks have ended; returns the exit code for main(). Calls back when a rank has ended without
+  // error.
   int supervise(int signals_fd, std::function<void(int rank)> ended_well) {
     ended_well_ = std::move(ended_well);
     for (bool goes_on = true; goes_on;) {
@@ -332,7 +333,7 @@ class Ranks {
     }
     int status = 0;
     ::waitpid(std::exchange(keeper_, 0), &status, __WALL);
-    if (alive() > 0) {  // it did not see them end; they are being killed
+    if (alive() > 0) {  // the keeper died before them, so the kernel kills them
       say("the process that watches over the ranks " + describe_status(status));
       code_ = code_.value_or(128 + SIGKILL);
     }
@@ -346,7 +347,7 @@ class Ranks {
 
   void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR1 : signal); }
 
-  // False once the keeper has ended.
+  // Returns false when the keeper has ended.
   bool read_report() {
     Report report{};
     const ssize_t count = ::read(reports_fd_, &report, sizeof(report));
@@ -365,7 +366,7 @@ class Ranks {
     const int status = report.status;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (code == 0 && !code_) ended_well_(report.rank);
-    if (code == 0 || code_) return;  // later ends are consequences: of the first, or of our signals
+    if (code == 0 || code_) return;  // later failures are consequences of the first, or of our signals
     code_ = code;
     say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
                  alive() > 0 ? "; ending the others" : ""));
@@ -373,11 +374,11 @@ class Ranks {
   }
 
   void interrupt(int signal, int origin) {
-    if (interrupted_) return kill_rest();  // asked for the second time: no more grace
+    if (interrupted_) return kill_rest();  // a second signal ends the grace period
     interrupted_ = true;
     say(describe_signal(signal) + "; ending all ranks");
     code_ = code_.value_or(128 + signal);
-    // A key on the terminal has signalled the whole foreground group, the ranks among it.
+    // A key on the terminal has signalled the whole foreground group, which includes the ranks.
     if (origin == SI_KERNEL) signal = 0;
     end_rest(signal);
   }
@@ -395,7 +396,7 @@ class Ranks {
   }
 
   std::function<void(int rank)> ended_well_;
-  std::vector<pid_t> pids_;  // by rank; 0: has ended
+  std::vector<pid_t> pids_;  // by rank; 0: ended
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
   std::optional<int> code_;  // of the first failure
@@ -415,7 +416,7 @@ int spawn_local(int world, int argc, char** argv) {
   const ProcessEffects effects({.cache_memory = false, .terminate_handler = false, .permit_tracing = false});
   require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);
   ListeningSocket socket;
-  const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // by its name, so that ps shows it
+  const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // a real name for ps
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);
 
@@ -430,7 +431,7 @@ int spawn_local(int world, int argc, char** argv) {
   }
   const BlockedSignals signals;
   Ranks ranks(programs, signals, socket);
-  const auto store = serve(socket);  // after fork, which would copy none of its threads
+  const auto store = serve(socket);  // after the fork, which copies no threads
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {
       tell_of_end(store, token, rank);

@@ -8,28 +8,29 @@
 
 namespace tessera::internal {
 
-// What the plan of buckets wants to know of a parameter.
+// A parameter, as plan_buckets() needs it.
 struct BucketItem {
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
-  int64_t key = 0;           // only parameters of one key (an owner, say) and one dtype share a bucket
-  bool may_be_alone = true;  // false: shares a bucket, or has one to be copied into, whatever its size
+  int64_t key = 0;           // only parameters of one key (the owner, for example) and one dtype share a bucket
+  bool may_be_alone = true;  // false: shares a bucket, or is copied into one, whatever its size
 };
 
 struct BucketLimits {
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  // Parameters of so many bytes are a bucket of their own: from here on a message's cost is its bytes.
+  // A parameter of at least this many bytes gets its own bucket: its message costs no more for being separate.
   int64_t alone_bytes = int64_t{1} << 20;
-  // The most that share a bucket; a parameter that is larger is one of its own. 0: all are.
+  // The most elements and bytes in a shared bucket. A larger parameter gets its own bucket; with 0 every parameter
+  // does.
   int64_t bucket_numel = kNone;
   int64_t bucket_bytes = kNone;
-  // The same for the bucket that is full first, if it is smaller, so that sending begins early.
+  // A smaller limit for the bucket that is full first, so that sending starts early.
   int64_t first_bytes = kNone;
 };
 
-// Which parameters share a bucket, given the order in which they come: by bucket its members, in order of `order`;
-// buckets in the order in which they will be full. Within a bucket each begins at a multiple of the layout's
-// alignment. (c10d's compute_bucket_assignment_by_size, FairScale's buckets by owner.) Pure.
+// Assigns parameters to buckets, given the order of their gradients. Returns the members of each bucket in that order,
+// and the buckets in the order in which they become full. Each member starts at a multiple of the layout's alignment. A
+// pure function. (c10d's compute_bucket_assignment_by_size, FairScale's buckets by owner.)
 std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& items, const std::vector<size_t>& order,
                                               const BucketLimits& limits);
 

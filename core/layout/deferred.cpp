@@ -19,21 +19,21 @@
 
 namespace tessera::internal {
 
-// libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place where it is named.
+// The dispatch key of recording. libtorch reserves it for modes with a boxed fallback and does not use it. No other
+// file names it.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
-// What a constructor did, in order. It holds no tensor that it made, only their descriptions: the
-// tensors hold the tape.
+// The recorded calls of constructors, in order. The tape holds descriptions of its tensors; the tensors own the tape.
 class Tape {
  public:
-  // A view of one of the storages that the tape knows.
+  // A view of one of the tape's storages.
   struct View {
     size_t storage;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
   };
-  // An argument that is such a view, as its tensor number 0, or has one as this number of its list.
+  // An argument that is a view, or has one at this index of its list.
   struct Argument {
     size_t argument, number;
     View view;
@@ -42,17 +42,17 @@ class Tape {
     c10::OperatorHandle op;
     torch::jit::Stack arguments;  // without the views
     std::vector<Argument> views;
-    std::vector<std::optional<size_t>> made;  // by result: the storage, if it is new
+    std::vector<std::optional<size_t>> made;  // by result: the new storage, if any
   };
 
   std::vector<Call> calls;
-  std::vector<size_t> last_use;  // by storage: the call
-  at::Tensor generator_state;    // of the default CPU generator at the beginning
+  std::vector<size_t> last_use;  // by storage: the index of a call
+  at::Tensor generator_state;    // of the default CPU generator at the start
 };
 
 namespace {
 
-// The context of a deferred storage's pointer, which has no data.
+// The context of a deferred storage, which has no data.
 struct TapeStorage {
   std::shared_ptr<Tape> tape;
   size_t storage;
@@ -65,7 +65,7 @@ const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
   return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
 }
 
-// What the storage of a tensor that is read from somewhere points to.
+// The context of the storage of a tensor that is read from a file.
 struct Source {
   ReadElements read;
   at::Device device;
@@ -95,7 +95,7 @@ at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
   return tensor.as_strided(view.sizes, view.strides, view.offset);
 }
 
-// Moves the tape's tensors out of the call's arguments, into its views.
+// Moves the tape's tensors from the call's arguments to its views.
 void take_views(Tape& tape, Tape::Call& call) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     size_t count = 0;
@@ -114,8 +114,8 @@ void take_views(Tape& tape, Tape::Call& call) {
   }
 }
 
-// Ordinary tensors cannot be mixed with meta ones: the recording needs their shapes alone. But as indices they may, and
-// what a mask selects is a matter of its values.
+// Replaces ordinary tensors, which cannot be mixed with meta tensors, by their shapes. Indices stay: they may be mixed,
+// and the result of a mask depends on its values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -160,10 +160,10 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   const bool is_factory = device && !has_tensor_argument(schema);
   take_views(tape, call);
   const bool concerns = !call.views.empty();
-  if (!is_factory && !concerns) return op.callBoxed(stack);  // of ordinary tensors alone
+  if (!is_factory && !concerns) return op.callBoxed(stack);  // only ordinary tensors
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // Options copied from a tensor that is deferred itself say meta.
+    // Options that were copied from a deferred tensor say meta.
     if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }
@@ -172,7 +172,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
     call.made.push_back(adopt(recording, result));
   const auto dtype = schema.argumentIndexWithName("dtype");
-  if (is_factory && dtype && call.arguments[*dtype].isNone())  // torch's default may be another later
+  if (is_factory && dtype && call.arguments[*dtype].isNone())  // torch's default may change before the replay
     call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
   tape.calls.push_back(std::move(call));
 }
@@ -181,17 +181,18 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Operators that draw without taking a generator use the default one: it is lent the tape's state.
+// Operators without a generator argument draw from the default generator, which gets the tape's state meanwhile.
 std::mutex default_generator_mutex;
 
-// Runs a tape.
+// Runs the calls of a tape.
 class Replay {
  public:
   explicit Replay(std::shared_ptr<Tape> tape) : tape_(std::move(tape)), generator_(at::detail::createCPUGenerator()) {
     generator_.set_state(tape_->generator_state);
   }
   bool done() const { return next_ == tape_->calls.size(); }
-  // Does the next call. A storage that no later one needs is given to final(storage, a tensor that has it), and freed.
+  // Runs the next call. A storage that no later call needs is passed to final(storage, a tensor that has it), and
+  // freed.
   template <class Final>
   void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];
@@ -238,7 +239,7 @@ class Replay {
   const std::shared_ptr<Tape> tape_;
   at::Generator generator_;
   size_t next_ = 0;
-  std::map<size_t, at::Tensor> real_;  // by storage: a tensor that has it
+  std::map<size_t, at::Tensor> real_;  // by storage: a tensor of it
 };
 
 }  // namespace
@@ -336,7 +337,7 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
   }
 }
 
-// set_data() refuses to change the kind of device; the TensorImpl itself keeps its identity.
+// set_data() refuses to change the kind of device. The TensorImpl keeps its identity.
 void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }

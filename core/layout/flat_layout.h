@@ -8,17 +8,17 @@
 
 namespace tessera::internal {
 
-// Where each of the parameters that share a flat buffer lies in it, and which part of the buffer each rank gets.
-// Pure integers: planned and tested without tensors or ranks, the same arithmetic for 1 rank and for 65,536.
+// The offsets of parameters that share a flat buffer, and the part of the buffer that each rank gets. Pure integers, so
+// that it is tested without tensors or ranks.
 //
 //   | p0 ..... pad | p1 .. pad | p2 ........ | pad |
 //   |   rank 0     |    rank 1     |    rank 2     |   kEvenly: FSDP's shards and reduce-scatters
-//   |   rank 0                 |       rank 2      |   kByOwner: what OSS publishes, what SDP reduces
+//   |   rank 0                 |       rank 2      |   kByOwner: OSS's broadcasts, SDP's reductions
 //   |          every rank                          |   kWhole: DDP
 //
-// Parameters start at multiples of `alignment_numel`, so that a parameter in the buffer is aligned as an ordinary
-// tensor is and kernels give the same bits. Cut evenly, the end is padded to a multiple of the world size.
-// (FSDP1's FlatParameter; here padding belongs to no parameter's view.)
+// Parameters start at multiples of `alignment_numel`. So a parameter in the buffer is aligned like an ordinary tensor,
+// and kernels give the same bits. If the cut is even, the end is padded to a multiple of the world size. (FSDP1's
+// FlatParameter, but padding is not part of a parameter's view.)
 class FlatLayout {
  public:
   enum class Cut { kEvenly, kByOwner, kWhole };
@@ -30,11 +30,11 @@ class FlatLayout {
   static FlatLayout whole(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
     return {std::move(parameter_numels), Cut::kWhole, world_size, alignment_numel};
   }
-  // `owners` by parameter, ascending. Throws for owners that are not, or are no ranks, too.
+  // `owners`: by parameter, ascending. Also throws if they are not ascending, or not ranks.
   static FlatLayout by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
                              int64_t alignment_numel);
 
-  // In elements of `element_bytes`: what at::empty aligns to. The one rule of alignment.
+  // The alignment of at::empty, in elements of `element_bytes`. Every layout uses it.
   static int64_t alignment_numel(int64_t element_bytes) { return element_bytes < 64 ? 64 / element_bytes : 1; }
 
   Cut cut() const { return cut_; }
@@ -49,15 +49,15 @@ class FlatLayout {
   // The part of the flat buffer that `rank` gets.
   Range shard(int rank) const;
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
-  // Cut evenly: that of every rank.
+  // Of every rank, if the cut is even.
   int64_t shard_numel() const { return shard(0).numel(); }
-  // Numbers of elements by rank, as collectives take them; empty where they are even.
+  // Numbers of elements by rank, for collectives; empty if they are even.
   std::vector<int64_t> counts() const;
 
   // The part of the parameter that `rank` gets, in elements of the parameter; empty ({0, 0}) if none.
   Range owned(int64_t parameter, int rank) const;
 
-  // Where that part begins in the rank's shard (0 if it is empty).
+  // The offset of that part in the rank's shard, 0 if it is empty.
   int64_t offset_in_shard(int64_t parameter, int rank) const;
 
  private:
@@ -69,7 +69,7 @@ class FlatLayout {
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
   int64_t full_numel_ = 0;
-  std::vector<int64_t> begins_;  // kByOwner: of each rank's part, and the end
+  std::vector<int64_t> begins_;  // kByOwner: by rank, and the end
 };
 
 }  // namespace tessera::internal

@@ -8,10 +8,10 @@
 
 namespace tessera::internal {
 
-// A parameter's place in memory: its shape, and the order of its elements in a flat buffer.
+// The shape of a parameter, and the order of its elements in a flat buffer.
 struct ParameterGeometry {
   std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;  // the parameter's own where it is dense, else row-major
+  std::vector<int64_t> strides;  // the parameter's own if it is dense, row-major if not
 };
 
 inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
@@ -20,7 +20,7 @@ inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
   return {parameter.sizes().vec(), {row_major.begin(), row_major.end()}};
 }
 
-// The view of a parameter that begins at element `offset` of a 1-D flat buffer.
+// The view of a 1-D flat buffer that has this geometry and begins at element `offset`.
 inline at::Tensor view_in(const at::Tensor& flat, const ParameterGeometry& geometry, int64_t offset) {
   return flat.as_strided(geometry.sizes, geometry.strides, flat.storage_offset() + offset);
 }

@@ -18,8 +18,7 @@ constexpr int64_t kLevels = 127;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int64_t kGrainBlocks = 128;
 
-// The largest of the absolute values is that of their bits, of which NaN's are above infinity's: all in integers, which
-// compilers make vectors of.
+// Compares the bits of absolute values, in which NaN is above infinity: integer code is vectorized.
 float scale_of(const float* values, int64_t numel) {
   int32_t largest = 0;
   for (int64_t i = 0; i < numel; ++i) largest = std::max(largest, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);
@@ -37,7 +36,7 @@ void encode_block(const float* values, int64_t numel, float& scale, int8_t* code
         static_cast<int8_t>(std::bit_cast<int32_t>(values[i] / scale + kRounds) - std::bit_cast<int32_t>(kRounds));
 }
 
-// Blocks as rows, [blocks, block_numel], the last one filled up with zeros.
+// Returns the blocks as rows, [blocks, block_numel], with the last one padded with zeros.
 at::Tensor in_rows(const at::Tensor& flat, int64_t block_numel) {
   const int64_t rest = flat.numel() % block_numel;
   return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, block_numel - rest})).view({-1, block_numel});
@@ -65,7 +64,7 @@ void Int8Blocks::encode(const at::Tensor& values, const at::Tensor& bytes) const
   if (!values.is_cpu()) {
     const at::Tensor rows = in_rows(floats, block_numel_);
     const at::Tensor largest = rows.abs().amax(1, /*keepdim=*/true);
-    const at::Tensor scale = (largest + (largest - largest)) / kLevels;  // infinite: NaN
+    const at::Tensor scale = (largest + (largest - largest)) / kLevels;  // NaN if infinite
     scales.copy_(scale.view({-1}));
     const at::Tensor rounded = at::where(scale > 0, (rows / scale).round_(), 0.0);
     codes.copy_(rounded.view({-1}).narrow(0, 0, numel));

@@ -4,32 +4,29 @@
 
 #include <cstdint>
 
-#include <tessera/options/wire_format.h>
+#include "core/layout/wire_codec.h"
 
 namespace tessera::internal {
 
-// Floating-point numbers in 8 bit (ZeRO++, Wang et al., 2023): every block of consecutive elements has a scale in fp32,
-// its largest absolute value / 127, and an element is the nearest of -127, ..., 127 times that: off by at most half a
-// scale, and the same wherever it is decoded. A block with an infinite or NaN element is NaN throughout, so that checks
-// for these find it; what fp32 cannot hold counts as infinite.
+// Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
+// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, so that the
+// error is at most half a scale, and decodes to the same bits everywhere. A block with an infinite or NaN element
+// decodes to NaN, so that checks find it. A value that fp32 cannot hold counts as infinite.
 //
-//   bytes   [encoded_bytes(numel)] uint8: fp32 scales, one a block, then int8 codes; its start is a multiple of 4
-//   values  [numel], contiguous, of any floating-point dtype, on the same device
-//
-// On a CPU in intra-operator threads, elsewhere by torch's operators, to the same bits. Not collective.
-class Int8Blocks {
+// Encoded bytes are the fp32 scales, one a block, then the int8 codes. They must start at a multiple of 4. CPUs encode
+// on intra-operator threads, other devices by torch's operators, to the same bits.
+class Int8Blocks final : public WireCodec {
  public:
   static constexpr int64_t kWireBlockNumel = 256;  // 1.6 % of scales
 
   // block_numel: elements that share a scale.
-  explicit constexpr Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}
+  explicit Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}
 
   // A multiple of 16.
-  int64_t encoded_bytes(int64_t numel) const;
-  void encode(const at::Tensor& values, const at::Tensor& bytes) const;  // into `bytes`
-  void decode(const at::Tensor& bytes, const at::Tensor& values) const;  // into `values`
-  // values += what `bytes` says; of fp32.
-  void add(const at::Tensor& bytes, const at::Tensor& values) const;
+  int64_t encoded_bytes(int64_t numel) const override;
+  void encode(const at::Tensor& values, const at::Tensor& bytes) const override;
+  void decode(const at::Tensor& bytes, const at::Tensor& values) const override;
+  void add(const at::Tensor& bytes, const at::Tensor& values) const override;
 
  private:
   void read(const at::Tensor& bytes, const at::Tensor& values, bool adds) const;

@@ -6,15 +6,15 @@
 
 namespace tessera::internal {
 
-// Who shards with whom, and who holds the same (a device mesh of two dimensions). World ranks, copies of 2 ranks each:
+// The groups of hybrid sharding (a device mesh of two dimensions). World ranks, copies of 2 ranks each:
 //
 //     shard: 0 1 | 2 3 | 4 5      one copy of the model each
-//     replicas: 0 2 4 | 1 3 5     the same part of it each
+//     replicas: 0 2 4 | 1 3 5     hold equal shards
 //
 // A copy of 4 ranks with secondary copies of 2:
 //
 //     shard:     0 1 2 3 | 4 5 6 7
-//     secondary: 0 1 | 2 3 | 4 5 | 6 7     what was gathered once, in parts of their own
+//     secondary: 0 1 | 2 3 | 4 5 | 6 7     keep gathered parameters, sharded among them
 struct Mesh {
   std::shared_ptr<Communicator> world;
   std::shared_ptr<Communicator> shard;      // == world if there is one copy
@@ -25,8 +25,8 @@ struct Mesh {
   int copies() const { return replicas ? replicas->size() : 1; }
 };
 
-// Collective, unless each number is 0 or that of all ranks. Throws std::invalid_argument if ranks_per_copy does not
-// divide the world's size, or ranks_per_secondary_copy that of a copy.
+// Collective, unless each number is 0 or the world size. Throws std::invalid_argument if ranks_per_copy does not divide
+// the world size, or ranks_per_secondary_copy the size of a copy.
 Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy, int ranks_per_secondary_copy);
 
 }  // namespace tessera::internal

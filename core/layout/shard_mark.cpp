@@ -3,7 +3,7 @@
 namespace tessera::internal {
 namespace {
 
-// libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
+// libtorch lets a backend attach a value to a tensor. CPU and CUDA have none.
 struct ShardMark : c10::BackendMeta {
   ShardMark(std::string name, LowPrecisionPart part) : label(std::move(name)), low_precision(std::move(part)) {}
   const std::string label;

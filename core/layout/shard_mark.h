@@ -11,32 +11,32 @@
 
 namespace tessera::internal {
 
-// A copy of a shard in 16 bit, which travels in its place. Right while the shard's page counts so many writes.
+// A 16-bit copy of a shard, which is sent in its place. It is up to date while the shard's page counts `writes` writes.
 struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;
 };
 
-// A parameter's part of it.
+// A parameter's part of the copy.
 struct LowPrecisionPart {
   at::Tensor values;
   std::shared_ptr<LowPrecisionCopy> whole;
 
-  // To be called after a write to the parameter that wrote here too, and was counted once by its page.
+  // Must be called after a write to the parameter that also updated the copy, and that the page counted once.
   void note_write(const at::Tensor& parameter) const {
     const uint32_t now = page_of(parameter)->writes();
-    if (whole->writes + 1 == now) whole->writes = now;  // else it was out of date before
+    if (whole->writes + 1 == now) whole->writes = now;  // if not, the copy was stale before
   }
 };
 
-// Marks a leaf tensor as a wrapper's part of a parameter, so that code which expects whole parameters can refuse it by
-// its label ("parameter 'fc.weight' on rank 1"), and optimizers find its copy in 16 bit, if it has one. The mark stays
-// with the TensorImpl.
+// Marks a leaf tensor as a wrapper's part of a parameter. Code that needs whole parameters refuses it by its label
+// ("parameter 'fc.weight' on rank 1"), and optimizers find its 16-bit copy, if it has one. The mark belongs to the
+// TensorImpl.
 void mark_as_shard(const at::Tensor& tensor, std::string label, LowPrecisionPart low_precision = {});
 bool is_shard(const at::Tensor& tensor);
-// Of a shard.
+// The label of a shard.
 const std::string& shard_label(const at::Tensor& tensor);
-// Null if there is none.
+// Returns null if the tensor has no 16-bit copy.
 const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

@@ -12,18 +12,18 @@
 
 namespace tessera::internal {
 
-// What every wrapper asks of the parameters that it is given. `who` is its name, for errors.
+// The checks of every wrapper's parameters. `who` is the wrapper's name, for errors.
 //
-// Throws std::invalid_argument, naming parameter and rank, for one that is no leaf, not dense, not on the
-// communicator's device, sharded already (by this or another wrapper), trained though it is expanded (several elements
-// are one in memory), or that shares memory with another without being the same tensor: ties are kept between names of
-// one tensor only. Deferred parameters pass if `may_be_deferred`.
+// Throws std::invalid_argument, naming parameter and rank, if a parameter is not a leaf, not dense, not on the
+// communicator's device, sharded by a wrapper, expanded but trained (several elements share memory), or if it shares
+// memory with another parameter and is not the same tensor: ties are kept only between names of one tensor. Deferred
+// parameters pass if `may_be_deferred`.
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 
-// For a wrapper that gives parameters other memory. Throws std::invalid_argument, naming both and the rank, for one of
-// `others`, tensors that keep theirs, that shares memory with a parameter: it would be torn from it. `kind` is what
-// they are, for errors: "buffer".
+// For a wrapper that moves parameters to other memory. Throws std::invalid_argument, naming both tensors and the rank,
+// if one of `others`, which keep their memory, shares memory with a parameter. `kind` names `others` in errors:
+// "buffer".
 void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, const std::string& kind,
                    const std::vector<PlannedParameter>& parameters, const std::string& who, int rank);
 

@@ -13,8 +13,8 @@ std::string join_names(const std::string& module, const std::string& name) {
 
 namespace {
 
-// Walks the module tree three times: in order of registration to see where each parameter is met
-// first, bottom-up to ask the policy, and in order again to hand the parameters out.
+// Walks the module tree three times: in registration order to find the first name of each parameter, bottom-up to ask
+// the policy, and in registration order to assign the parameters.
 class Planner {
  public:
   explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
@@ -43,7 +43,7 @@ class Planner {
 
   // Returns the number of elements below the module that no unit has claimed.
   int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
-    if (!asked_.insert(&module).second) return 0;  // registered in a second place: counted there
+    if (!asked_.insert(&module).second) return 0;  // counted under its first name
     int64_t unclaimed_numel = 0;
     for (const auto& child : module.named_children())
       unclaimed_numel += claim(*child.value(), join_names(fqn, child.key()), false);
@@ -78,7 +78,7 @@ class Planner {
   std::unordered_set<const c10::TensorImpl*> ignored_;
   std::unordered_set<const torch::nn::Module*> asked_, claimed_;
   std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> owners_;
-  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // unit, and place in it
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // unit, and index in it
   std::vector<PlannedUnit> units_;
 };
 

@@ -12,38 +12,38 @@
 
 namespace tessera::internal {
 
-// "blocks.3.weight": the dotted name of what `module`, of that dotted name, registers as `name`. "" is the root.
+// Returns "blocks.3.weight" for module "blocks.3" and name "weight". The root is "".
 std::string join_names(const std::string& module, const std::string& name);
 
-// One parameter of the model, known by the first name it is registered under.
+// A parameter of the model, under its first registered name.
 struct PlannedParameter {
   std::string fqn;
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;                 // the module's own: same TensorImpl
   bool full_precision = false;       // a policy says that it is never cast
-  at::Tensor values = {};            // where a deferred parameter's values are; else undefined
+  at::Tensor values = {};            // of a deferred parameter, once they are computed
 };
 
-// What is gathered, computed with and released together.
+// Parameters that are unsharded, used and resharded together.
 struct PlannedUnit {
-  std::string name;                          // the module's dotted name; "(root)" for what no policy claims
+  std::string name;                          // the module's dotted name; "(root)" for parameters that no policy claims
   std::vector<PlannedParameter> parameters;  // each once, in order of registration
 };
 
-// Which parameters are treated in another way than the rest: those at or below the modules that a
-// policy names (as for units, never the root). An empty policy names none.
+// Parameters at or below the modules that a policy names get special treatment. Policies see the same modules as for
+// units, and never the root. An empty policy names none.
 struct ParameterPolicies {
-  WrapPolicy ignored;         // are no part of the plan, under any name
-  WrapPolicy full_precision;  // are marked, if that is where they are met first
+  WrapPolicy ignored;         // not in the plan, under any name
+  WrapPolicy full_precision;  // marked, if their first name is there
 };
 
-// The parameters of `root` in units, each parameter once, in order of registration; units in the order of their first
-// module, the root's unit first if it has parameters. Units without parameters are left out. A tied parameter goes to
-// the unit that meets it first. Pure: allocates no tensor, changes nothing.
+// Assigns each parameter of `root` to one unit. Parameters are in registration order, units in the order of their first
+// module, with the root's unit first if it has parameters. Units without parameters are omitted. A tied parameter
+// belongs to the unit of its first name. A pure function: allocates no tensor.
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters = {});
 
-// The modules that the policy names, with all modules below them.
+// Returns the modules that the policy names, and all modules below them.
 std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Module& root, const WrapPolicy& policy);
 
 }  // namespace tessera::internal

@@ -20,7 +20,7 @@ std::optional<Value> first_of(const path& file) {
   return text >> value ? std::optional(value) : std::nullopt;
 }
 
-// A value of a file of lines "name value".
+// Returns a value from a file of lines "name value".
 int64_t named_value(const path& file, const std::string& wanted) {
   std::ifstream text(file);
   std::string name;
@@ -29,9 +29,9 @@ int64_t named_value(const path& file, const std::string& wanted) {
   return 0;
 }
 
-// The folders that may have limits of this process's: of the group with this controller, and of all above it. (In a
-// container the group's own name may be one of the host, which is not to be seen here; the uppermost is the
-// container's.) Nothing for a controller that is not mounted in this version.
+// Returns the folders that may limit this process: those of its group with this controller and of all groups above. In
+// a container the group's name may be one of the host, which is not visible; the topmost folder is then the
+// container's. Empty if the controller is not mounted in this version.
 void visit(const ControlGroups& groups, const std::string& controller,
            const std::function<void(const path& folder, int version)>& visitor) {
   std::istringstream lines(groups.of_process);
@@ -64,7 +64,7 @@ std::optional<double> cpu_quota(const ControlGroups& groups) {
   visit(groups, "cpu", [&](const path& folder, int version) {
     double quota = 0, period = 0;
     if (version == 2) {
-      std::ifstream text(folder / "cpu.max");  // "max 100000" where there is none
+      std::ifstream text(folder / "cpu.max");  // "max 100000" if there is no limit
       if (!(text >> quota >> period)) return;
     } else {
       quota = first_of<double>(folder / "cpu.cfs_quota_us").value_or(-1);
@@ -76,13 +76,13 @@ std::optional<double> cpu_quota(const ControlGroups& groups) {
 }
 
 int available_cores() {
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // by the affinity
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // by affinity
   const auto quota = cpu_quota(ControlGroups::of_this_process());
   return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
 }
 
 std::optional<MemoryLimit> memory_limit(const ControlGroups& groups) {
-  constexpr int64_t kNone = int64_t{1} << 60;  // version 1 has a number for it
+  constexpr int64_t kNone = int64_t{1} << 60;  // version 1 represents it by a number
   std::optional<MemoryLimit> least;
   visit(groups, "memory", [&](const path& folder, int version) {
     const auto limit = first_of<int64_t>(folder / (version == 2 ? "memory.max" : "memory.limit_in_bytes"));

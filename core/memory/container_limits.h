@@ -7,30 +7,28 @@
 
 namespace tessera::internal {
 
-// What Linux control groups (a container's, a Slurm job's, systemd's) let this process have. Both versions, 1 and 2; a
-// group's limit holds for all below it, so the smallest on the way up counts. Any thread.
+// The limits of Linux control groups (of a container, a Slurm job, systemd) for this process, in versions 1 and 2. A
+// limit applies to all groups below, so the smallest one on the way up counts. Thread-safe.
 struct ControlGroups {
-  std::string of_process;  // as /proc/<pid>/cgroup has it
+  std::string of_process;  // in the format of /proc/<pid>/cgroup
   std::filesystem::path mounted_at = "/sys/fs/cgroup";
 
   static ControlGroups of_this_process();
 };
 
-// How many cores' time the processes of the group get together (cpu.max; cpu.cfs_quota_us); nothing if it is not
-// limited, or not to be seen.
+// The CPU time of the group in cores (cpu.max; cpu.cfs_quota_us); nullopt if it is unlimited or unknown.
 std::optional<double> cpu_quota(const ControlGroups& groups);
 
-// How many threads of this process can run at a time: the cores that it may use, but no more than its quota, rounded
-// up. At least 1.
+// The number of threads of this process that can run at a time: its cores, at most its quota rounded up. At least 1.
 int available_cores();
 
-// The smallest limit of memory over this process.
+// The smallest memory limit of this process.
 struct MemoryLimit {
   int64_t limit_bytes;
-  std::filesystem::path usage, stat;  // the files of the group that has it
+  std::filesystem::path usage, stat;  // of the group with that limit
 
-  // What the group uses and the kernel cannot take back without writing it anywhere: not the cached files, nor what was
-  // marked MADV_FREE. 0 if that is not to be seen any more.
+  // The group's memory that the kernel cannot reclaim without writing it to disk: excludes cached files and pages
+  // marked MADV_FREE. 0 if unknown.
   int64_t needed_bytes() const;
 };
 std::optional<MemoryLimit> memory_limit(const ControlGroups& groups);

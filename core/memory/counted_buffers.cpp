@@ -1,5 +1,6 @@
 #include "core/memory/counted_buffers.h"
 #include "core/memory/memory_kind_scope.h"
+#include "core/runtime/guarded_by.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -16,8 +17,8 @@ namespace tessera::internal {
 
 struct CountedBuffers::Counts {
   std::mutex mutex;
-  int64_t lent_bytes = 0;
-  int64_t peak_lent_bytes = 0;
+  int64_t lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
+  int64_t peak_lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
 
   void add(int64_t bytes) {
     std::lock_guard lock(mutex);
@@ -39,7 +40,7 @@ CountedBuffers::CountedBuffers(at::Device device, MemoryKind kind, Memory memory
 
 at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
-  // Buffers outlive an evaluation under InferenceMode, whose tensors could not be written later.
+  // Buffers must not be inference tensors, which could not be written outside InferenceMode.
   c10::InferenceMode ordinary(false);
   const MemoryKindScope kind(kind_);
   at::Tensor memory = memory_ ? memory_(numel, dtype) : at::empty({numel}, options);
@@ -47,7 +48,7 @@ at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto bytes = static_cast<int64_t>(memory.nbytes());
   counts_->add(bytes);
   void* data = memory.mutable_data_ptr();
-  // libtorch's allocator lends it next to the stream that made it, which need not be the one that is through with it.
+  // libtorch's allocator reuses memory for the stream that allocated it, which may not be the stream of the last use.
   std::optional<c10::Stream> made_on;
   if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
   auto give_back = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {

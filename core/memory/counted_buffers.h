@@ -10,18 +10,17 @@
 
 namespace tessera::internal {
 
-// Lends uninitialised flat buffers and counts the bytes that are lent. It keeps none of them: on CPUs the
-// MemoryCache gives a buffer's memory to the next one of its size, on accelerators libtorch's allocator does.
-// Thread-safe; buffers may outlive it.
+// Allocates uninitialised flat buffers and counts the bytes in use. It keeps no freed memory: the MemoryCache (CPU) or
+// libtorch's allocator (accelerators) reuses it. Thread-safe; buffers may outlive this object.
 class CountedBuffers {
  public:
   // Makes a tensor [numel] on the device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
-  // `kind` of all that it lends, which is made by `memory`; empty: by libtorch.
+  // `kind` is the kind of all buffers. `memory` allocates them; if it is empty, libtorch does.
   CountedBuffers(at::Device device, MemoryKind kind, Memory memory = nullptr);
 
-  // A buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage goes, on any thread; on
-  // a device with streams, let go of it where the current stream is ordered after the last use.
+  // Returns a buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage is destroyed, on
+  // any thread. On a device with streams, the current stream must then be ordered after the last use.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
 
   int64_t lent_bytes() const;

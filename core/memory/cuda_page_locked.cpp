@@ -13,15 +13,15 @@ class CudaPageLocked final : public PageLockedAllocator {
  public:
   void* allocate(size_t bytes) override {
     void* memory = nullptr;
-    // Portable: for all devices of the process, whichever is the thread's current one now.
+    // Portable: usable by all devices of the process, not only by the current one.
     const cudaError_t error = cudaHostAlloc(&memory, bytes, cudaHostAllocPortable);
     if (error == cudaSuccess) return memory;
-    static_cast<void>(cudaGetLastError());  // or the next kernel's launch would be said to have failed
+    static_cast<void>(cudaGetLastError());  // clears the error, which the next kernel launch would report
     throw std::runtime_error("CUDA gave no " + std::to_string(bytes) +
                              " bytes of page-locked host memory: " + cudaGetErrorString(error));
   }
   void free(void* memory) noexcept override {
-    // At the end of the process the driver may have gone, and the memory with it.
+    // At the end of the process the driver may be unloaded, and has freed the memory.
     if (cudaFreeHost(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
   }
 };

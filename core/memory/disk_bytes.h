@@ -5,12 +5,12 @@
 
 namespace tessera::internal {
 
-// Told of bytes that are claimed on a disk; the result stands for them until it goes. Of the thread that claims them.
+// Called with the bytes that a thread allocates on a disk. The result represents them until it is destroyed.
 using DiskBytesCounter = std::shared_ptr<void> (*)(int64_t bytes);
 
-// Who counts memory by kind (record_run(), dry_run()) counts these, too: MemoryKind::kDisk. One in a process.
+// Sets the counter of disk bytes in the process, for record_run() and dry_run(): MemoryKind::kDisk.
 void set_disk_bytes_counter(DiskBytesCounter counter);
-// By who claims them. Null if nobody counts.
+// Called when bytes are allocated. Returns null if there is no counter.
 std::shared_ptr<void> count_disk_bytes(int64_t bytes);
 
 }  // namespace tessera::internal

@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// How much more the processes here may take on `device` before something fails: on the CPU what the system has
-// available (file pages that it can drop among it), no more than the control group allows; on an accelerator what its
-// driver says is free. Nothing where that is not known. Other processes may take it first. Any thread.
+// The memory that processes can still allocate on `device`: on the CPU, the system's available memory (including
+// droppable file pages) within the control group's limit; on an accelerator, the driver's free memory. nullopt if
+// unknown. Other processes may take it first. Thread-safe.
 std::optional<int64_t> free_memory_bytes(c10::Device device);
 
 }  // namespace tessera::internal

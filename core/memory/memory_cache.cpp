@@ -21,7 +21,7 @@ namespace tessera::internal {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // mapped at once for blocks below a huge page
+constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // one mapping for blocks below a huge page
 
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
@@ -45,8 +45,8 @@ void* map_pages(size_t bytes, int protection = PROT_READ | PROT_WRITE) {
   return begin + before_bytes;
 }
 
-// The same pages for another number of bytes, and new ones for what is more; elsewhere, if there is no room behind.
-// Null: the system would not, and all is as it was.
+// Resizes a mapping and keeps its pages; moves it if there is no room behind it. Returns null, and changes nothing, if
+// the system refuses.
 void* resize_pages(void* memory, size_t bytes, size_t new_bytes) {
   auto* const begin = static_cast<std::byte*>(memory);
   if (new_bytes <= bytes) {
@@ -117,7 +117,7 @@ void* MemoryCache::take(size_t bytes) {
   const bool is_remade = block != nullptr;
   unmap(unused);
   if (block == nullptr) block = map_block(bytes);
-  if (block == nullptr) {  // perhaps for what is idle here
+  if (block == nullptr) {  // unmapping idle blocks may help
     release();
     block = map_block(bytes);
   }
@@ -132,28 +132,28 @@ void* MemoryCache::take(size_t bytes) {
   return block;
 }
 
-// What is smaller than a huge page lies beside what was asked for before, so that it is in one, too. Where one of them
-// is unmapped, what shared its page is in small pages from then on.
+// Places a block that is smaller than a huge page behind the previous one, so that both are in one huge page. Unmapping
+// one of them splits the page.
 void* MemoryCache::map_block(size_t bytes) {
   if (bytes >= kHugePageBytes) return map_pages(bytes);
   std::lock_guard lock(mutex_);
-  if (shared_left_bytes_ < bytes) {
+  if (shared_.left_bytes < bytes) {
     auto* const more = static_cast<std::byte*>(map_pages(kSharedBytes));
     if (more == nullptr) return map_pages(bytes);
     unmap_shared_rest();
-    shared_next_ = more;
-    shared_left_bytes_ = kSharedBytes;
+    shared_.next = more;
+    shared_.left_bytes = kSharedBytes;
   }
-  shared_left_bytes_ -= bytes;
-  return std::exchange(shared_next_, shared_next_ + bytes);
+  shared_.left_bytes -= bytes;
+  return std::exchange(shared_.next, shared_.next + bytes);
 }
 
 void MemoryCache::unmap_shared_rest() {
-  if (shared_left_bytes_ > 0) ::munmap(shared_next_, std::exchange(shared_left_bytes_, 0));
+  if (shared_.left_bytes > 0) ::munmap(shared_.next, std::exchange(shared_.left_bytes, 0));
 }
 
-// Of blocks that are to be unmapped: the smallest that is large enough, or else the largest. What a program asks for
-// differs from step to step where its shapes do, and pages that are there already need not be cleared again.
+// Resizes one of the blocks that are about to be unmapped: the smallest that is large enough, or else the largest.
+// Requests differ between steps if shapes do, and existing pages need not be cleared again.
 void* MemoryCache::remake_one_of(std::vector<Block>& unused, size_t bytes) {
   const auto is_better = [bytes](const Block& one, const Block& other) {
     const bool is_enough = one.bytes >= bytes;
@@ -196,7 +196,7 @@ bool MemoryCache::give(void* memory) {
     if (looks) given_bytes_ = 0;
     if (looks && !watch_) start_watch();
   }
-  if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is nobody's
+  if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is idle
   {
     std::lock_guard lock(mutex_);
     if (!keeps_freed_) return unmap_freed(block);  // since a moment ago
@@ -216,8 +216,8 @@ bool MemoryCache::unmap_freed(const Block& block) {
   return true;
 }
 
-// For a while each block that becomes idle is the system's to take, or none; marking costs about as much as writing a
-// tenth of it, in small pages as much as writing all of it.
+// For some time, either all or none of the blocks that become idle are marked. Marking costs as much as writing a tenth
+// of a block, or all of it in small pages.
 int64_t MemoryCache::look_at_limit() {
   const int64_t needed_bytes = limit_->needed_bytes();
   std::lock_guard lock(mutex_);
@@ -231,8 +231,8 @@ int64_t MemoryCache::look_at_limit() {
   return needed_bytes;
 }
 
-// Tensors come and go by the cache, which looks then; anything else takes memory unseen. The thread looks before that
-// could have taken half of what is left.
+// The cache checks when tensors are allocated. Other memory is not seen, so the thread checks before that could have
+// taken half of the rest.
 void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();
@@ -251,7 +251,7 @@ void MemoryCache::start_watch() {
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
   try {
     std::thread(look).detach();
-  } catch (const std::system_error&) {  // no more threads: what gives memory back looks, as ever
+  } catch (const std::system_error&) {  // no thread can be made: only frees check the limit
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -325,7 +325,7 @@ class CachingAllocator final : public c10::Allocator {
     if (memory != nullptr) {
       c10::profiledCPUMemoryReporter().New(memory, bytes);
     } else {
-      memory = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);  // throws where there is none
+      memory = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);  // throws if there is no memory
     }
     return {memory, memory, &free_memory, c10::kCPU};
   }

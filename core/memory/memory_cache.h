@@ -20,53 +20,50 @@
 
 namespace tessera::internal {
 
-// Keeps the memory of large CPU tensors for the next ones of their size, as libtorch does on devices
-// (CUDACachingAllocator). A training step asks for the same blocks each time, and glibc serves them badly: a hole that
-// a gradient of 16 MB left does not take the next one, by the few bytes that aligning asks for, and what it gives
-// back to the system comes again as 4,000 page faults.
+// Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. A training step requests the same
+// blocks each time, and glibc handles that badly. A freed gradient of 16 MB leaves a hole that is a few alignment bytes
+// too small for the next one, and memory that glibc returns to the system costs 4,000 page faults to get again.
 //
-// A block is in huge pages where the system grants them (transparent_hugepage: madvise or always): a mapping of its
-// own, or, if it is smaller than such a page, beside others, and unmapped by itself all the same. It is used again for
-// a request of up to 1/8 less, the one freed last first, while it may still be in a processor's cache. Live and idle
-// blocks together stay below 9/8 of the most that was live at one time: before a new block is mapped, those that were
-// idle longest go, and one of them becomes the new one, cut or grown where its pages are (mremap). Where a control
-// group limits memory, and the processes in it need more than half of that, the system may take the pages of idle
-// blocks whenever it is short of any (MADV_FREE), rather than end the process. A thread looks at what they need while
-// there are idle blocks, since what takes the rest need not be tensors. Thread-safe. docs/launch.md has what it is
-// worth.
+// Blocks are in huge pages if the system grants them (transparent_hugepage: madvise or always). A block of at least a
+// huge page is a mapping of its own; smaller ones share mappings, and are unmapped separately. A block serves requests
+// of up to 1/8 less; the one freed last is reused first, while it may be in a processor's cache.
+//
+// Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the longest
+// idle ones are unmapped, and one of them is resized to become the new block (mremap). If a control group limits
+// memory, and its processes need more than half of the limit, idle blocks are marked MADV_FREE, so that the system can
+// take their pages instead of killing the process. A thread checks that while there are idle blocks, because memory
+// other than tensors may take the rest. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
-  static constexpr size_t kSmallestBytes = size_t{256} << 10;  // below, malloc does well
+  static constexpr size_t kSmallestBytes = size_t{256} << 10;  // malloc handles smaller ones well
   static constexpr size_t kMostBlocks = size_t{1} << 14;       // a process may have 65,530 mappings
 
   using Stats = MemoryCacheStats;
 
-  // `limit`: of the control group, whose share idle blocks yield; empty: none.
+  // `limit`: the control group's; nullopt: none.
   explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : limit_(std::move(limit)) {}
-  ~MemoryCache();  // nothing may be live
+  ~MemoryCache();  // no block may be live
   MemoryCache(const MemoryCache&) = delete;
   MemoryCache& operator=(const MemoryCache&) = delete;
 
-  // At least `bytes` bytes, not initialised, at the start of a page; null if the system has no more or
-  // there are kMostBlocks.
+  // Allocates at least `bytes` uninitialised bytes, page-aligned. Returns null if the system is out of memory or there
+  // are kMostBlocks.
   void* take(size_t bytes);
-  // Returns false if that is not a block of this cache.
+  // Frees a block. Returns false if it is not a block of this cache.
   bool give(void* block);
-  // Whether freed blocks are kept for reuse, the default. False also releases the idle blocks and ends the cache's
-  // thread.
+  // Whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the cache's thread.
   void set_keeps_freed(bool keeps);
-  static constexpr int kNoRank = -1;  // of none
-  // Gives what is idle back to the system: all, or what was freed by threads of this rank and of none. The bound starts
-  // again from what is left.
+  static constexpr int kNoRank = -1;  // no rank
+  // Returns idle blocks to the system: all, or those freed by threads of this rank and of no rank. Resets the bound to
+  // the remaining bytes.
   void release(int rank = kNoRank);
-  // As of now.
   Stats stats() const;
 
-  // Around fork(): the child would wait for ever for a lock that a thread had which it does not have.
+  // Called around fork(): otherwise the child could deadlock on a lock of a thread that it does not have.
   void before_fork() { mutex_.lock(); }
-  // In both processes.
+  // Called in both processes.
   void after_fork(bool is_child) {
-    if (is_child) watch_.reset();  // whose thread stays with the parent
+    if (is_child) watch_.reset();  // its thread stays in the parent
     mutex_.unlock();
   }
 
@@ -74,16 +71,21 @@ class MemoryCache {
   struct Block {
     void* memory;
     size_t bytes;
-    bool is_on_call = false;  // idle, and the system may take its pages
+    bool is_on_call = false;  // idle, and marked MADV_FREE
     int rank = kNoRank;       // of the thread that freed it
   };
-  // Counts down, so that of equal sizes the one freed last comes first.
+  // The mapping that blocks smaller than a huge page share.
+  struct SharedMapping {
+    std::byte* next = nullptr;  // the next block
+    size_t left_bytes = 0;
+  };
+  // Decreasing, so that of blocks of one size the last freed is first.
   using Stamp = int64_t;
 
-  // What a thread of the cache's knows of it, which it may outlive.
+  // Shared with the cache's thread, which may outlive the cache.
   struct Watch {
     std::mutex mutex;
-    MemoryCache* cache;  // null: it is gone
+    MemoryCache* cache;  // null: destroyed
   };
 
   static constexpr size_t kLookEveryBytes = size_t{32} << 20;
@@ -104,31 +106,30 @@ class MemoryCache {
   std::map<Stamp, Block> idle_;
   std::set<std::pair<size_t, Stamp>> idle_by_bytes_;
   Stamp last_stamp_ = 0;
-  std::byte* shared_next_ = nullptr;  // where the next block below a huge page will be
-  size_t shared_left_bytes_ = 0;      // mapped from there on
-  size_t given_bytes_ = 0;            // since the last look at the limit
-  int64_t on_call_bytes_ = 0;         // idle, and the system's to take
+  SharedMapping shared_;
+  size_t given_bytes_ = 0;     // freed since the last check of the limit
+  int64_t on_call_bytes_ = 0;  // idle bytes that are marked MADV_FREE
   const std::optional<MemoryLimit> limit_;
   std::atomic<bool> is_tight_ = false;
   bool keeps_freed_ = true;
-  std::shared_ptr<Watch> watch_;  // null: no thread looks
+  std::shared_ptr<Watch> watch_;  // null: no thread
   Stats stats_;
 };
 
-// This thread is one of several ranks of the process.
+// Tells that this thread is one of several ranks of the process.
 void set_memory_rank_of_thread(int rank);
 
-// Makes the cache libtorch's CPU allocator: new CPU tensors of 256 KiB or more use it. A no-op if
-// TESSERA_MEMORY_CACHE=0 is in the environment, if the program has set an allocator of its own (c10::SetCPUAllocator),
-// or in a build with AddressSanitizer, which must see each allocation. No other thread may create tensors meanwhile:
-// libtorch requires this. The fork handlers of the cache stay until the process ends.
+// Makes the cache libtorch's CPU allocator, for new CPU tensors of 256 KiB or more. A no-op if TESSERA_MEMORY_CACHE=0
+// is in the environment, if the program has set an allocator (c10::SetCPUAllocator), or in a build with
+// AddressSanitizer, which must see every allocation. Must be called while no other thread makes tensors, as libtorch
+// requires. The cache's fork handlers stay until the process ends.
 void start_caching_memory();
-// Restores libtorch's own allocator and frees idle blocks. Live tensors stay valid: the cache unmaps their blocks when
-// they are freed. The same precondition.
+// Restores libtorch's allocator and frees idle blocks. Live tensors stay valid: their blocks are unmapped when they are
+// freed. The same precondition.
 void stop_caching_memory();
 
-// The cache's allocator. It uses libtorch's own while the cache is off. For allocators that wrap it, such as
-// PeakMemory's.
+// The cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the cache is
+// off. For allocators in front of it, such as PeakMemory's.
 c10::Allocator* memory_cache_allocator();
 
 }  // namespace tessera::internal

@@ -6,11 +6,10 @@
 
 namespace tessera::internal {
 
-// While it lives, tensors that this thread makes are of this kind, for those who count them (record_run()). Inner
-// scopes count. Costs nothing else.
+// While it lives, tensors that this thread makes have this kind, for record_run(). Scopes nest.
 class MemoryKindScope {
  public:
-  // From now on.
+  // Changes the kind from now on.
   explicit MemoryKindScope(MemoryKind kind);
 
   static MemoryKind current();  // of this thread; kUnknown without a scope

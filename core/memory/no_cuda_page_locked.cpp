@@ -1,4 +1,4 @@
-// Stands in for cuda_page_locked.cpp in builds without TESSERA_CUDA.
+// Replaces cuda_page_locked.cpp in builds without TESSERA_CUDA.
 #include "core/memory/cuda_page_locked.h"
 
 namespace tessera::internal {

@@ -7,27 +7,27 @@
 
 namespace tessera::internal {
 
-// Page-locked host memory as a device's driver gives it out: whole pages, as many as are needed. (libtorch's own
-// allocator of such memory rounds up to a power of two, and keeps what was freed.)
+// Allocates page-locked host memory from a device's driver, in whole pages. (libtorch's own allocator rounds up to a
+// power of two, and keeps freed memory.)
 class PageLockedAllocator {
  public:
   virtual ~PageLockedAllocator() = default;
-  // Throws std::runtime_error if there is no more.
+  // Throws std::runtime_error if there is no memory.
   virtual void* allocate(size_t bytes) = 0;
-  // No device uses it any more.
+  // No device may use the memory any more.
   virtual void free(void* memory) noexcept = 0;
 };
 
-// CUDA's in builds with TESSERA_CUDA, or what the process has set instead. Null: there is none.
+// CUDA's in builds with TESSERA_CUDA, or the one that the process has set; null if there is none.
 PageLockedAllocator* page_locked_allocator();
-// For the whole process and for good; before the first page_locked().
+// Sets it for the process. Must precede the first page_locked().
 void set_page_locked_allocator(PageLockedAllocator* allocator);
 
-// What page_locked(bytes) takes of the machine: whole pages, of libtorch's allocator a power of two.
+// The bytes that page_locked(bytes) takes: whole pages, or a power of two from libtorch's allocator.
 int64_t bytes_when_page_locked(int64_t bytes);
 
-// Uninitialised bytes that devices copy from and to by themselves, of page_locked_allocator(), or of libtorch's where
-// there is none. They go with the last reference, when no device may be using them: see CopyEngine. Any thread.
+// Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. They are freed
+// with the last reference; no device may use them then: see CopyEngine. Thread-safe.
 at::Tensor page_locked(int64_t bytes);
 
 }  // namespace tessera::internal

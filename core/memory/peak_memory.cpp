@@ -18,13 +18,13 @@ using namespace internal;
 
 namespace {
 
-// Over all accounts and the ledger: one, so that fork() can wait for it. Else a child could find it held by a thread
-// that it does not have.
+// Guards all accounts and the ledger. It is one mutex, so that fork() can lock it; else a child could find it locked by
+// a thread that it does not have.
 std::mutex accounts_mutex;
 
 }  // namespace
 
-// Written by the thread that allocates and by those that free what it allocated.
+// Written by the thread that allocates and by threads that free its memory.
 struct PeakMemory::Account {
   int64_t current_bytes = 0;
   std::vector<int64_t*> peaks;  // of the PeakMemory objects that are alive
@@ -39,7 +39,7 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// What counted threads have allocated, by address: all that is known of what kernels of oneDNN free by raw_deleter().
+// The allocations of counted threads by address. oneDNN's kernels free by raw_deleter(), which gets nothing else.
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
@@ -62,7 +62,7 @@ class Ledger {
   std::unordered_map<void*, Entry> entries_;
 };
 
-// Never destroyed: tensors outlive everything.
+// Never destroyed: tensors may outlive static objects.
 Ledger& ledger() {
   static auto* const ledger = new Ledger;
   return *ledger;
@@ -70,7 +70,7 @@ Ledger& ledger() {
 c10::Allocator* counted_allocator = nullptr;  // whose memory is counted
 
 void free_counted(void* memory) {
-  ledger().strike(memory);  // before somebody else gets this address
+  ledger().strike(memory);  // before another thread can get this address
   counted_allocator->raw_deleter()(memory);
 }
 
@@ -94,8 +94,8 @@ void install_counting_allocator() {
     ::pthread_atfork([] { accounts_mutex.lock(); }, [] { accounts_mutex.unlock(); }, [] { accounts_mutex.unlock(); });
     counted_allocator = c10::GetCPUAllocator();
     const bool is_libtorchs_own = counted_allocator == c10::GetDefaultCPUAllocator();
-    if (is_libtorchs_own) counted_allocator = memory_cache_allocator();  // init() may come later
-    c10::SetCPUAllocator(new CountingAllocator, kAnyPriority);           // of which libtorch keeps a plain pointer
+    if (is_libtorchs_own) counted_allocator = memory_cache_allocator();  // init() may install it later
+    c10::SetCPUAllocator(new CountingAllocator, kAnyPriority);           // libtorch keeps a plain pointer to it
   });
 }
 

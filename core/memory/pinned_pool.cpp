@@ -14,16 +14,17 @@
 
 #include "core/memory/memory_kind_scope.h"
 #include "core/memory/page_locked.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera::internal {
 
 struct PinnedPool::State {
   const PinnedPoolOptions options;
   mutable std::mutex mutex;
-  std::map<int64_t, std::vector<at::Tensor>> idle;  // by number of bytes taken
-  int64_t idle_bytes = 0;
-  int64_t lent_bytes = 0;
-  int64_t peak_lent_bytes = 0;
+  std::map<int64_t, std::vector<at::Tensor>> idle TESSERA_GUARDED_BY(mutex);  // by allocated bytes
+  int64_t idle_bytes TESSERA_GUARDED_BY(mutex) = 0;
+  int64_t lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
+  int64_t peak_lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
 
   explicit State(PinnedPoolOptions chosen) : options(chosen) {}
 

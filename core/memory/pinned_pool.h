@@ -11,33 +11,32 @@ namespace tessera::internal {
 struct PinnedPoolOptions {
   // The device that copies from and to this memory.
   at::Device device = at::kCPU;
-  // Page-locked, so that copies run beside host and device. On a CPU, which needs no locked pages, the memory is
-  // ordinary.
+  // Whether memory is page-locked, so that copies overlap with computation. Ignored on a CPU, which uses ordinary
+  // memory.
   bool pin = true;
-  // The most that the pool may own, lent or idle. 0: no bound.
+  // Limit of the bytes that the pool owns, in use or idle. 0: no limit.
   int64_t limit_bytes = 0;
 };
 
-// Host memory that a device exchanges data with: lent as tensors, reused when they die.
+// A pool of host memory for exchange with a device. Tensors return their memory when they are destroyed.
 //
-// Page-locking costs system calls and stalls, so memory once locked is kept for the next tensor of the same number of
-// pages. The pool owns at most what was lent at one time, and frees idle memory of other sizes before it asks for more.
-// It keeps none that is not locked: MemoryCache is there for that.
-// Counts are of what is taken: locked memory in whole pages (bytes_when_page_locked()), other memory as asked for.
-// Thread-safe; tensors may outlive the pool.
+// Page-locking costs system calls and stalls, so locked memory is kept for the next tensor of the same number of pages.
+// The pool owns at most the peak of the bytes in use, and frees idle memory of other sizes before it allocates. It
+// keeps no unlocked memory, which MemoryCache caches. Counts are of allocated bytes: whole pages if locked
+// (bytes_when_page_locked()). Thread-safe; tensors may outlive the pool.
 class PinnedPool {
  public:
   explicit PinnedPool(PinnedPoolOptions options);
 
-  // An uninitialised tensor [numel] in host memory, which comes back when the last reference to its storage goes, on
-  // any thread. Throws std::runtime_error that names `what`, with nothing changed, if the pool would own more than its
-  // limit.
+  // Returns an uninitialised tensor [numel] in host memory, which returns to the pool with the last reference to its
+  // storage, on any thread. If the pool would exceed its limit, throws std::runtime_error that names `what`, and
+  // changes nothing.
   at::Tensor take(int64_t numel, at::ScalarType dtype, const std::string& what);
 
   bool is_pinned() const;
   int64_t lent_bytes() const;
   int64_t peak_lent_bytes() const;
-  int64_t owned_bytes() const;  // lent and idle
+  int64_t owned_bytes() const;  // in use and idle
 
  private:
   struct State;

@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// While it lives, this thread runs a training program on tensors without data (dry_run()). What moves or computes
-// numbers by pointer, where no operator sees it, is then left out.
+// While it lives, this thread runs a training program on tensors without data (dry_run()). Code that moves or computes
+// data by pointer, which no operator sees, must be skipped.
 class WithoutDataScope {
  public:
   WithoutDataScope();
@@ -15,8 +15,8 @@ class WithoutDataScope {
 };
 bool is_without_data();  // of this thread
 
-// While it lives, what this thread makes that moves data beside the program is waited for as soon as it begins, so that
-// which memory is taken when does not depend on how fast a disk is (record_run()).
+// While it lives, this thread waits for every asynchronous transfer that it starts, so that memory use does not depend
+// on the speed of a disk (record_run()).
 class WaitForTransfersScope {
  public:
   WaitForTransfersScope();

@@ -18,7 +18,7 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
   return buffers;
 }
 
-Scope DataParallel::no_sync() { return backward_pass().no_sync(); }
+ScopeExit DataParallel::no_sync() { return backward_pass().no_sync(); }
 
 void DataParallel::set_gradient_divide_factor(double factor) {
   if (!(factor > 0))
@@ -27,7 +27,7 @@ void DataParallel::set_gradient_divide_factor(double factor) {
 }
 
 int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
-  // With it travels how many are negative, which all ranks are to hear of.
+  // Also sums how many are negative, so that all ranks throw.
   const at::Tensor own_counts = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   own_counts[0].fill_(own);
   own_counts[1].fill_(own < 0 ? 1 : 0);

@@ -38,13 +38,13 @@ struct RanksOnHost {
   int ranks, rank;  // of this host
 };
 
-// Ranks that no launcher has started are threads of this process.
+// Without a launcher, ranks are threads of this process.
 RanksOnHost ranks_on_host(const Communicator& comm) {
   try {
     const auto environment = parse_launch_environment(std::getenv);
     if (environment.launched() && environment.local_world_size > 0)
       return {std::min(environment.local_world_size, comm.size()), std::max(environment.local_rank, 0)};
-  } catch (const std::invalid_argument&) {  // init() says so, to those who call it
+  } catch (const std::invalid_argument&) {  // init() throws it to its callers
   }
   return {comm.size(), comm.rank()};
 }

@@ -8,22 +8,22 @@
 
 namespace tessera::internal {
 
-// What a wrapper will hold on this rank, whatever the optimizer and the activations come to.
+// The memory of a wrapper on this rank, without optimizer and activations.
 struct MemoryNeed {
   int64_t parameter_bytes = 0;
   int64_t gradient_bytes = 0;
-  int64_t in_use_bytes = 0;   // units that are gathered at a time
-  int64_t freed_bytes = 0;    // of parameters that are there already, and go
-  int64_t present_bytes = 0;  // of those that are there, and stay
+  int64_t in_use_bytes = 0;   // units that are unsharded at a time
+  int64_t freed_bytes = 0;    // of present parameters that will be freed
+  int64_t present_bytes = 0;  // of present parameters that stay
 };
 
-// What is to be said where `ranks` such ranks share `free_bytes` of memory, of which each takes what is planned or else
-// what is needed; "" if there is room.
+// The warning if `ranks` ranks that share `free_bytes` need more than that; "" if they do not. A planned number takes
+// the place of `need`.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
-// TORCH_WARNs so: before a wrapper takes memory, since on Linux the one who takes too much is killed and says nothing.
-// On the CPU the first rank of each host speaks for all of them, on accelerators each for its own. Says nothing in a
-// dry run, nor where free memory is not known. Not collective, does not throw.
+// Warns before a wrapper allocates, because Linux kills a process that runs out of memory without a message. On the CPU
+// the first rank of each host warns for all, on accelerators each rank for itself. A no-op in a dry run, or if free
+// memory is unknown. Not collective; does not throw.
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm);
 
 }  // namespace tessera::internal

@@ -7,17 +7,17 @@
 #include <utility>
 
 #include "core/runtime/lazy_values.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 namespace {
 
-// Below this, tensors are copied together: a message's cost hardly depends on its length.
+// Smaller tensors are copied together: the cost of a small message does not depend on its length.
 constexpr int64_t kSmallBytes = 1 << 20;
 
 bool is_expanded(const at::Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
 
-// Each element once: of an expanded tensor, which cannot be written as a whole, the part that all of it shows.
+// An expanded tensor cannot be written as a whole: returns each of its elements once.
 at::Tensor distinct_elements(at::Tensor tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     if (is_expanded(tensor, dim)) tensor = tensor.narrow(dim, 0, 1);
@@ -41,12 +41,12 @@ void require_strided(const std::string& label, const at::Tensor& tensor) {
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
   if (comm.size() == 1) return;
-  const Quiet quiet;
+  const NoGradNoInferenceGuard quiet;
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {
     if (!given.defined() || given.numel() == 0) continue;
-    const at::Tensor tensor = distinct_elements(given.data());  // of no version: what autograd has saved stays usable
+    const at::Tensor tensor = distinct_elements(given.data());  // without a version, so that saved tensors stay usable
     if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && !has_lazy_values(tensor) &&
         tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel

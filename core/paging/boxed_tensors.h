@@ -7,18 +7,18 @@
 #include <optional>
 #include <utility>
 
-// The tensors in what an operator is given and returns, as the dispatcher boxes it: alone, in lists, and in lists of
-// optional ones, which indices are. Everything that sees operators finds them here.
+// The tensors among an operator's boxed arguments and results: single tensors, lists, and lists of optional tensors
+// (indices).
 namespace tessera::internal {
 
 // Whether the operator writes to the tensors of an argument.
 inline bool is_written_to(const c10::Argument& argument) {
   const auto* alias = argument.alias_info();
   if (alias == nullptr) return false;
-  return alias->isWrite() || std::ranges::any_of(alias->containedTypes(), &c10::AliasInfo::isWrite);  // of lists
+  return alias->isWrite() || std::ranges::any_of(alias->containedTypes(), &c10::AliasInfo::isWrite);  // lists
 }
 
-// Calls visit(const at::Tensor&) for each defined one in the value.
+// Calls visit(const at::Tensor&) for each defined tensor in the value.
 template <class Visit>
 void for_each_boxed_tensor(const c10::IValue& value, Visit&& visit) {
   if (value.isTensor()) {
@@ -29,8 +29,8 @@ void for_each_boxed_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// Puts of(tensor) in the place of each, in order; also asked about undefined ones, and may return such. Lists are made
-// anew: others may hold them, too.
+// Replaces each tensor by of(tensor), in order. `of` also gets undefined tensors, and may return them. Lists are
+// copied, since they may be shared.
 template <class Of>
 void replace_boxed_tensors(c10::IValue& value, Of&& of) {
   if (value.isTensor()) {

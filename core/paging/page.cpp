@@ -11,7 +11,7 @@
 namespace tessera::internal {
 namespace {
 
-// Marks a storage as a page's: the context behind this deleter is a std::shared_ptr<State>.
+// Marks a storage as a page's: the context of this deleter is a std::shared_ptr<State>.
 void delete_state(void* context) { delete static_cast<std::shared_ptr<Page::State>*>(context); }
 
 }  // namespace
@@ -31,8 +31,8 @@ Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id),
 }
 
 Page::~Page() {
-  if (is_lent() && !state_->is_always_there()) take_back();
-  detach();
+  if (is_attached() && !state_->is_always_there()) detach();
+  detach_pager();
 }
 
 bool Page::holds(const at::Tensor& view) const {
@@ -55,29 +55,29 @@ at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayR
   return keyed_view(c10::Storage(storage_), kPagedKey, at::empty({0}, options), storage_offset, sizes, strides);
 }
 
-void Page::give_away(at::Tensor buffer) {
-  lend(buffer);
+void Page::attach_permanently(at::Tensor buffer) {
+  attach(buffer);
   tell_of_writes(*pager(), id_);
-  state_->given_away = std::move(buffer);
+  state_->permanent = std::move(buffer);
 }
 
-void Page::lend(at::Tensor buffer) {
+void Page::attach(at::Tensor buffer) {
   set_data(buffer.mutable_data_ptr(), buffer.nbytes());
   buffer_ = std::move(buffer);
 }
 
-at::Tensor Page::take_back() {
+at::Tensor Page::detach() {
   set_current(GradMode::kNone);
   set_data(nullptr, 0);
   return std::exchange(buffer_, at::Tensor());
 }
 
 void Page::set_current(GradMode mode) {
-  if (!state_->device.is_cpu() && mode != GradMode::kNone) state_->current_stream = current_stream_on(state_->device);
-  state_->current.store(mode, std::memory_order_relaxed);
+  if (!state_->device.is_cpu() && mode != GradMode::kNone) state_->current.stream = current_stream_on(state_->device);
+  state_->current.mode.store(mode, std::memory_order_relaxed);
 }
 
-// ---- what is asked of a tensor ------------------------------------------------------------------
+// ---- queries about a tensor ---------------------------------------------------------------------
 
 bool is_paged(const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kPagedKey); }
 
@@ -93,8 +93,8 @@ bool has_lost_its_pager(const at::Tensor& tensor) {
 
 void before_write(const at::Tensor& tensor) {
   if (page_of(tensor) == nullptr) return;
-  if (const Page::State* state = page_state_of(tensor); state->told_of_writes != nullptr)
-    state->told_of_writes->before_write(state->id_told, tensor.storage_offset());
+  const auto& listener = page_state_of(tensor)->write_listener;
+  if (listener.pager != nullptr) listener.pager->before_write(listener.id);
 }
 
 void note_write(const at::Tensor& tensor) {

@@ -13,16 +13,16 @@ namespace tessera::internal {
 class Pager;
 class StandIn;
 
-// A storage that is empty until somebody needs it, and the tensors that are views of it.
+// A storage that can be emptied and filled again, and the tensors that are views of it.
 //
-// The storage object lives on with 0 bytes while its unit is sharded, so that module members and tensors saved for
-// backward keep pointing at it; lend() fills it in place for all of them. Each view carries one more dispatch key,
-// which views of views and saved tensors inherit and results of operators do not. A boxed fallback registered for that
-// key sees every operator that is given such a tensor, above autograd, and calls the Pager before the operator runs.
-// Operators without such tensors are dispatched as ever.
+// While its unit is sharded, the storage object has 0 bytes, so that module members and saved tensors stay valid.
+// attach() fills it in place for all views. Each view carries an additional dispatch key, which views of views and
+// saved tensors inherit, but results of operators do not. A boxed fallback for that key runs above autograd, before
+// every operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
 class Page {
  public:
-  // `pager` must outlive the page's detach(). `id` is the pager's own; `name` is for errors: "unit 'blocks.3'".
+  // `pager` must outlive the page's detach_pager(). `id` identifies the page to the pager; `name` is for errors: "unit
+  // 'blocks.3'".
   Page(Pager* pager, int id, std::string name, at::Device device);
   ~Page();
   Page(const Page&) = delete;
@@ -31,76 +31,86 @@ class Page {
   int id() const { return id_; }
   const std::string& name() const { return state_->name; }
   Pager* pager() const { return state_->pager.load(); }
-  bool holds(const at::Tensor& view) const;                // whether `view` is a view of this storage
-  size_t holders() const { return storage_.use_count(); }  // tensors that are, and the page
+  bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
 
-  // A view of the storage with the given geometry, empty of data now. Not part of autograd.
+  // Returns a view of the storage, which may have no data now. Not part of autograd.
   at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;
 
-  // The storage gets the buffer's memory; the page keeps the buffer alive until take_back().
-  void lend(at::Tensor buffer);
-  // The storage is empty again. Returns the buffer.
-  at::Tensor take_back();
-  bool is_lent() const { return buffer_.defined(); }
+  // Fills the storage with the buffer's memory. The page owns the buffer until detach().
+  void attach(at::Tensor buffer);
+  // Empties the storage, and returns the buffer.
+  at::Tensor detach();
+  bool is_attached() const { return buffer_.defined(); }
   const at::Tensor& buffer() const { return buffer_; }
 
-  // From now on every use of a view throws std::logic_error: the pager goes away.
-  void detach() { state_->pager = nullptr; }
+  // Every later use of a view throws std::logic_error. Must be called before the pager is destroyed.
+  void detach_pager() { state_->pager = nullptr; }
 
-  // Whether operators may write to the views; they throw std::logic_error otherwise.
+  // Whether operators may write to the views. If not, they throw std::logic_error.
   void set_writable(bool writable) { state_->writable = writable; }
   bool is_writable() const { return state_->writable; }
-  // From now on `pager` hears of writes before they happen, by an id of its own: Pager::before_write(). It must outlive
-  // the page's detach().
-  void tell_of_writes(Pager& pager, int id) { state_->told_of_writes = &pager, state_->id_told = id; }
+  // `pager` is told of later writes before they happen, with an id of its own: Pager::before_write(). It must outlive
+  // the page's detach_pager().
+  void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
 
-  // How often an operator was given a view to write to, or note_write() was called for one who writes by pointer.
+  // The number of writes by operators, and by pointer as told by note_write().
   uint32_t writes() const { return state_->writes.load(); }
   void note_write() { ++state_->writes; }
 
-  // What autograd does with an operator: see current_grad_mode(). While it is `mode`, uses of this page's views do not
-  // reach the pager: the page is lent and was the last one used. This is the path of most operators.
+  // How autograd treats an operator: see current_grad_mode(). While the page's mode equals `mode`, uses of its views do
+  // not reach the pager, since the page is filled and was used last. Most operators take this path.
   enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
-  // On a device it holds for operators on the stream that is current now.
+  // On a device, it holds only for operators on the current stream.
   void set_current(GradMode mode);
 
-  // Operators on views of this page get arguments of dtype `from` converted to the views' own, and their results
+  // Operators on views of this page get arguments of dtype `from` converted to the views' dtype, and their results are
   // converted back: a unit that is not cast among units that are.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
-  // Lends for good: the data are always there, also for views that outlive the page. The pager hears of no use, only
-  // of writes.
-  void give_away(at::Tensor buffer);
+  // Fills the storage for good, also for views that outlive the page. The pager is told of writes, but not of uses.
+  void attach_permanently(at::Tensor buffer);
 
-  // Uses are reported again after the next write to `source`, the page of what this one is a copy of. (Version
-  // counters would not do: torch's SGD writes through .data(), which has a counter of its own.)
+  // Uses are reported again after the next write to `source`, of which this page holds a copy. Version counters would
+  // miss writes through .data(), which torch's SGD uses.
   void watch_writes(const Page& source) {
-    state_->source = source.state_;
+    state_->source.state = source.state_;
     accept_writes();
   }
   bool is_stale() const { return state_->is_stale(); }
-  void accept_writes() { state_->seen_writes = state_->source ? state_->source->writes.load() : 0; }
+  void accept_writes() {
+    if (auto& source = state_->source; source.state) source.seen_writes = source.state->writes.load();
+  }
 
-  // What the storages point to; shared with them, since they may outlive the page.
+  // The context of the storages, which may outlive the page.
   struct State {
     std::atomic<Pager*> pager;
     Page* page = nullptr;
     std::string name;
-    std::atomic<GradMode> current = GradMode::kNone;
-    std::atomic<int64_t> current_stream = 0;  // for which it is
     at::Device device = at::kCPU;
     bool writable = false;
-    at::Tensor given_away;
-    bool is_always_there() const { return given_away.defined(); }
-    Pager* told_of_writes = nullptr;
-    int id_told = 0;
+    at::Tensor permanent;
+    bool is_always_there() const { return permanent.defined(); }
     std::atomic<uint32_t> writes = 0;
     std::optional<at::ScalarType> activations;
-    std::shared_ptr<StandIn> stand_in;  // see stand_in_view(): the storage has no page any more
-    std::shared_ptr<State> source;
-    uint32_t seen_writes = 0;
-    bool stands_transposed = false;  // of a stand-in: for the transpose of what it computes
-    bool is_stale() const { return source && source->writes.load(std::memory_order_relaxed) != seen_writes; }
+    struct Current {
+      std::atomic<GradMode> mode = GradMode::kNone;
+      std::atomic<int64_t> stream = 0;
+    } current;
+    struct Listener {
+      Pager* pager = nullptr;
+      int id = 0;
+    } write_listener;
+    struct Substitute {
+      std::shared_ptr<StandIn> values;  // see stand_in_view(): the storage has no page
+      bool is_transposed = false;       // the tensor is the transpose of the values
+    } stand_in;
+    struct Source {
+      std::shared_ptr<State> state;
+      uint32_t seen_writes = 0;
+    } source;
+    bool is_stale() const {
+      return source.state && source.state->writes.load(std::memory_order_relaxed) != source.seen_writes;
+    }
   };
 
  private:

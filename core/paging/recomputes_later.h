@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// While one lives, this thread is in the first forward of a checkpointed() call: autograd does not record it, but
-// backward will compute it again and then ask for its parameters' gradients.
+// While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
+// record it; backward recomputes it and then needs the gradients of its parameters.
 class RecomputesLater {
  public:
   static bool in_effect() { return in_effect_; }

@@ -23,8 +23,8 @@ namespace tessera::internal {
 
 namespace {
 
-// Operators that neither read nor write data of their tensor arguments, nor check them against the bounds of their
-// storage, as even views do. _backward and set_data do a lot of other things.
+// Operators that use no data of their tensor arguments, and do not check the bounds of their storage, as views do.
+// _backward and set_data do much more.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",
@@ -41,7 +41,7 @@ const Names kMetadataOnly = {"aten::detach",
                              "aten::_has_compatible_shallow_copy_type"};
 
 bool is_metadata_only(const c10::FunctionSchema& schema) {
-  // None of these makes a fresh tensor: most operators are told apart without a look-up by name.
+  // None of these returns a fresh tensor, so that most operators need no look-up by name.
   const auto& returns = schema.returns();
   const bool makes_tensor =
       !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;
@@ -60,11 +60,11 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
     });
 }
 
-// Tells each pager about the pages of its own that the operator needs, all together.
+// Tells each pager of its pages among the arguments, in one call for each pager.
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
-    if (!state.is_always_there() && !state.stand_in && std::ranges::find(pages, state.page) == pages.end())
+    if (!state.is_always_there() && !state.stand_in.values && std::ranges::find(pages, state.page) == pages.end())
       pages.push_back(state.page);
   });
   while (!pages.empty()) {
@@ -77,8 +77,8 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
 }
 
 struct PagedIn {
-  at::ScalarType from{}, to{};  // activations to be converted, if these differ
-  bool is_done = false;         // by the pager, in the operator's place
+  at::ScalarType from{}, to{};  // conversion of activations, if these differ
+  bool is_done = false;         // the pager did the operator's work
   bool has_stand_ins = false;
 };
 
@@ -87,10 +87,10 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
   bool all_current = true;
   PagedIn result;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
-    if (state.stand_in) {
+    if (state.stand_in.values) {
       if (is_written)
         throw std::logic_error(schema.name() + " would change '" + state.name + "', which is " +
-                               state.stand_in->what_it_is() + ": only its values can be used");
+                               state.stand_in.values->what_it_is() + ": only its values can be used");
       result.has_stand_ins = true;
       return;
     }
@@ -104,19 +104,19 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       result.is_done = true;
     }
     if (is_written) ++state.writes;
-    if (Pager* told = state.told_of_writes; told != nullptr)
-      is_written ? told->before_write(state.id_told, tensor.storage_offset()) : told->before_read(state.id_told);
+    if (const auto& listener = state.write_listener; is_written && listener.pager != nullptr)
+      listener.pager->before_write(listener.id);
     if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
-    all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
+    all_current = all_current && state.current.mode.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
                   (state.device.is_cpu() ||
-                   state.current_stream.load(std::memory_order_relaxed) == current_stream_on(state.device));
+                   state.current.stream.load(std::memory_order_relaxed) == current_stream_on(state.device));
   });
   if (!all_current && !result.is_done) report(schema, stack);
   return result;
 }
 
-// Converts the tensors among the last `count` values; recorded by autograd. Returns whether there were any.
+// Converts the tensors among the last `count` values; autograd records it. Returns whether there were any.
 bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::ScalarType to) {
   bool any = false;
   auto converted = [&](const at::Tensor& tensor) {
@@ -133,7 +133,7 @@ bool returns_views(const c10::FunctionSchema& schema) {
   return std::ranges::any_of(schema.returns(), [](const auto& result) { return result.alias_info() != nullptr; });
 }
 
-// torch::load() into a parameter that is cast while it is used: set_() would keep that dtype over bytes of another.
+// torch::load() into a parameter that is cast for use: set_() would keep the parameter's dtype over bytes of another.
 bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   static const c10::OperatorName set_to_tensor("aten::set_", "source_Tensor");
   if (op.operator_name() != set_to_tensor) return false;
@@ -141,14 +141,14 @@ bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& 
   return is_paged(target) && target.scalar_type() != stack.back().toTensor().scalar_type();
 }
 
-// Sees every operator that has a view of a page among its arguments, above autograd.
+// Called above autograd for every operator with a view of a page among its arguments.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
-  // What it calls in turn is looked at for itself.
+  // The operators that it calls come here themselves.
   if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
   if (sets_another_dtype(op, *stack)) {
     const at::Tensor source = torch::jit::pop(*stack).toTensor();
-    return stack->back().toTensor().set_data(source);  // which its pager finds, and looks at
+    return stack->back().toTensor().set_data(source);  // the pager finds and checks the change
   }
   const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
   if (has_stand_ins) return call_with_stand_ins(op, stack);
@@ -156,8 +156,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const bool converts =
       from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
   {
-    // An operator of torch's: its arguments are resident until it returns, no need to look at its parts. A user's
-    // kernel may use parameters that are not among its arguments.
+    // The arguments of torch's own operators stay resident until the operator returns, so nested operators need no
+    // check. A user's kernel may use parameters that are not among its arguments.
     std::optional<c10::impl::ExcludeDispatchKeyGuard> once;
     if (op.schema().getNamespace() == "aten") once.emplace(kPagedKey);
     op.redispatchBoxed(below, stack);
@@ -180,7 +180,7 @@ Page::GradMode current_grad_mode() {
 
 namespace {
 
-// What libtorch's pickler asks of each tensor: torch::save() would write a page's views without their data.
+// Called by libtorch's pickler for each tensor: torch::save() would write a page's views without their data.
 void refuse_to_pickle(const at::Tensor& tensor, std::unordered_map<std::string, bool>&) {
   const Page* page = page_of(tensor);
   if (page == nullptr || tensor.storage().nbytes() > 0 || tensor.numel() == 0) return;
@@ -211,7 +211,7 @@ void require_residency() {
     watch_pickling();
     Probe probe;
     Page page(&probe, 0, "a probe", at::kCPU);
-    page.lend(at::zeros({1}, at::kCPU));
+    page.attach(at::zeros({1}, at::kCPU));
     at::AutoDispatchBelowADInplaceOrView quiet;
     at::neg(page.view(at::kFloat, {1}, {1}, 0));
     return probe.used;

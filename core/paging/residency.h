@@ -9,44 +9,41 @@
 
 namespace tessera::internal {
 
-// Who fills pages: called by the fallback, on the thread that runs the operator.
+// Fills pages. Called by the fallback, on the thread that runs the operator.
 class Pager {
  public:
   virtual ~Pager() = default;
-  // Makes all of `pages` resident; all are needed by one operator. May throw, and the operator's
-  // caller sees it, in forward() and in backward() alike.
+  // Fills all of `pages`, which one operator needs. Exceptions reach the operator's caller, in forward() and in
+  // backward().
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Before a write that the page does not allow: throws std::logic_error that names the parameter, or returns whether
-  // it has done the operator's work (zero_()). If not, the operator goes on and leaves the page alone (set_()).
+  // Called before a write that the page forbids. Throws std::logic_error, naming the parameter, or returns whether it
+  // did the operator's work (zero_()). If not, the operator runs without touching the page (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
-  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more. `storage_offset` is where
-  // what is written begins. May use and write to the page.
-  virtual void before_write(int /*id*/, int64_t /*storage_offset*/) {}
-  // The same for an operator that is about to read one.
-  virtual void before_read(int /*id*/) {}
+  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more.
+  virtual void before_write(int /*id*/) {}
 };
 
-// What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is
-// computed again), records it inside a backward, which computes a checkpointed part again, or does not record it, in a
-// backward, which needs the values that forward used, or elsewhere, in an evaluation, which may have seen others.
+// How autograd treats the current operator. It records a forward; in a checkpointed forward backward will record it; in
+// a backward it records a recomputed part. Unrecorded operators run in a backward, which needs the values of forward,
+// or in an evaluation, which may have used other values.
 Page::GradMode current_grad_mode();
 
 // Throws std::runtime_error if another library has registered a fallback for our dispatch key.
 void require_residency();
 
-// Whether a tensor is a view of some page.
+// Whether a tensor is a view of a page.
 bool is_paged(const at::Tensor& tensor);
-// For one who is about to write to a tensor by pointer: Pager::before_write(), if it is a view of such a page.
+// Must be called before a write by pointer. Calls Pager::before_write() if the tensor is a view of such a page.
 void before_write(const at::Tensor& tensor);
-// For one who has written to a tensor by pointer: if it is a view of a page, tells those who have a copy of that.
+// Must be called after a write by pointer. If the tensor is a view of a page, holders of copies of the page are told.
 void note_write(const at::Tensor& tensor);
-// For an optimizer that steps a parameter: whether nothing of it is on this rank. It then counts as written, as where
-// some of it is: ranks compare whether they have stepped.
+// For an optimizer that steps a parameter: returns whether this rank has no element of it. The step then counts as a
+// write, as on ranks that have elements: ranks compare whether they have stepped.
 bool note_write_if_empty(const at::Tensor& parameter);
-// Whether it is a view of a page whose data nobody can fetch any more.
+// Whether the tensor is a view of a page whose pager is destroyed.
 bool has_lost_its_pager(const at::Tensor& tensor);
-// That page, or null; also while nobody keeps it filled any more.
+// The page of a view; null for other tensors. Also returns a page whose pager is destroyed.
 Page* page_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

@@ -16,7 +16,7 @@ namespace tessera::internal {
 
 std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor) {
   const Page::State* state = is_paged(tensor) ? page_state_of(tensor) : nullptr;
-  return state == nullptr ? nullptr : state->stand_in;
+  return state == nullptr ? nullptr : state->stand_in.values;
 }
 
 at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& name, at::Device device,
@@ -24,14 +24,14 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
   Page page(nullptr, 0, name, device);
   const at::Tensor view = page.view(dtype, sizes, c10::contiguous_strides(sizes), 0);
   Page::State* state = page_state_of(view);
-  state->stand_in = std::move(stand_in);
+  state->stand_in.values = std::move(stand_in);
   state->page = nullptr;
   return view;
 }
 
 namespace {
 
-// The forms of a linear layer: which argument is what, and whether its weight is transposed.
+// The forms of a linear layer: the positions of its arguments, and whether its weight is transposed.
 struct LinearForm {
   std::string_view name;
   std::ptrdiff_t input, weight, bias;  // -1: none
@@ -42,13 +42,13 @@ constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
                                        {"aten::mm", 0, 1, -1, true},
                                        {"aten::addmm", 1, 2, 0, true}};
 
-// What a stand-in computes itself; undefined if it is nothing of that kind.
+// The result of a stand-in that computes the operator itself; undefined if it does not.
 at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
   if (schema.name() == "aten::t") {
     const at::Tensor& tensor = arguments[0].toTensor();
     const at::Tensor view = stand_in_view(stand_in_of(tensor), page_state_of(tensor)->name, tensor.device(),
                                           tensor.scalar_type(), {tensor.size(1), tensor.size(0)});
-    page_state_of(view)->stands_transposed = !page_state_of(tensor)->stands_transposed;
+    page_state_of(view)->stand_in.is_transposed = !page_state_of(tensor)->stand_in.is_transposed;
     return view;
   }
   if (schema.name() == "aten::batch_norm") {
@@ -66,7 +66,7 @@ at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::S
   const bool has_factors = form->bias == 0 && (arguments[3].toScalar().toDouble() != 1 ||  //
                                                arguments[4].toScalar().toDouble() != 1);
   if (!stand_in || stand_in_of(input) || has_factors || input.dim() == 0 ||
-      page_state_of(weight)->stands_transposed != form->is_transposed)
+      page_state_of(weight)->stand_in.is_transposed != form->is_transposed)
     return {};
   const bool has_bias = form->bias >= 0 && arguments[form->bias].isTensor();
   return stand_in->linear(input, has_bias ? arguments[form->bias].toTensor() : at::Tensor());
@@ -85,7 +85,7 @@ void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack
     const auto stand_in = stand_in_of(tensor);
     if (!stand_in) return tensor;
     const at::Tensor values = stand_in->values_for(op.schema().name());
-    return page_state_of(tensor)->stands_transposed ? values.t() : values;
+    return page_state_of(tensor)->stand_in.is_transposed ? values.t() : values;
   };
   for (auto value = arguments; value != stack->end(); ++value) replace_boxed_tensors(*value, replaced);
   op.callBoxed(stack);

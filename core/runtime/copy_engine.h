@@ -12,20 +12,22 @@
 #include <tessera/detail/copy_traffic.h>
 #include <tessera/detail/operation_handle.h>
 
+#include "core/runtime/guarded_by.h"
+
 namespace tessera::internal {
 
 enum class CopyDirection : uint8_t { kToDevice, kToHost };
 struct SimulatedLink;  // offload/streams/simulated_link.h, for tests
 
-// When a copy is over; shared by its handle and the engine.
+// The completion of a copy. Its handle and the engine share it.
 class CopyEnd {
  public:
   virtual ~CopyEnd() = default;
   virtual bool is_over() = 0;
-  virtual void wait() = 0;  // does not throw for a copy that failed
+  virtual void wait() = 0;  // does not throw if the copy has failed
 };
 
-// Host memory that copies use, which it keeps alive until they are over. Thread-safe.
+// Keeps host memory alive until the copies that use it are complete. Thread-safe.
 class HostMemoryInUse {
  public:
   int64_t add(at::Tensor host, std::shared_ptr<CopyEnd> end);
@@ -39,11 +41,11 @@ class HostMemoryInUse {
     std::shared_ptr<CopyEnd> end;
   };
   std::mutex mutex_;
-  std::map<int64_t, Held> held_;
-  int64_t next_ = 0;
+  std::map<int64_t, Held> held_ TESSERA_GUARDED_BY(mutex_);
+  int64_t next_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
-// A copy, as an engine implements it. It keeps both tensors alive.
+// A copy, as implemented by an engine. It owns references to both tensors.
 class CopyOperation : public AsyncOperation {
  public:
   CopyOperation(at::Tensor to, at::Tensor from, std::shared_ptr<std::atomic<int64_t>> late_copies)
@@ -52,7 +54,7 @@ class CopyOperation : public AsyncOperation {
   virtual void order_device() = 0;  // see Copy::wait_on_device()
 
  protected:
-  // Called before a wait; counts the copy if it is not over at the first.
+  // Called before a wait. Counts the copy as late if it is incomplete at its first wait.
   void note_wait(bool is_over) {
     if (!std::exchange(is_noted_, true) && !is_over) ++*late_copies_;
   }
@@ -63,36 +65,35 @@ class CopyOperation : public AsyncOperation {
   bool is_noted_ = false;
 };
 
-// The handle of a copy between host and device that is under way. Move-only; used from the thread that started it.
+// The handle of a copy between host and device in flight. Move-only; must be used by the thread that started the copy.
 class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Afterwards the result may be used: by what this thread starts on the device next (copies to an accelerator, which
-  // the host does not wait for), by the host (copies to it). Throws what went wrong.
+  // Makes the result usable: for copies to an accelerator, by work that this thread enqueues next, without blocking the
+  // host; for copies to the host, by the host. Throws the error of a failed copy.
   void wait() {
     if (operation() != nullptr) operation()->order();
   }
-  // Afterwards the device's tensor is free for what this thread starts on the device next; the host does not wait for
-  // an accelerator.
+  // Makes the device's tensor free for work that this thread enqueues next. Does not block the host on an accelerator.
   void wait_on_device() {
     if (operation() != nullptr) operation()->order_device();
   }
-  // Afterwards both tensors are free for anything. The handle is then done().
+  // Blocks until both tensors are free. The handle is then done().
   void wait_on_host() { finish(); }
 };
 
-// Copies between host and device beside the computation, both ways at once.
+// Copies between host and device concurrently with computation, in both directions at once.
 //
-// An accelerator gets a stream for each direction: a copy begins after what the caller's current stream has been given
-// so far, and wait() orders the caller's stream after it. Where the device is the CPU, which then stands in for an
-// accelerator, a thread for each direction does the same with memcpy. Copies of one direction happen in the order of
-// the calls.
+// An accelerator has one stream for each direction. A copy starts after the work that is enqueued on the caller's
+// current stream, and wait() orders that stream after the copy. If the device is the CPU, which simulates an
+// accelerator, a thread for each direction copies by memcpy. Copies of one direction complete in the order of the
+// calls.
 //
-// A handle may be dropped at any time: an accelerator's current stream is then ordered after the copy, as far as it is
-// not, and the engine keeps host memory until the copy is over; before that is written to, wait_for_host_memory().
+// A handle may be dropped at any time. An accelerator's current stream is then ordered after the copy, and the engine
+// keeps the host memory until the copy is complete. wait_for_host_memory() must precede writes to that memory.
 //
-// Used by one thread at a time. Destruction waits for what is under way.
+// Must be used by one thread at a time. The destructor waits for copies in flight.
 class CopyEngine {
  public:
   static std::unique_ptr<CopyEngine> make(at::Device device);
@@ -100,14 +101,14 @@ class CopyEngine {
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
 
-  // to <- from: contiguous, one dtype, one number of elements, one in host memory and one on the device. Throws
-  // std::invalid_argument otherwise.
+  // Starts to <- from. Both must be contiguous, of one dtype and numel, one in host memory and one on the device.
+  // Throws std::invalid_argument otherwise.
   Copy to_device(const at::Tensor& to, const at::Tensor& from) {
     return checked_start(CopyDirection::kToDevice, to, from);
   }
   Copy to_host(const at::Tensor& to, const at::Tensor& from) { return checked_start(CopyDirection::kToHost, to, from); }
 
-  // Returns when no copy of this engine's uses this host memory, or other views of it, any more.
+  // Blocks until no copy of this engine uses this host memory or other views of it.
   void wait_for_host_memory(const at::Tensor& host) { in_use_->wait_for(host); }
 
   CopyTraffic traffic() const;
@@ -117,7 +118,7 @@ class CopyEngine {
   virtual Copy start(CopyDirection direction, at::Tensor to, at::Tensor from) = 0;
   const at::Device device_;
 
-  // For the handles, which may outlive the engine.
+  // For handles, which may outlive the engine.
   const std::shared_ptr<HostMemoryInUse>& in_use() const { return in_use_; }
   std::shared_ptr<std::atomic<int64_t>> late_copies() const { return {counters_, &counters_->late_copies}; }
 
@@ -131,7 +132,7 @@ class CopyEngine {
   const std::shared_ptr<HostMemoryInUse> in_use_ = std::make_shared<HostMemoryInUse>();
 };
 
-// For an accelerator, and for the CPU that stands in for one.
+// For an accelerator, and for the CPU that simulates one.
 std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device);
 std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link);
 

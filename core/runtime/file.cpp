@@ -19,7 +19,7 @@ namespace {
 constexpr int kMode = 0666;
 constexpr int kPrivateMode = 0600;
 
-// Without a name from the start where the file system can; else the name goes at once.
+// Opens an unnamed file (O_TMPFILE), or, if the file system cannot, a named one that is unlinked at once.
 int open_unnamed(const std::string& directory, int flags) {
   const int descriptor = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode);
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
@@ -67,7 +67,7 @@ File File::create(const std::filesystem::path& path, ThrowFailure fail) {
 }
 
 File File::open(const std::filesystem::path& path, ThrowFailure fail) {
-  File file = open_named(path, O_RDONLY | O_NONBLOCK, FileAction::kOpen, fail);  // not to hang on a pipe
+  File file = open_named(path, O_RDONLY | O_NONBLOCK, FileAction::kOpen, fail);  // O_NONBLOCK: do not block on a pipe
   struct stat status {};
   if (::fstat(file.descriptor_, &status) != 0) file.throw_failure(FileAction::kLookAt, errno);
   if (!S_ISREG(status.st_mode)) file.throw_failure(FileAction::kOpen, 0, "is not a regular file");
@@ -117,13 +117,13 @@ void File::read(void* data, int64_t bytes, int64_t position) const {
 }
 
 std::optional<File> File::opened_again() const {
-  // By its descriptor: under its name there may be another by now.
+  // By the descriptor: the name may belong to another file by now.
   const int descriptor = ::open(("/proc/self/fd/" + std::to_string(descriptor_)).c_str(), O_RDONLY | O_CLOEXEC);
   return descriptor < 0 ? std::nullopt : std::optional<File>(File(path_, descriptor, throw_failure_));
 }
 
 void File::start_writing_out(int64_t position, int64_t bytes) const {
-  ::sync_file_range(descriptor_, position, bytes, SYNC_FILE_RANGE_WRITE);  // only a hint: errors come from sync()
+  ::sync_file_range(descriptor_, position, bytes, SYNC_FILE_RANGE_WRITE);  // a hint: sync() reports errors
 }
 
 void File::sync() const {
@@ -138,7 +138,7 @@ void File::reserve(int64_t bytes) const {
   int result = 0;
   do result = ::fallocate(descriptor_, 0, 0, bytes);
   while (result != 0 && errno == EINTR);
-  // Not posix_fallocate(), which writes where the file system cannot.
+  // posix_fallocate() would write blocks if the file system does not support allocation.
   if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
     throw_failure(FileAction::kWrite, errno);
 }
@@ -150,7 +150,7 @@ int64_t File::extend(int64_t bytes) {
   struct statvfs room {};
   const int64_t free_bytes =
       ::fstatvfs(descriptor_, &room) == 0 ? static_cast<int64_t>(room.f_bavail * room.f_frsize) : INT64_MAX;
-  // Asked first, since what cannot be had in full is claimed as far as it goes, and others would miss it.
+  // Checks the free space first: a partial allocation would take blocks that other processes need.
   int error = ENOSPC;
   if (free_bytes >= bytes) do {
       error = ::posix_fallocate(descriptor_, begin, bytes);

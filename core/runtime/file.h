@@ -10,32 +10,33 @@ namespace tessera::internal {
 enum class FileAction : uint8_t { kCreate, kOpen, kLookAt, kRead, kWrite, kSync, kResize, kClaim };
 
 struct FileFailure {
-  std::filesystem::path path;  // the file, or the folder of one without a name
+  std::filesystem::path path;  // the file, or the folder of an unnamed one
   FileAction action;
-  int error_number = 0;        // errno's, if the system gave a reason
-  std::string problem;         // what is wrong, in words after the path, where errno's would not say it; else ""
-  bool is_unanswered = false;  // a storage elsewhere did not answer: this says nothing of the file
+  int error_number = 0;        // errno, or 0
+  std::string problem;         // in words after the path, if errno does not describe it; else ""
+  bool is_unanswered = false;  // a remote storage did not answer, so the file may be intact
 
-  std::string reason() const;  // errno's in words
+  std::string reason() const;  // errno in words
 };
 
-// Throws the failure as an error of whoever has the file: CheckpointError, say.
+// Throws the failure as an error of the file's user, such as CheckpointError.
 using ThrowFailure = void (*)(const FileFailure& failure);
-// Calls it, and throws std::logic_error if it returns.
+// Calls the handler. Throws std::logic_error if it returns.
 [[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
 
-// An open file, read and written at given positions, all that was asked for or a failure. What is const is safe from
-// several threads at a time. Move-only; closed at the end.
+// An open file, for reads and writes at given positions, which are complete or fail. const functions are thread-safe.
+// Move-only; the destructor closes the file.
 class File {
  public:
-  // A new file; one that exists is refused.
+  // Creates a file. Fails if it exists.
   static File create(const std::filesystem::path& path, ThrowFailure fail);
-  // A regular file that is there, for reading; a symbolic link is refused.
+  // Opens an existing regular file for reading. Fails for a symbolic link.
   static File open(const std::filesystem::path& path, ThrowFailure fail);
-  // The same for writing parts of one that is there.
+  // Opens an existing regular file for writing parts of it.
   static File open_to_write(const std::filesystem::path& path, ThrowFailure fail);
-  // A new file in `directory` without a name: gone when it is closed, however the process ends. Reads and writes go
-  // past the page cache (O_DIRECT) where the file system allows it: positions, lengths and addresses are whole blocks.
+  // Creates an unnamed file in `directory`, which is deleted when it is closed or the process ends. Reads and writes
+  // bypass the page cache (O_DIRECT) if the file system allows it: positions, lengths and addresses must then be whole
+  // blocks.
   static File create_unnamed(const std::filesystem::path& directory, ThrowFailure fail);
 
   static constexpr int64_t kBlockBytes = 4096;
@@ -49,20 +50,19 @@ class File {
   bool is_direct() const { return is_direct_; }
   int64_t bytes() const;
   void write(const void* data, int64_t bytes, int64_t position) const;
-  // Fails if the file ends before.
+  // Fails if the file ends earlier.
   void read(void* data, int64_t bytes, int64_t position) const;
-  // This very file, for reading, with a descriptor of its own, for which the system reads ahead on its own; nothing if
-  // that cannot be had.
+  // Opens the same file again for reading, with its own descriptor and read-ahead; nullopt if that fails.
   std::optional<File> opened_again() const;
-  // Asks the disk to begin with what was written there, so that sync() has less left to wait for.
+  // Starts writing these bytes to the disk, which shortens sync().
   void start_writing_out(int64_t position, int64_t bytes) const;
   void sync() const;
   void resize(int64_t bytes) const;
-  // Makes it `bytes` long, if it is shorter, with the disk's blocks for all of them, so that writing has none to look
-  // for. Fails if the disk has no room; does nothing where the file system cannot.
+  // Extends the file to `bytes`, if it is shorter, and allocates its blocks, which makes writes faster. Fails if the
+  // disk is full. A no-op if the file system does not support it.
   void reserve(int64_t bytes) const;
-  // Claims `bytes` (whole blocks) more at the end, on the disk itself, and returns where they begin. Fails, with the
-  // file as it was, if the disk has no room: says how much was asked for and how much is free.
+  // Allocates `bytes` (whole blocks) at the end, on the disk, and returns their position. If the disk is full, fails
+  // with the requested and the free bytes, and leaves the file unchanged.
   int64_t extend(int64_t bytes);
 
  private:

@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// Whether operators see other values than its memory has: conjugates or negatives of them, or zeros without any memory.
-// A clone has them as they are.
+// Whether operators see other values than the memory contains: a conjugate or negative bit is set, or the tensor is
+// zeros without memory. clone() materializes the values.
 inline bool has_lazy_values(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor();
 }

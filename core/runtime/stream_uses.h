@@ -9,20 +9,21 @@
 
 namespace tessera::internal {
 
-// The stream on which this thread's next operator on the device runs. Of a device that has streams: not a CPU.
+// The stream of this thread's next operator on the device, which must have streams.
 c10::Stream current_stream(c10::Device device);
-// What `first` was given so far comes before what `then` is given from now on. The host does not wait.
+// Orders work that is enqueued on `then` from now on after the work of `first` so far. Does not block the host.
 void order_streams(const c10::Stream& first, const c10::Stream& then);
 
-// The streams that use one piece of memory of a device, and their order: none waits that need not, and what comes next
-// waits for all. On a CPU every call does nothing. Used by one thread at a time.
+// The streams that use one piece of device memory. Orders them with the fewest waits: users run concurrently, and the
+// next writer waits for all of them. No-op on a CPU. Must be used by one thread at a time.
 class StreamUses {
  public:
-  // The current stream has made it or waited for it: other streams may use it after what was given to this one so far.
+  // The current stream has produced the memory or waited for it. Other streams may use it after this stream's work so
+  // far.
   void begin(c10::Device device);
-  // The current stream is about to use it, beside others that do.
+  // The current stream is about to use the memory concurrently with other users.
   void use();
-  // The current stream is about to free it, or to change what others use: after all of them.
+  // The current stream is about to free or overwrite the memory: waits for all users.
   void join();
 
  private:

@@ -7,8 +7,8 @@
 
 namespace tessera::internal {
 
-// Threads that do, or wait for, something in the place of those who have other things to do. Tasks are begun in the
-// order of the calls; with one thread they also end in it. Thread-safe. Destruction waits for all of them.
+// A thread pool that runs tasks in submission order. With one thread, tasks also complete in that order. Thread-safe.
+// The destructor waits for all tasks.
 class TaskQueue {
  public:
   explicit TaskQueue(int threads) : threads_(threads) {}
@@ -16,7 +16,7 @@ class TaskQueue {
   TaskQueue(const TaskQueue&) = delete;
   TaskQueue& operator=(const TaskQueue&) = delete;
 
-  // The future throws what the task threw.
+  // The future rethrows the exception of the task.
   std::future<void> add(std::function<void()> task);
 
  private:

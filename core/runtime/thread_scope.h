@@ -4,12 +4,12 @@
 
 namespace tessera::internal {
 
-// Gives something that each thread has for itself another value while it lives: inner scopes count, and at the end
-// there is what was before. A member of scopes that say what it means.
+// Sets a thread-local variable while it lives, and restores the previous value. Scopes nest. To be used as a member of
+// scopes with a specific name.
 template <class Value>
 class ThreadScope {
  public:
-  // Of this thread's `place`, where it ends, too.
+  // `place` must be a variable of this thread, which must also destroy the scope.
   ThreadScope(Value& place, Value value) : place_(place), before_(std::exchange(place, std::move(value))) {}
   ~ThreadScope() { place_ = before_; }
   ThreadScope(const ThreadScope&) = delete;

@@ -5,14 +5,14 @@
 
 namespace tessera::internal {
 
-// How append_all() went.
+// The result of append_all().
 struct Appended {
-  int error_number = 0;  // errno's, if the disk refused; 0: all is written
-  bool is_whole = true;  // the file ends where it did, or with all of it
+  int error_number = 0;  // errno of a failed write; 0: all is written
+  bool is_whole = true;  // the file has its former size, or all of the bytes
 };
 
-// Adds bytes to a file that is open to be appended to and has `before_bytes`, so that readers who count on whole
-// records find none that is cut: all of them, or none.
+// Appends bytes to a file of `before_bytes` that is open for appending: all of them, or none. So readers never find a
+// truncated record.
 Appended append_all(int descriptor, std::string_view bytes, int64_t before_bytes) noexcept;
 
 }  // namespace tessera::internal

@@ -19,9 +19,9 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Protocol Buffers' wire format, of the two messages that a scalar takes (tensorflow/core/util/event.proto, and
-// framework/summary.proto): five fields of which none is repeated. protoc and libprotobuf for that would be one more
-// dependency of everything that links Tessera, beside the other libprotobuf that libtorch has inside.
+// Encodes the two messages of a scalar in Protocol Buffers' wire format (tensorflow/core/util/event.proto,
+// framework/summary.proto): five fields, none repeated. libprotobuf would be one more dependency of every program that
+// links Tessera, besides the copy inside libtorch.
 enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 std::string varint(uint64_t value) {
@@ -58,8 +58,8 @@ std::string scalar_event(std::string_view tag, double value, int64_t step) {
   return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
 }
 
-// CRC-32C (Castagnoli), bit by bit: some hundred bytes a point. Boost.CRC has it, but what embeds Tessera's libraries
-// does without Boost, and zlib's and xxHash's checksums are others.
+// CRC-32C (Castagnoli), bit by bit, for some hundred bytes a point. Boost.CRC would be a dependency, and zlib and
+// xxHash have other checksums.
 uint32_t crc32c(std::string_view bytes) {
   uint32_t crc = 0xFFFFFFFF;
   for (const char byte : bytes) {
@@ -69,7 +69,7 @@ uint32_t crc32c(std::string_view bytes) {
   return ~crc;
 }
 
-// Masked, as checksums of data that has checksums in it are weak (TensorFlow's record_writer.h).
+// Masked, because a checksum of data that contains checksums is weak (TensorFlow's record_writer.h).
 uint32_t masked_checksum(std::string_view bytes) {
   const uint32_t crc = crc32c(bytes);
   return std::rotr(crc, 15) + 0xa282ead8U;
@@ -102,7 +102,7 @@ EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
     throw std::runtime_error("EventWriter: cannot make the folder " + folder.string() + ": " + error.message());
   descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644);
   if (descriptor_ < 0) throw std::runtime_error("EventWriter: cannot create " + path_.string() + ": " + reason(errno));
-  kept_ = record(version_event());  // TensorBoard wants it first
+  kept_ = record(version_event());  // TensorBoard expects it first
   write();
 }
 
@@ -134,7 +134,7 @@ int64_t EventWriter::dropped() const {
 
 bool EventWriter::write() {
   flushed_ = Clock::now();
-  // A part of a record would hide all that comes after it from readers.
+  // An incomplete record would hide all later ones from readers.
   const auto [error_number, is_whole] = append_all(descriptor_, kept_, written_bytes_);
   if (error_number == 0) {
     written_bytes_ += std::ssize(kept_);

@@ -31,7 +31,7 @@ template <class... Parts>
   throw std::runtime_error(c10::str(why...));
 }
 
-// One rank of one run, as its "tessera_trace" tells.
+// A rank of a run, as described by its "tessera_trace".
 struct TracedRank {
   std::string run, host, clock;
   int rank = 0;
@@ -57,13 +57,13 @@ TracedRank source_of(const ordered_json& event) {
 
 int64_t nanoseconds_of(const ordered_json& ts) { return std::llround(ts.get<double>() * 1000); }
 
-// Goes through the events of a file, of which the last may be a part. True if it is.
+// Calls back for the events of a file. Returns whether the last line is incomplete.
 bool for_each_event(const fs::path& path, const std::function<void(ordered_json&)>& visit) {
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse_trace("cannot read ", path.string());
   int64_t number = 0;
   for (std::string line; std::getline(file, line);) {
-    if (file.eof()) return true;  // no end of line: a process was killed while it wrote this
+    if (file.eof()) return true;  // no line end: a process was killed during the write
     ++number;
     const char expected = number == 1 ? '[' : ',';
     auto event = ordered_json::parse(line.empty() ? "" : line.substr(1), nullptr, /*allow_exceptions=*/false);
@@ -116,7 +116,7 @@ class Merge {
  private:
   using RankOfRun = std::pair<std::string, int>;
 
-  // Who is in the file, and whether all of it can be read.
+  // Lists the ranks of the file, and checks that it can be read.
   void read(Input& input) {
     const std::string path = input.path.string();
     if (!fs::is_regular_file(input.path))
@@ -141,7 +141,7 @@ class Merge {
     if (is_cut) merged.notes.push_back(path + ": ends in a part of an event, which is left out");
   }
 
-  // Runs in the order of the reference's Unix clock, which the rank knows best whose clock is known best.
+  // Orders runs by the reference's Unix clock, as read by the rank whose clock has the smallest error.
   void order_runs() {
     std::map<std::string, int64_t> errors;
     for (const Input& input : inputs_)
@@ -202,7 +202,7 @@ class Merge {
   }
 
   std::vector<Input> inputs_;
-  std::map<RankOfRun, std::string> holders_;  // the file of each
+  std::map<RankOfRun, std::string> holders_;  // the file of each rank
   std::map<std::string, int64_t> unix_minus_reference_ns_, begin_of_run_;
   int64_t begin_ns_ = std::numeric_limits<int64_t>::max();
   bool is_first_ = true;

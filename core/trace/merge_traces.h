@@ -8,30 +8,30 @@
 
 namespace tessera::internal {
 
-// How the spans of some ranks came into a merged trace.
+// The alignment of some ranks' spans in a merged trace.
 struct MergedClock {
   std::string host;
   std::filesystem::path file;
-  int64_t run = 0;        // in the order in which runs began, from 0
-  std::set<int> ranks;    // of that run, whose clock this is
-  int64_t offset_ns = 0;  // was added to the host's steady clock: that of the run's reference rank
-  int64_t error_ns = 0;   // of offset_ns at the run's begin, at most; 0: the reference's own clock
+  int64_t run = 0;        // number of the run, by its start
+  std::set<int> ranks;    // of that run with this clock
+  int64_t offset_ns = 0;  // added to the host's steady clock, which gives the clock of the run's reference rank
+  int64_t error_ns = 0;   // bound of the error of offset_ns at the start of the run; 0 for the reference's clock
 };
 
-// What merge_traces() made.
+// The result of merge_traces().
 struct MergedTrace {
-  std::vector<MergedClock> clocks;  // by file, run and offset
-  int64_t events = 0;               // without names of ranks and lines
-  std::vector<std::string> notes;   // what is to be known of the inputs: "a.json: ends in a part of an event"
+  std::vector<MergedClock> clocks;  // ordered by file, run and offset
+  int64_t events = 0;               // without metadata events
+  std::vector<std::string> notes;   // about the inputs: "a.json: ends in a part of an event"
 };
 
-// Makes one trace of those that TESSERA_TRACE wrote on several hosts: JSON for Perfetto and chrome://tracing, times on
-// one clock from 0, a process a rank and run. Within a run clocks are aligned by what init() measured; runs stand to
-// each other as the Unix clocks of their reference ranks have it. Reads the inputs twice, a line at a time.
+// Merges traces that TESSERA_TRACE wrote on several hosts into one: JSON for Perfetto and chrome://tracing, with times
+// on one clock from 0, and a process for each rank and run. Within a run, clocks are aligned by the offsets that init()
+// measured; runs are aligned by the Unix clocks of their reference ranks. Reads the inputs twice, line by line.
 //
-// `out` is replaced at once, when all is well, and only if it is a merged trace. Throws std::runtime_error that names
-// the file, and the line if it is of one, if an input cannot be read, is no trace, is damaged otherwise than by its end
-// missing, or holds a rank that another has; or if out is something else or cannot be written.
+// Replaces `out` atomically at the end, and only if it is a merged trace. Throws std::runtime_error with the file, and
+// the line if there is one, if an input cannot be read, is no trace, is damaged other than by a missing end, or has a
+// rank of another input, or if `out` is another kind of file or cannot be written.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
 }  // namespace tessera::internal

@@ -14,60 +14,59 @@
 #include <utility>
 #include <vector>
 
+#include "core/runtime/guarded_by.h"
+
 namespace tessera::internal {
 
-// What a rank does in a span of time; the category ("cat") in the file.
+// The activity of a rank during a span; the category ("cat") in the file.
 enum class SpanKind {
   kCompute,    // operators: of a unit under FSDP, else of a forward or backward
-  kGather,     // from the start of an all-gather, broadcast or scatter until its results are there
-  kReduce,     // the same of a reduce-scatter, all-reduce or reduce
-  kWait,       // the rank's thread stands in Pending::wait()
+  kGather,     // an all-gather, broadcast or scatter, from its start until its results are there
+  kReduce,     // a reduce-scatter, all-reduce or reduce, likewise
+  kWait,       // the rank's thread blocks in Pending::wait()
   kOptimizer,  // an optimizer's step
 };
 
-// A timeline of what the ranks of this process do, for Perfetto or chrome://tracing: set TESSERA_TRACE=file. Every
-// second, and when the process ends, what has come together is added to the file (trace_file.h says how it looks), so
-// that a kill loses a second; processes with the same file, the ranks of one host, and runs one after another add to
-// it in turn. docs/benchmarks.md says how to read it. Times are the host's: on a device with streams they say when work
-// was enqueued. Thread-safe.
+// A timeline of the ranks of this process for Perfetto or chrome://tracing: set TESSERA_TRACE=file. Recorded spans are
+// appended to the file every second and when the process ends, so a kill loses one second. Processes with the same file
+// (the ranks of one host) and consecutive runs append in turn. trace_file.h has the format, docs/benchmarks.md the
+// interpretation. Times are the host's: on a device with streams they are the times of enqueueing. Thread-safe.
 class Trace {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The process's trace; null unless TESSERA_TRACE names a file that is a trace or yet to be made, and then tracing
-  // costs a comparison.
+  // The trace of the process. Null unless TESSERA_TRACE names a trace or a new file; tracing then costs a comparison.
   static Trace* active() noexcept {
     static Trace* const trace = make();
     return trace;
   }
 
-  // The group that the ranks of this process are in, and the clock of its spans.
+  // The group of this process's ranks, and the clock of its spans.
   struct Run {
-    std::string id;  // the same on all ranks, and no other run's
-    // Added to this host's steady clock they are the clock of one rank, the same for all: its host's are 0. By as much
-    // it can be wrong at most, at the time of init().
+    std::string id;  // equal on all ranks, and unique among runs
+    // `offset_ns` converts this host's steady clock to that of the reference rank; it is 0 on the reference's host.
+    // `error_ns` bounds its error at the time of init().
     int64_t offset_ns = 0, error_ns = 0;
   };
 
-  // Whose spans this thread adds from now on. Threads that never said: the process's rank.
+  // Sets the rank of the spans that this thread adds. The default is the process's rank.
   static void set_rank_of_thread(int rank) noexcept;
-  // Comes first in init(): a file that is no trace is told of before ranks meet. It is left as it is, and there is no
-  // trace.
+  // The first step of init(): reports a file that is no trace before ranks meet. Such a file is left unchanged, and
+  // tracing is off.
   static void set_rank_of_process(int rank) noexcept;
-  // The run that spans belong to which are not in the file yet, and all later ones. Without it, the process is a run by
-  // itself.
+  // Sets the run of all spans that are not in the file yet. By default the process is a run by itself.
   void join(Run run);
 
-  // Of this host's steady clock, and no other's: processes with the same id read the same clock. Without blanks.
+  // Identifies the steady clock: processes with the same id read the same clock. Has no blanks.
   static const std::string& clock_id();
-  // An id for Run.
+  // Returns a new Run::id.
   static std::string new_run_id();
 
-  // `operation`, a literal or null, says more than the kind: "reduce-scatter".
+  // `operation`, a literal or null, refines the kind: "reduce-scatter".
   void add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin, Clock::time_point end);
 
-  // Adds what was recorded since the last call to the file. Throws std::runtime_error if it cannot; what was recorded
-  // is then kept, up to a million spans, for the next call.
+  // Appends the spans since the last call to the file. If that fails, throws std::runtime_error and keeps up to a
+  // million spans for the next call.
   void write();
 
  private:
@@ -78,10 +77,10 @@ class Trace {
     const char* operation;
     Clock::time_point begin, end;
   };
-  // What the file has of this process so far.
+  // The part of this process that is in the file.
   struct Written {
-    int64_t run_number = -1;                                 // in the file; -1: not known
-    std::map<std::pair<int, int>, Clock::time_point> lines;  // by rank and line: when it is free again
+    int64_t run_number = -1;                                 // in the file; -1: unknown
+    std::map<std::pair<int, int>, Clock::time_point> lines;  // by rank and line: the time from which it is free
     std::set<int> ranks;
   };
   explicit Trace(std::string path);
@@ -91,22 +90,22 @@ class Trace {
   std::string text_of(const std::vector<Span>& spans, int64_t dropped, const Run& run, Written& written) const;
 
   const std::string path_;
-  const pid_t process_;  // a fork of it is no rank
-  std::mutex mutex_;     // guards what follows
+  const pid_t process_;  // a child of fork() is no rank
+  std::mutex mutex_;
   std::condition_variable ends_;
-  bool has_ended_ = false;
-  Run run_;
-  std::vector<Span> spans_;
-  int64_t dropped_ = 0;  // where the file cannot be written
+  bool has_ended_ TESSERA_GUARDED_BY(mutex_) = false;
+  Run run_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<Span> spans_ TESSERA_GUARDED_BY(mutex_);
+  int64_t dropped_ TESSERA_GUARDED_BY(mutex_) = 0;  // because the file cannot be written
 
-  std::mutex file_mutex_;  // taken before mutex_; guards what follows
-  Written written_;
-  std::string written_run_;
+  std::mutex file_mutex_;  // locked before mutex_
+  Written written_ TESSERA_GUARDED_BY(file_mutex_);
+  std::string written_run_ TESSERA_GUARDED_BY(file_mutex_);
 
   std::thread writer_;
 };
 
-// Adds a span from construction to destruction. `name` and `operation` outlive it.
+// Adds a span from its construction to its destruction. `name` and `operation` must outlive it.
 class TraceSpan {
  public:
   TraceSpan(SpanKind kind, std::string_view name, const char* operation = nullptr) noexcept

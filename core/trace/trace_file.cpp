@@ -21,7 +21,7 @@ namespace {
 
 std::string error_text(int error_number) { return std::generic_category().message(error_number); }
 
-// A kill can leave a part of the first line.
+// A kill may have truncated the first line.
 bool is_begin_of_trace(std::string_view text) { return text == kTraceBegin.substr(0, text.size()); }
 
 }  // namespace
@@ -29,7 +29,7 @@ bool is_begin_of_trace(std::string_view text) { return text == kTraceBegin.subst
 bool may_hold_trace(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return true;
-  if (!S_ISREG(status.st_mode)) return false;  // a pipe would not even open
+  if (!S_ISREG(status.st_mode)) return false;  // opening a pipe would block
   return std::ifstream(path) && is_begin_of_trace(begin_of_file(path, kTraceBegin.size()));
 }
 
@@ -67,7 +67,7 @@ TraceAppender::~TraceAppender() { ::close(descriptor_); }
 
 void TraceAppender::fail(const std::string& why) const { throw std::runtime_error("TESSERA_TRACE: " + why); }
 
-// Where the last of the whole lines ends.
+// The end of the last complete line.
 int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   std::string block(size_t{1} << 12, '\0');
   while (bytes > 0) {
@@ -88,7 +88,7 @@ int64_t TraceAppender::number_of(const std::string& run) const {
   for (std::string line; std::getline(file, line);) {
     if (line.compare(1, kRankBegin.size(), kRankBegin) != 0) continue;
     const auto event = nlohmann::json::parse(line.substr(1), nullptr, /*allow_exceptions=*/false);
-    if (event.is_discarded() || !event.contains("args")) continue;  // of who has changed the file: the merge tells
+    if (event.is_discarded() || !event.contains("args")) continue;  // a modified file: the merge reports it
     const auto id = event["args"].value("run", "");
     if (std::find(runs.begin(), runs.end(), id) == runs.end()) runs.push_back(id);
   }
@@ -98,7 +98,7 @@ int64_t TraceAppender::number_of(const std::string& run) const {
 void TraceAppender::append(std::string lines) {
   if (lines.empty()) return;
   if (is_empty()) lines.front() = '[';
-  // Where the file cannot even be cut back, the next to come takes off what is no whole line.
+  // If truncating fails as well, the next appender removes the incomplete line.
   const auto [error_number, is_whole] = append_all(descriptor_, lines, bytes_);
   if (error_number != 0)
     fail("cannot write " + path_ + ": " + error_text(error_number) +

@@ -6,50 +6,49 @@
 
 namespace tessera::internal {
 
-// The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, whose last bracket may be missing, one
-// event a line:
+// The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, one event a line. The last bracket may be
+// missing:
 //
 //   [{"name":"tessera_trace","ph":"i","pid":0,...,"args":{"run":"5f..","rank":0,"host":"a","clock":"..",...}}
 //   ,{"name":"unit 'layers.0'","ph":"X","pid":0,"tid":0,"ts":12.5,"dur":3.25,...}
 //
-// So the file is only ever added to: with "]" behind any of its lines it is JSON. Processes, and runs, may share one.
-// Before the first event of a rank stands its "tessera_trace", which tells `tessera trace merge` what that rank's
-// clock is. Times are those of the host's steady clock, in microseconds.
+// So the file only grows: with "]" after any of its lines it is JSON. Processes and runs may share a file. The first
+// event of a rank is its "tessera_trace", which tells `tessera trace merge` the rank's clock. Times are in microseconds
+// of the host's steady clock.
 
-// How the file of every trace of ours begins, and how the line of a rank begins behind its "[" or ",".
+// The start of every trace file, and the start of a rank's first line after "[" or ",".
 inline constexpr std::string_view kTraceBegin = R"([{"name":"tessera_trace",)";
 inline constexpr std::string_view kRankBegin = kTraceBegin.substr(1);
 
-// An event's "pid" is the rank, and in the second run of a file this number more, and so on: viewers show a process a
+// An event's "pid" is the rank plus this number times the run's number in the file: viewers show a process for each
 // rank and run.
 inline constexpr int64_t kPidsOfRun = 1'000'000;
 
-// Whether a trace may be written to `path`: there is nothing yet, or what is there is a trace of ours or an empty file.
-// Opens no file that is not a regular one.
+// Whether a trace may be written to `path`: there is no file, or it is empty or a trace. Opens only regular files.
 bool may_hold_trace(const std::string& path);
 
-// The first bytes of a file, at most so many; none of one that cannot be read.
+// Returns the first bytes of a file, at most so many; none if it cannot be read.
 std::string begin_of_file(const std::string& path, size_t bytes);
 
-// The file, open to be added to by this object alone, among all processes that come here (flock). Not thread-safe.
+// A trace file that is open for appending, with an exclusive lock (flock). Not thread-safe.
 class TraceAppender {
  public:
-  // Makes the file if there is none, and waits until no other appender has it. A line whose end is missing, since a
-  // process was killed in the middle of writing it, is taken off. Throws std::runtime_error, which names the file, if
-  // it cannot be written or is not a trace; such a file is left as it is.
+  // Creates the file if necessary, and blocks until no other appender holds it. Removes an incomplete last line, which
+  // a killed process has left. Throws std::runtime_error with the file's name if it cannot be written or is not a
+  // trace; such a file is left unchanged.
   explicit TraceAppender(std::string path);
   ~TraceAppender();
   TraceAppender(const TraceAppender&) = delete;
   TraceAppender& operator=(const TraceAppender&) = delete;
 
-  // Whether there is no line in it.
+  // Whether the file has no lines.
   bool is_empty() const { return bytes_ == 0; }
 
-  // The place of a run among those of the file, from 0; the next one if it is not there. Reads the whole file.
+  // The number of a run in the file, from 0; the next number if the run is new. Reads the whole file.
   int64_t number_of(const std::string& run) const;
 
-  // Adds lines that begin with a comma; the first of a file has to be a rank's. All of them, or, where the disk
-  // refuses, none, and std::runtime_error.
+  // Appends lines that begin with a comma. The first line of a file must be a rank's. If the write fails, appends none
+  // of them and throws std::runtime_error.
   void append(std::string lines);
 
  private:

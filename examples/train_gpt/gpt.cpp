@@ -2,8 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <tessera/errors.h>
-#include <tessera/full_file.h>
-#include <tessera/model_shards.h>
+#include <tessera/checkpoint/full_file.h>
+#include <tessera/model/model_shards.h>
 
 #include <cmath>
 #include <fstream>

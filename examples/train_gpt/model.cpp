@@ -1,7 +1,7 @@
 #include "model.h"
 
-#include <tessera/ema.h>
-#include <tessera/model_shards.h>
+#include <tessera/optim/ema.h>
+#include <tessera/model/model_shards.h>
 #include <tessera/quantize_linears.h>
 
 #include <mutex>
@@ -159,9 +159,9 @@ class LocalModel final : public Trainable {
   NamedTensors full_state() override { return model_->named_parameters(); }
   std::string describe() const override { return "one process, nothing sharded"; }
 
-  std::optional<tessera::Scope> averaged() override {
+  std::optional<tessera::ScopeExit> averaged() override {
     auto* averages = dynamic_cast<tessera::Averages*>(static_cast<torch::optim::Optimizer*>(&optimizer_));
-    return averages != nullptr ? std::optional<tessera::Scope>(averages->swap_in_averages()) : std::nullopt;
+    return averages != nullptr ? std::optional<tessera::ScopeExit>(averages->swap_in_averages()) : std::nullopt;
   }
 
   MemoryUse memory() const override {
@@ -192,7 +192,7 @@ class DistributedModel final : public Trainable {
 
   at::Tensor forward(const at::Tensor& tokens) override { return zero_(tokens); }
   at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override {
-    std::optional<tessera::Scope> without_reduction;
+    std::optional<tessera::ScopeExit> without_reduction;
     if (!last_of_step) without_reduction.emplace(zero_.no_sync());
     const auto loss = language_model_loss(zero_(batch.inputs), batch.targets);
     (loss * scale).backward();
@@ -205,10 +205,10 @@ class DistributedModel final : public Trainable {
   tessera::ModelShards& shards() override { return zero_; }
   NamedTensors full_state() override { return zero_.full_state_dict(); }
 
-  std::optional<tessera::Scope> averaged() override {
+  std::optional<tessera::ScopeExit> averaged() override {
     auto* averages = dynamic_cast<tessera::Averages*>(&zero_.optimizer());
     return averages != nullptr && averages->keeps_averages()
-               ? std::optional<tessera::Scope>(averages->swap_in_averages())
+               ? std::optional<tessera::ScopeExit>(averages->swap_in_averages())
                : std::nullopt;
   }
 
@@ -264,7 +264,7 @@ class WithEma final : public Trainable {
     ema_.update();
   }
   void zero_grad() override { model_->zero_grad(); }
-  std::optional<tessera::Scope> averaged() override { return ema_.swap_in(); }
+  std::optional<tessera::ScopeExit> averaged() override { return ema_.swap_in(); }
   torch::optim::Optimizer& optimizer() override { return model_->optimizer(); }
   tessera::ModelShards& shards() override { return ema_.with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }

@@ -49,7 +49,7 @@ class Trainable {
   virtual void zero_grad() = 0;
 
   // Swaps in averaged weights until the scope ends, if the model or its optimizer keeps averages.
-  virtual std::optional<tessera::Scope> averaged() { return std::nullopt; }
+  virtual std::optional<tessera::ScopeExit> averaged() { return std::nullopt; }
 
   virtual torch::optim::Optimizer& optimizer() = 0;
   virtual tessera::ModelShards& shards() = 0;                      // for checkpoints

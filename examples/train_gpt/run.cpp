@@ -16,7 +16,7 @@
 #include <string>
 #include <system_error>
 
-#include "core/comm/notes.h"
+#include "core/comm/store_mailbox.h"
 #include "core/memory/container_limits.h"
 #include "report.h"
 #include "trainer.h"
@@ -238,7 +238,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
 // If all ranks fail with the same error, one rank prints it.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
-    return tessera::internal::Notes(comm, "train_gpt").add("failed", 1) == 1;
+    return tessera::internal::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;
   } catch (const tessera::CommError&) {
     return true;
   }

@@ -19,192 +19,189 @@ namespace tessera {
 
 namespace internal {
 struct Collective;
-class OneCaller;
+class SingleThreadChecker;
 class TrafficCounter;
 }  // namespace internal
 
-// What becomes of the ranks' numbers; an average is the sum divided by the number of ranks.
+// How the values of the ranks are combined. The average is the sum divided by the number of ranks.
 enum class ReduceOp { kSum, kAverage, kMax, kMin };
 
-// What one rank has moved since the group was made.
+// The traffic of one rank since the group was made.
 struct Traffic {
   int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
   int64_t collectives = 0;  // operations started
-  double wait_s = 0;        // time this rank's thread spent in Pending::wait()
+  double wait_s = 0;        // time of this rank's thread in Pending::wait()
 };
 
-// The handle of a collective that is under way.
+// The handle of a collective in flight. It owns references to all tensors of the operation until the operation
+// completes. Move-only. Must be used by the thread that started the operation.
 //
-// It keeps every tensor of the operation alive, those that the caller gave and those in between,
-// until the operation is over. Move-only. Use it from the thread that started the operation.
-//
-// Destroying a handle that was never waited for is allowed (an exception is unwinding, say): the
-// tensors then stay alive as long as the communicator, and the results are unspecified.
+// A handle may be destroyed without wait(), for example during unwinding. The tensors then live as long as the
+// communicator, and the results are unspecified.
 class [[nodiscard]] Pending : public internal::OperationHandle<internal::AsyncOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Waits for the operation, at most the group's timeout. The results are then there: in memory (gloo), or ordered
-  // into the current stream of the device (NCCL). They may be read, and the tensors changed. A second call returns
-  // at once. Throws CommError, which names the operation, the unit and the rank.
+  // Blocks until the operation completes, at most for the group's timeout. The results are then in memory (gloo), or
+  // ordered into the current stream of the device (NCCL). They may be read, and the arguments changed. A second call is
+  // a no-op. Throws CommError, which names the operation, the unit and the rank.
   void wait();
 };
 
 class Communicator;
+
 namespace internal {
-Pending backend_all_reduce(Communicator&, at::Tensor, std::string_view);
-Pending reduce_scatter_pieces(Communicator&, at::Tensor, std::vector<at::Tensor>, ReduceOp, std::string_view);
-bool exchanges_pieces(const Communicator&);
+
+// The part of a Communicator that a backend implements. Communicator checks arguments, traces and counts.
+class CommunicatorBackend {
+ public:
+  virtual ~CommunicatorBackend();
+  CommunicatorBackend(const CommunicatorBackend&) = delete;
+  CommunicatorBackend& operator=(const CommunicatorBackend&) = delete;
+
+  // Whether an all-gather or reduction of so many elements moves data only in Pending::wait(), so that starting it
+  // early hides nothing. True for gloo if all ranks share memory, except for small operations.
+  virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
+  // Whether start() takes Collective::pieces.
+  virtual bool takes_pieces() const { return false; }
+
+ protected:
+  CommunicatorBackend();
+
+  // Starts an operation, whose arguments are checked. Not called in a world of one.
+  virtual Pending start(Collective collective) = 0;
+  // Communicator::abort(), for this group alone.
+  virtual void abort_this(const std::string& reason) noexcept = 0;
+  // Makes the group of these ranks of this one, in which this rank has number `position`. `name` is unique among the
+  // parts of this group. Collective over this group: ranks that are in no part pass no members and -1, and get null.
+  virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
+                                                  int position) = 0;
+  // Throws CommError if a completed operation was aborted. With `all`, waits for all operations first.
+  virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
+  // Throws if values of other ranks cannot be known (CountingCommunicator). `what` needs them.
+  virtual void require_other_ranks(std::string_view /*what*/) const {}
+
+  // For start() and other calls that block: see refuse_second_thread().
+  SingleThreadChecker& single_thread_checker() { return *single_thread_checker_; }
+
+  void count_sent(int64_t bytes) noexcept;
+  void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
+  // Of this group, then of the groups that it was split from.
+  std::vector<std::shared_ptr<TrafficCounter>> counters_;
+
+ private:
+  const std::unique_ptr<SingleThreadChecker> single_thread_checker_;
+};
+
 }  // namespace internal
 
-// A group of ranks that train together, seen from one of them.
+// A group of ranks that train together, from the view of one rank.
 //
-// Every operation is collective: all ranks call it in the same order with the same counts. It starts the exchange and
-// returns; Pending::wait() ends it, at most timeout() later. Tensors are contiguous, on device(), without conjugate or
-// negative bits; their contents must not change, and results not be read, before wait(). What only moves data takes any
-// dtype; reductions take integers of 8 to 64 bits, Half, BFloat16, Float and Double, averages the floating ones of
-// these. `what` says what the operation is for ("unit 'blocks.3'"), the same on all ranks, and appears in errors.
-// Counts, where taken, are numbers of elements per rank in rank order, 0 too; empty means even, full = size() * shard.
+// Every operation is collective: all ranks must call it in the same order with the same counts. It starts the exchange
+// and returns; Pending::wait() completes it, at most timeout() later. Tensors must be contiguous, on device(), and
+// without conjugate or negative bits. Before wait(), their contents must not be changed, and results must not be read.
+// Operations that only move data take any dtype. Reductions take integers of 8 to 64 bits, Half, BFloat16, Float and
+// Double; averages only the floating types. `what` describes the use of the operation ("unit 'blocks.3'"). It must be
+// equal on all ranks, and appears in errors. `counts` are numbers of elements per rank, in rank order, 0 allowed; empty
+// means even, with full = size() * shard.
 //
-// On gloo reductions add the ranks' contributions in rank order, so that results are the same on every run and in every
-// operation. 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL the
-// operations are NCCL's own.
+// On gloo, reductions add in rank order, so results are the same on every run and for every operation. 16-bit types are
+// added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the operations are NCCL's.
 //
-// What ranks have started they wait for in one order, in a group and over all groups that they are in. Where a rank
-// waits in a group first, and another one in the group that this was split from, neither goes on; on gloo such waits
-// end soon, and by name, unless both have started what the other one waits for.
+// Ranks must wait for operations in one order, in a group and over all of their groups. If one rank waits in a group
+// and another one in the parent group, they deadlock. On gloo such waits end soon, with an error that names them,
+// unless both ranks have started the operation that the other one waits for.
 //
-// One thread at a time calls a communicator, waits included; a second one that is seen to come in between ends the
-// group. All operations throw std::invalid_argument for arguments that cannot be meant, and CommError for a group that
-// is broken.
-class Communicator {
+// A communicator must be called by one thread at a time, waits included; a second thread that is detected aborts the
+// group. All operations throw std::invalid_argument for invalid arguments, and CommError for a broken group.
+class Communicator : public internal::CommunicatorBackend {
  public:
-  virtual ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  ~Communicator() override;
 
-  int rank() const noexcept { return rank_; }             // which of them this is: 0 to size() - 1
+  int rank() const noexcept { return rank_; }             // 0 to size() - 1
   int size() const noexcept { return size_; }             // the world size
-  at::Device device() const noexcept { return device_; }  // where tensors must be
-  // The longest that an operation waits for the other ranks.
+  at::Device device() const noexcept { return device_; }  // of all tensors
+  // How long an operation waits for the other ranks.
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
-  // full <- shard of rank 0, shard of rank 1, ... ; `shard` may be this rank's part of `full`.
+  // full <- shard of rank 0, shard of rank 1, ... `shard` may be this rank's part of `full`.
   Pending all_gather(at::Tensor full, at::Tensor shard, std::vector<int64_t> counts = {}, std::string_view what = {});
 
-  // shard <- this rank's part of op over ranks of full. `full` is left unspecified.
+  // shard <- this rank's part of op over ranks of full. Leaves `full` unspecified.
   Pending reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op = ReduceOp::kSum,
                          std::vector<int64_t> counts = {}, std::string_view what = {});
 
-  // tensor <- op over ranks of tensor, the same bits on every rank.
+  // tensor <- op over ranks of tensor, with the same bits on every rank.
   Pending all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 
   // tensor <- root's tensor.
   Pending broadcast(at::Tensor tensor, int root = 0, std::string_view what = {});
 
-  // On root: tensor <- op over ranks of tensor. On the others `tensor` is left as it was.
+  // On root: tensor <- op over ranks of tensor. On other ranks `tensor` is unchanged.
   Pending reduce(at::Tensor tensor, int root = 0, ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 
-  // shard <- this rank's part of root's `full`; the other ranks pass an undefined `full`.
+  // shard <- this rank's part of root's `full`. Other ranks pass an undefined `full`.
   Pending scatter(at::Tensor shard, at::Tensor full, int root = 0, std::vector<int64_t> counts = {},
                   std::string_view what = {});
 
-  // receive <- from each rank, in rank order, its part for this one; send: this rank's part for each. What rank a sends
-  // to b, and b receives from a, are of one number of elements; both tensors of one dtype.
+  // receive <- the parts of all ranks for this one, in rank order. `send` has this rank's part for each rank. The
+  // number of elements from rank a to rank b must be equal on both. Both tensors must have one dtype.
   Pending all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
                      std::vector<int64_t> send_counts, std::string_view what = {});
 
   void barrier(std::string_view what = {});  // returns when all ranks have called it
 
-  // On NCCL, where wait() does not stop the host, a peer's death leaves anything in results. Before they are given
-  // away: waits for all that this rank has begun, in groups split from this one too, and throws CommError, which begins
-  // with `what`, if any of it was aborted. Not collective.
-  void settle(std::string_view what);
-  // The same of one result that was waited for: in host memory.
+  // Waits for all operations of this group and of groups split from it, and throws CommError, which begins with `what`,
+  // if one was aborted. Must be called before results are given to the user: on NCCL, wait() does not block the host,
+  // and a peer's death leaves results undefined. Not collective.
+  void throw_if_aborted(std::string_view what);
+  // Copies the result of an awaited operation to host memory. Throws CommError if the operation was aborted.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
 
-  // A new group of those ranks that give the same `color`, numbered by `key`, then by their rank here (MPI_Comm_split).
-  // It has this group's backend, device and timeout, lives as long as this one (so that a rank that fails can still say
-  // why to those who wait for it there), and what it moves counts in this group's traffic() too. Its errors number
-  // ranks as the new group does, and list who they are here. Null where color is negative. internal::Collective over
-  // this group.
+  // Makes a new group of the ranks with the same `color`, numbered by `key`, then by rank (MPI_Comm_split). It has this
+  // group's backend, device and timeout, and lives as long as this group, so that a failed rank can still publish its
+  // reason. Its traffic counts in this group's traffic() as well. Its errors use the ranks of the new group, and list
+  // their ranks in this one. Returns null if color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // The same where every rank knows the color of all (0 or more): members are in rank order. Throws
-  // std::invalid_argument on all ranks where they disagree about a color, which one small all-reduce finds out.
+  // Splits if every rank knows all colors, which must be 0 or more. Members keep their order. Checks by one small
+  // all-reduce that all ranks agree; if not, throws std::invalid_argument on all ranks.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
-  // "" for the group of all ranks, else who its members are: "ranks 0, 2 of 4".
+  // "" for the group of all ranks, else its members: "ranks 0, 2 of 4".
   const std::string& label() const noexcept { return label_; }
 
-  // Ends the group, and those split from it, since this rank cannot go on: every operation of every rank then fails
-  // soon, with `reason` in its error. Not collective; safe from any thread, and more than once.
+  // Aborts the group and the groups split from it, because this rank cannot continue. Every operation of every rank
+  // then fails soon, with `reason` in its error. Not collective; thread-safe; later calls are no-ops.
   void abort(const std::string& reason) noexcept;
-  Traffic traffic() const noexcept;  // what this rank has moved so far; any thread
+  Traffic traffic() const noexcept;  // thread-safe
 
-  // For how many seconds this rank's thread has waited since the last call, by operation, also of groups split from
-  // this one. The first call begins to keep that. For one caller: WaitReporter (include/tessera/wait_report.h). Any
-  // thread.
-  std::map<std::string, double> take_waits();
+  // Returns the seconds that this rank's thread has waited since the last call, by operation, including groups split
+  // from this one, and resets them. The first call starts recording. For one caller: WaitReporter (wait_report.h).
+  // Thread-safe.
+  std::map<std::string, double> reset_wait_times();
 
-  // Uninitialised memory [numel] on device(), which the backend may know: InitOptions::registered_memory.
+  // Allocates uninitialised memory [numel] on device(), registered with the backend if InitOptions::registered_memory
+  // is set.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
-  // Whether an all-gather or a reduction of so many elements moves nothing but while a rank waits for it, so that one
-  // begun early is there no earlier (gloo, where all ranks read each other's memory, of what is not small).
-  virtual bool moves_only_when_awaited(int64_t /*full_numel*/) const { return false; }
-
-  // How many operations of any group this thread has begun.
-  static uint64_t begun_by_this_thread();
+  // Starts an operation that has no function above. For Tessera's own use.
+  Pending begin(internal::Collective collective);
 
  protected:
   Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout);
 
-  // What backends implement; they get the operation checked. A world of one never gets here.
-  virtual Pending start(internal::Collective collective) = 0;
-
-  // abort(), and split() into these ranks of this one, `position` being this rank's among them. `name` is the same on
-  // them and no other group's. Called on ranks that are in no group too, with none and -1, which return null.
-  virtual void abort_this(const std::string& reason) noexcept = 0;
-  virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
-                                                  int position) = 0;
-
-  // For calls that take time, start() above all; of one that is not alone: ends the group and throws CommError.
-  internal::OneCaller& one_caller() { return *one_caller_; }
-  [[noreturn]] void refuse_second_thread(const std::string& what);
-
-  // Throws CommError if an operation that has ended was aborted. With `all`, waits for those that have begun.
-  virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
-
-  // Whether start() takes Collective::pieces.
-  virtual bool takes_pieces() const { return false; }
-
-  // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.
-  virtual void require_other_ranks(std::string_view /*what*/) const {}
-
-  void count_sent(int64_t bytes) noexcept;
-  void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
-
  private:
-  friend Pending internal::backend_all_reduce(Communicator&, at::Tensor, std::string_view);
-  friend Pending internal::reduce_scatter_pieces(Communicator&, at::Tensor, std::vector<at::Tensor>, ReduceOp,
-                                                 std::string_view);
-  friend bool internal::exchanges_pieces(const Communicator&);
-  Pending begin(internal::Collective collective);
   std::shared_ptr<Communicator> group_of(const std::vector<int>& members, int color);
-  void check(internal::Collective& collective) const;
 
   const int rank_;
   const int size_;
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
   std::string label_;
-  const std::unique_ptr<internal::OneCaller> one_caller_;
-  // This group's own, then those of the groups that it was split from.
-  std::vector<std::shared_ptr<internal::TrafficCounter>> counters_;
-  std::mutex parts_mutex_;  // guards the next two
-  std::vector<std::shared_ptr<Communicator>> parts_;
-  int64_t splits_ = 0;
+  std::mutex parts_mutex_;
+  std::vector<std::shared_ptr<Communicator>> parts_;  // guarded by parts_mutex_
+  int64_t splits_ = 0;                                // guarded by parts_mutex_
 };
 
 }  // namespace tessera

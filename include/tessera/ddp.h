@@ -35,8 +35,16 @@ struct DdpOptions {
   bool sync_module_states = true;  // parameters and buffers from rank 0 at construction
   GradientCompression compression = GradientCompression::kNone;  // what gradients travel in
 
+  // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
+  // std::runtime_error, naming the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never.
+  int64_t compare_replicas_every = 0;
+
   // true: the backend's own all-reduce, whatever order it adds in; false: comm's, in rank order.
   bool backend_all_reduce = false;
+
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo) and they share no bucket.
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // The part of the wrapper that does not depend on the module's type.

@@ -12,11 +12,11 @@ namespace internal {
 
 class Tape;
 
-// While it lives, operators of this thread that make tensors make them on the meta device, without data, and what
-// happens to those is written down instead of done. An inner one throws std::logic_error. See deferred().
+// While an object of this class exists, this thread's factory operators make tensors on the meta device, without data,
+// and operators on those are recorded. A nested one throws std::logic_error. See deferred().
 class DeferredScope {
  public:
-  // Throws std::runtime_error if another library has taken the dispatch key.
+  // Throws std::runtime_error if another library uses the dispatch key.
   DeferredScope();
   ~DeferredScope();
   DeferredScope(const DeferredScope&) = delete;
@@ -34,22 +34,22 @@ class DeferredScope {
 //   auto model = tessera::deferred([&] { return Gpt(config); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {...});   // fills it unit by unit
 //
-// Constructors run unmodified (torchdistX's deferred_init). The values, when they are filled in, are bit for bit those
-// of an ordinary build() here and now: random numbers come from the state that the default CPU generator has at this
-// call, which is not advanced, then or later. A constructor may do anything to tensors but read or write their values
-// directly (item(), data_ptr(), torch::tensor of a vector): that throws. So do operators for which libtorch has no meta
-// kernel outside Python (flip and randperm in 2.11): call those before, and fill from the result. On the CPU:
-// constructors that name another device draw from that device's own generator.
+// Constructors run unmodified (torchdistX's deferred_init). The values are bit for bit those of an ordinary build() at
+// this call. Random numbers are drawn from the current state of the default CPU generator, which does not advance. A
+// constructor must not read or write values directly (item(), data_ptr(), torch::tensor of a vector): that throws.
+// Operators for which libtorch has no meta kernel outside Python (flip and randperm in 2.11) throw too: call them
+// before, and fill from the result. Values are computed on the CPU; constructors that name another device draw from
+// that device's generator.
 template <class Build>
 auto deferred(Build build) {
   internal::DeferredScope scope;
   return build();
 }
 
-// Whether the tensor awaits its values.
+// Whether the tensor has no values yet.
 bool is_deferred(const at::Tensor& tensor);
 
-// Fills all deferred parameters and buffers of a module: for use without a wrapper.
+// Fills all deferred parameters and buffers of a module, for use without a wrapper.
 void materialize(torch::nn::Module& module);
 
 }  // namespace tessera

@@ -7,18 +7,18 @@
 
 namespace tessera {
 
-// The items of a data set in an order that is random and starts anew each epoch: one endless sequence of permutations.
-// A function of its arguments alone, the same with every standard library.
+// An endless sequence of permutations of a data set's items, one for each epoch. It depends only on its arguments, with
+// every standard library.
 class EpochOrder {
  public:
-  // Throws std::invalid_argument unless there is an item. `shuffle` false: in their own order, every epoch.
+  // Throws std::invalid_argument unless items_numel > 0. If `shuffle` is false, every epoch has the original order.
   EpochOrder(int64_t items_numel, uint64_t seed, bool shuffle = true);
 
   int64_t items_numel() const { return items_numel_; }  // of an epoch
-  // The item at a place of the sequence; place / items_numel() is the epoch. One epoch's permutation is kept in memory,
-  // 8 bytes an item.
+  // The item at position `place`; place / items_numel() is the epoch. Keeps the permutation of one epoch
+  // in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // Another number that belongs to an epoch, in [0, bound): where its windows begin, say. Drawn before the permutation.
+  // A random number of an epoch, in [0, bound): the start of its windows, for example. Drawn before the permutation.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:
@@ -27,13 +27,13 @@ class EpochOrder {
   const int64_t items_numel_;
   const uint64_t seed_;
   const bool shuffle_;
-  int64_t epoch_ = -1;  // that is in order_
+  int64_t epoch_ = -1;  // of order_
   int64_t bound_ = 1;
   int64_t drawn_ = 0;
   std::vector<int64_t> order_;
 };
 
-// How the items of a step are spread over ranks. The same on all ranks.
+// The assignment of items to ranks. Must be equal on all ranks.
 struct DistributedSamplerOptions {
   int64_t batch_numel = 1;   // items of a rank in a micro-batch
   int64_t accumulation = 1;  // micro-batches in a step
@@ -41,36 +41,35 @@ struct DistributedSamplerOptions {
   bool shuffle = true;
 };
 
-// Which items a rank takes next, for training that goes on after a checkpoint with other ranks, too
-// (torch.utils.data.DistributedSampler, but with a position). A step takes the next ranks * batch_numel * accumulation
-// items of EpochOrder, rank r a run of batch_numel * accumulation of these. So ranks never share an item, every epoch
-// has each item once (a step may end one epoch and begin the next), and any numbers of ranks with the same product see
-// the same items in each step.
+// The items of each rank, in an order that survives a restart with another number of ranks
+// (torch.utils.data.DistributedSampler with a position). A step takes the next ranks * batch_numel * accumulation items
+// of EpochOrder, and each rank a run of batch_numel * accumulation of these. So ranks never share an item, and every
+// epoch has each item once (one step may span two epochs). If the product is equal, any number of ranks sees the same
+// items in a step.
 //
 //   tessera::DistributedSampler sampler(dataset_numel, comm->rank(), comm->size(), {.batch_numel = 8, .seed = 1});
 //   for (...) { auto items = sampler.next(); ... }
 //   save_checkpoint(dir, {model, optimizer, sampler});
 //
-// Loaded by ranks that take another number of items in a step, it goes on where the step before ended. Nothing is
-// collective.
+// After a load, it continues at the next step, even if a step now takes another number of items. Not collective.
 class DistributedSampler : public Stateful {
  public:
-  // Throws std::invalid_argument for counts below 1 and a rank outside the world.
+  // Throws std::invalid_argument for counts below 1, and for a rank outside the world.
   DistributedSampler(int64_t items_numel, int rank, int world_size, DistributedSamplerOptions options = {});
 
-  // This rank's items of the next micro-batch, `batch_numel` of them.
+  // Returns this rank's items of the next micro-batch, `batch_numel` of them.
   std::vector<int64_t> next();
 
   int64_t epoch() const { return first_ / order_.items_numel(); }  // of the step's first item
-  int64_t micro_batch() const { return micro_batch_; }             // how many of the step's were taken: 0 between steps
+  int64_t micro_batch() const { return micro_batch_; }             // micro-batches taken of the step: 0 between steps
 
-  // "sampler": items, seed, whether it shuffles, and how many items all ranks have taken together. To be saved between
-  // steps: state_values() throws std::logic_error within one.
+  // Its state "sampler": items, seed, shuffle, and the number of items that all ranks have taken. Must be saved between
+  // steps: within a step, state_values() throws std::logic_error.
   std::string state_name() const override { return "sampler"; }
-  StateValues state_values() const override;  // the place in the sequence, and what it belongs to
-  // Refuses a state of other data: another number of items, another seed or order.
+  StateValues state_values() const override;  // the position, and the arguments that it belongs to
+  // Refuses the state of other data: another number of items, seed or order.
   void check_state_values(const StateValues& values) const override;
-  void load_state_values(const StateValues& values) override;  // goes on from there
+  void load_state_values(const StateValues& values) override;  // continues from there
 
  private:
   StateValues form() const;
@@ -78,7 +77,7 @@ class DistributedSampler : public Stateful {
   EpochOrder order_;
   const int64_t rank_, world_size_;
   const DistributedSamplerOptions options_;
-  int64_t first_ = 0;  // place of the step's first item
+  int64_t first_ = 0;  // position of the step's first item
   int64_t micro_batch_ = 0;
 };
 

@@ -10,62 +10,62 @@
 
 namespace tessera {
 
-// Scalars for TensorBoard (torch.utils.tensorboard's SummaryWriter.add_scalar):
+// Writes scalars for TensorBoard (torch.utils.tensorboard's SummaryWriter.add_scalar):
 //
 //   tessera::EventWriter events("runs/first");  // on one rank
 //   events.scalar("train/loss", loss, step);
 //   // tensorboard --logdir runs
 //
-// Each writer makes a file of its own in the folder, "events.out.tfevents.<seconds>.<host>.<process>.<number>", and
-// only adds to it: runs that go on, and processes that share a folder, never write to each other's, and TensorBoard
-// shows them as one curve. What is in the file is whole records (TFRecord: length, checksum, Event message, checksum),
-// also after a full disk and, but for the last record, after a kill. Thread-safe.
+// Each writer creates its own file in the folder, "events.out.tfevents.<seconds>.<host>.<process>.<number>", and only
+// appends to it. So resumed runs, and processes that share a folder, write separate files, which TensorBoard shows as
+// one curve. The file contains only complete records (TFRecord: length, checksum, Event message, checksum), even if the
+// disk is full; after a kill, the last record may be incomplete. Thread-safe.
 class EventWriter {
  public:
-  // How the file is written.
+  // Options of the file.
   struct Options {
-    // scalar() writes what has come together once the last write is as old: what a kill loses, at most.
+    // scalar() writes pending records if the last write is older. A kill loses at most this time.
     std::chrono::milliseconds flush_every{5000};
-    // Told, by the thread that writes, when writing begins to fail: the file, the reason, what happens next. Must not
-    // call the writer. Empty: standard error.
+    // Called by the writing thread when writes begin to fail, with the file, the reason and the consequence. Must not
+    // call the writer. Empty: prints to standard error.
     std::function<void(const std::string& problem)> on_failure{};
   };
 
-  // Makes the folder, and the file in it. Throws std::runtime_error, naming it, if that cannot be.
+  // Creates the folder and the file. Throws std::runtime_error with the path if that fails.
   explicit EventWriter(const std::filesystem::path& folder, Options options);
   explicit EventWriter(const std::filesystem::path& folder) : EventWriter(folder, Options()) {}
   ~EventWriter();  // flushes
   EventWriter(const EventWriter&) = delete;
   EventWriter& operator=(const EventWriter&) = delete;
 
-  // One point of the curve `tag` ("train/loss": what is before the slash groups curves); stored as fp32, with the time
-  // of the call. NaN and infinities are shown as such. Not collective. Throws nothing because of the disk: a training
-  // does not end for its curves.
+  // Adds a point to the curve `tag` ("train/loss": the part before the slash groups curves). It is stored as fp32, with
+  // the time of the call. TensorBoard shows NaN and infinities as such. Not collective. Does not throw if the disk is
+  // full: a training must not end for its curves.
   void scalar(std::string_view tag, double value, int64_t step);
 
-  // Writes what has come together. False if the disk refuses: the file is then whole records as before, and what was
-  // not written is kept, up to kMaxKeptBytes, for the next try; beyond it the newest points are dropped.
+  // Writes pending records. Returns false if the write fails. The file then has complete records as before, and pending
+  // records are kept for the next try, up to kMaxKeptBytes; beyond that the newest points are dropped.
   bool flush() noexcept;
 
-  // The points that were dropped.
+  // The number of dropped points.
   int64_t dropped() const;
 
-  // The file.
+  // The path of the file.
   const std::filesystem::path& path() const { return path_; }
 
-  static constexpr size_t kMaxKeptBytes = size_t{4} << 20;  // some 70,000 points
+  static constexpr size_t kMaxKeptBytes = size_t{4} << 20;  // about 70,000 points
 
  private:
   using Clock = std::chrono::steady_clock;
-  bool write();  // under mutex_
+  bool write();  // mutex_ must be locked
   void tell(const std::string& problem) const noexcept;
 
   const Options options_;
   std::filesystem::path path_;
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards all members below
   int descriptor_ = -1;
-  int64_t written_bytes_ = 0;  // whole records
-  std::string kept_;           // records that are not in the file yet
+  int64_t written_bytes_ = 0;  // of complete records
+  std::string kept_;           // records that are not written yet
   Clock::time_point flushed_ = Clock::now();
   bool fails_ = false;
   int64_t dropped_ = 0;

@@ -47,7 +47,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
   // tensors are looked for (include/tessera/visit_tensors.h).
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
-    const Scope forward_goes_on = begin_forward();
+    const ScopeExit forward_goes_on = begin_forward();
     if constexpr ((... || kHoldsTensors<Args>)) {
       if (input_dtype()) {
         std::tuple<std::conditional_t<kHoldsTensors<Args>, std::decay_t<Args>, Opaque>...> copies;

@@ -35,9 +35,9 @@ class FullyShardedModule : public DataParallel, public GradientSource {
 
   // For an optimizer that steps while backward goes on; StepInBackward is the one that uses it. Throws
   // std::invalid_argument with FsdpOptions::check_finite.
-  Scope on_gradients(Arrived arrived, Failed failed = nullptr) override;
+  ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
   std::vector<at::Tensor> parameters_with_gradients() const override;
-  Scope refuse_use(std::string reason) override;
+  ScopeExit refuse_use(std::string reason) override;
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
@@ -45,7 +45,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
   // computes in. Collective, at the beginning. Throws std::logic_error inside a backward pass and
   // inside another such scope, std::invalid_argument for options that do not go together and for
   // unknown units.
-  Scope summon_full_params(SummonOptions options = {});
+  ScopeExit summon_full_params(SummonOptions options = {});
 
   // All parameters (under each of their names) and buffers by name, in full, as copies on the
   // communicator's device, or the host. Collective. One unit at a time is gathered.
@@ -73,7 +73,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
-  Scope begin_forward();  // lives as long as forward goes on
+  ScopeExit begin_forward();  // lives as long as forward goes on
   // Of one that returns. Without gradients, nobody may come after who would find that a gather was aborted.
   void end_forward();
   // Floating-point tensors become of this type on their way into forward, and out of it.

@@ -8,12 +8,14 @@
 
 namespace tessera {
 
-// Collectives whose results the host needs at once, in its memory. Errors as of Communicator.
+// Collectives whose results the host needs at once. They return tensors in host memory, and throw as Communicator does.
 
-// op over ranks of `own`, of the same shape on all ranks and on any device; `own` is left unspecified.
+// Returns op over ranks of `own`, which must have one shape on all ranks, and may be on any device. Leaves `own`
+// unspecified.
 at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op, std::string_view what);
 
-// Every rank's `own`, of the same shape on all ranks and on any device, in rank order: [size(), ...].
+// Returns the `own` of all ranks in rank order: [size(), ...]. `own` must have one shape on all ranks, and may be on
+// any device.
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
 
 }  // namespace tessera

@@ -29,6 +29,14 @@ struct SdpOptions {
 
   bool broadcast_buffers = true;       // before each forward that trains, from rank 0
   bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
+
+  // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
+  // std::runtime_error, naming the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never. Never
+  // with OssOptions::broadcast_dtype, which rounds replicas.
+  int64_t compare_replicas_every = 0;
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo).
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // The part of the wrapper that does not depend on the module's type.

@@ -25,6 +25,7 @@ class HostStep;
 class LateReports;
 class ParameterBuckets;
 struct Partition;
+class ReplicaComparison;
 }  // namespace internal
 
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over all parameters, with
@@ -56,7 +57,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
 
   // Of an optimizer that keeps averages (ScheduleFreeAdamW): the parameters have their values while the scope lives.
   // Collective. Throws std::logic_error for any other optimizer.
-  Scope swap_in_averages() override;
+  ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer is such a one
   bool are_swapped_in() const override;
 
@@ -123,7 +124,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
-  Scope lend_state();
+  ScopeExit lend_state();
   at::Tensor search(Lbfgs& lbfgs, const LossClosure& closure);
   void step_owned();
   void publish(const std::function<void(const std::vector<at::Tensor>& parameters)>& step_owned = nullptr);
@@ -135,6 +136,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const OssOptions options_;
   const Factory make_;
   const StepCost step_cost_;
+  const std::unique_ptr<internal::ReplicaComparison> comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   const std::unique_ptr<internal::Partition> partition_;
   std::vector<int64_t> owned_costs_;                // by rank, of step_cost_

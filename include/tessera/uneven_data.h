@@ -4,9 +4,9 @@
 
 namespace tessera {
 
-// How many ranks still have data, for loops over parts of unequal length, since a rank that leaves the loop early ends
-// the group (torch's Join). Collective, one number. To use all data, ranks without any go on with any batch and a loss
-// of 0, and the gradients, averages over all ranks, are rescaled to averages over those with data:
+// Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). A rank that
+// leaves the loop early would end the group. Collective, one number. To use all data, ranks without data continue with
+// any batch and a loss of 0, and the gradients, which are averages over all ranks, are rescaled:
 //
 //   while (int active = tessera::ranks_with_data(*comm, loader.has_next())) {
 //     const bool own = loader.has_next();
@@ -15,7 +15,7 @@ namespace tessera {
 //     ...
 //   }
 //
-// To stop where the first rank ends: while (ranks_with_data(*comm, has_next) == comm->size()).
+// To stop with the first rank: while (ranks_with_data(*comm, has_next) == comm->size()).
 int ranks_with_data(Communicator& comm, bool has_data);
 
 }  // namespace tessera

@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
-// The tensors in what a program gives to a module and gets from it: casting inputs, calling again in backward,
-// finding which parameters were used.
+// Visits the tensors in the arguments and results of a module: to cast inputs, recompute in backward, and find used
+// parameters.
 //
-// Looked into are tensors, and what is made of them by vectors (any range), arrays, tuples, pairs, optionals, maps,
-// unordered maps and torch::OrderedDict. A struct of the program's own is opaque until the program says, in the
-// struct's namespace, which of its members to look into; several, and of any of these types:
+// Visits tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and torch::OrderedDict.
+// A program's own struct is opaque until the program declares, in the struct's namespace, which members to visit; these
+// may be of any of these types:
 //
 //   struct Prediction { at::Tensor logits; std::vector<at::Tensor> states; int steps = 0; };
 //   template <class Visit>
@@ -45,22 +45,26 @@ concept IsMap = requires(Value& value) {
 };
 template <class Value>
 concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
-// Has no tensors in it, certainly.
+// Certainly contains no tensors.
 template <class Value>
-concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
-                  requires { requires IsNumber<typename Value::value_type>; };
-// Of elements that are what it says: not of proxies, and not of its own kind, as JSON and file names are.
+concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> || requires {
+  requires IsNumber<typename Value::value_type>;
+};
+// A range of its value_type: not of proxies, and not of its own type, as JSON and paths are.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();
   requires std::is_lvalue_reference_v<decltype(*value.begin())>;
-  requires std::same_as<std::remove_cvref_t<decltype(*value.begin())>, typename Value::value_type>;
+  requires std::same_as < std::remove_cvref_t<decltype(*value.begin())>,
+  typename Value::value_type > ;
   requires !std::same_as<typename Value::value_type, std::remove_const_t<Value>>;
 };
 template <class Value>
-concept IsTuple = requires { std::tuple_size<Value>::value; };
+concept IsTuple = requires {
+  std::tuple_size<Value>::value;
+};
 
-// What the program's function gives its members to.
+// Receives the members that the program's function passes.
 template <class Visitor>
 struct Members {
   Visitor& visitor;
@@ -72,9 +76,11 @@ struct Ignore {
 };
 
 template <class Value>
-concept IsTaught = requires(Value& value, Members<Ignore> visit) { tessera_visit_tensors(value, visit); };
+concept IsTaught = requires(Value& value, Members<Ignore> visit) {
+  tessera_visit_tensors(value, visit);
+};
 
-// kHolds: somewhere in it may be a tensor that can be exchanged. kKnown: all that may be in it is looked into.
+// kHolds: a value may contain a tensor that can be replaced. kKnown: no part of the type is opaque.
 template <class Value>
 struct Traits;
 template <class... Values>
@@ -112,7 +118,7 @@ auto for_each_element(Value& value, Act act) {
 }
 
 template <class Value>
-struct Traits : decltype(for_each_element(std::declval<Value&>(), Ignore())){};
+struct Traits : decltype(for_each_element(std::declval<Value&>(), Ignore())) {};
 template <IsTensor Value>
 struct Traits<Value> {
   static constexpr bool kHolds = !std::is_const_v<Value>, kKnown = true;
@@ -125,7 +131,7 @@ struct Traits<Value> {
 template <class Value, class Visitor>
 void look_into(Value& value, Visitor& visitor) {
   if constexpr (IsTensor<Value>) {
-    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // else it is one that cannot be exchanged
+    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // if not, it cannot be replaced
   } else if constexpr (IsTaught<Value>) {
     tessera_visit_tensors(value, Members<Visitor>{visitor});
   } else {
@@ -141,23 +147,21 @@ void Members<Visitor>::operator()(Values&... members) const {
 
 }  // namespace internal
 
-// Whether visit_tensors() would look for tensors in a value of this type.
+// Whether visit_tensors() searches a value of this type.
 template <class Value>
 constexpr bool kHoldsTensors = internal::Traits<std::decay_t<Value>>::kHolds;
 
-// Whether it would miss none: nothing in the type is opaque. (Numbers, enums and strings have no tensors.)
+// Whether it finds every tensor in a value of this type. (Numbers, enums and strings have none.)
 template <class Value>
 constexpr bool kKnowsTensorsOf = internal::Traits<std::decay_t<Value>>::kKnown;
 
-// Calls visit(at::Tensor&) for each tensor in `value`, in order, undefined ones too; visit(const at::Tensor&), where
-// it takes that, for those that cannot be exchanged (in a set, an at::TensorList, a const value).
+// Calls visit(at::Tensor&) for each tensor in `value`, in order, undefined ones too. Calls visit(const at::Tensor&), if
+// `visit` accepts that, for tensors that cannot be replaced (in a set, an at::TensorList, a const value).
 template <class Value, class Visit>
-  requires std::invocable<Visit&, at::Tensor&>
-void visit_tensors(Value& value, Visit&& visit) {
-  internal::look_into(value, visit);
-}
+requires std::invocable<Visit&, at::Tensor&>
+void visit_tensors(Value& value, Visit&& visit) { internal::look_into(value, visit); }
 
-// The defined ones.
+// Returns the defined tensors.
 template <class Value>
 std::vector<at::Tensor> tensors_of(Value& value) {
   std::vector<at::Tensor> tensors;

@@ -9,30 +9,30 @@
 
 namespace tessera {
 
-// How long each rank has waited in collectives over some time, the same on all ranks. A collective ends when the last
-// rank has come to it, so the rank that waits least is the one that the others wait for (a straggler).
+// The time that each rank has waited in collectives during an interval; equal on all ranks. A collective ends when the
+// last rank joins it, so the rank with the shortest waits is the straggler.
 struct WaitReport {
   struct Rank {
     double wait_s = 0;      // of the thread, in Pending::wait()
-    double longest_s = 0;   // of these, in the operation that it waited for longest
+    double longest_s = 0;   // the part of `operation`
     std::string operation;  // which: "all-gather of blocks.3 (49152 elements)", cut to kOperationBytes - 1; "" for none
   };
   std::vector<Rank> ranks;  // in rank order
-  double elapsed_s = 0;     // of the longest of them
+  double elapsed_s = 0;     // the longest interval of a rank
 
-  // The rank that waits least, if the others' median wait is longer than its own by at least this share of the time;
-  // none where ranks wait alike, or there is one.
+  // Returns the straggler: the rank that waits least, if the median wait of the others exceeds its own by at least this
+  // share of the interval. nullopt if the waits are alike, or there is one rank.
   std::optional<int> waited_for(double least_share = 0.1) const;
 
   // One line: "rank 2 is waited for: it waited 1% of 10.0 s, the others 38% (median), most in all-reduce of losses", or
   // "no rank is waited for: ...".
   std::string text() const;
 
-  // Of an operation's name, in a report, so many at most.
+  // The longest name of an operation in a report, in bytes.
   static constexpr size_t kOperationBytes = 88;
 };
 
-// Makes such reports every now and then:
+// Makes wait reports at intervals:
 //
 //   tessera::WaitReporter waits(*comm);
 //   for (int step = 1; step <= steps; ++step) {
@@ -40,15 +40,15 @@ struct WaitReport {
 //     if (step % 100 == 0) { auto report = waits.report(); if (comm->rank() == 0) std::cout << report.text() << "\n"; }
 //   }
 //
-// On a device with streams (NCCL) it is the host that is asked, which runs ahead of the device: it waits where it needs
-// a value. One for a communicator, which outlives it; used by one thread at a time.
+// On a device with streams (NCCL) it measures the host, which runs ahead of the device and waits when it needs a value.
+// A communicator can have one reporter. Must be used by one thread at a time.
 class WaitReporter {
  public:
-  // The first report's time begins here. `comm` outlives it.
+  // Starts the first interval. `comm` must outlive this object.
   explicit WaitReporter(Communicator& comm);
 
-  // Of the time since the last report, or construction, in this group and those split from it. Collective: one
-  // all-gather of 112 bytes a rank, whose own wait is the next report's. Throws CommError.
+  // Reports the interval since the last report or construction, for this group and those split from it. Collective: one
+  // all-gather of 112 bytes a rank, whose wait counts in the next report. Throws CommError.
   WaitReport report();
 
  private:

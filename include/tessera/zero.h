@@ -189,7 +189,7 @@ class Zero : public ModelShards {
   // The same by the sum of `own` over the ranks: see DataParallel.
   int64_t divide_gradients_by_sum(int64_t own) { return wrapper_.any().divide_gradients_by_sum(own); }
   // While the scope lives, backward adds up gradients without reducing them.
-  Scope no_sync() { return wrapper_.any().no_sync(); }
+  ScopeExit no_sync() { return wrapper_.any().no_sync(); }
 
   // Whole, by the module's names, as copies. Collective.
   ZeroOptions::Parameters full_state_dict() {

@@ -50,7 +50,7 @@ DiskPager::DiskPager(DiskPagerOptions options)
 DiskPager::~DiskPager() {
   std::lock_guard lock(mutex_);
   for (Entry& entry : entries_) {
-    if (entry.page) entry.page->detach();
+    if (entry.page) entry.page->detach_pager();
     if (entry.transfer.valid()) entry.transfer.wait();
   }
 }
@@ -117,7 +117,7 @@ DiskPager::Entry& DiskPager::entry_of(const at::Tensor& tensor) {
 
 void DiskPager::make_resident(Entry& entry) {
   entry.state = State::kResident;
-  entry.page->lend(entry.data);
+  entry.page->attach(entry.data);
   touch(entry);
 }
 
@@ -151,7 +151,7 @@ bool DiskPager::evict_one() {
   if (entry == nullptr) return false;
   const uint32_t writes = entry->page->writes();
   const bool is_changed = std::exchange(entry->seen_writes, writes) != writes || entry->is_changed;
-  entry->page->take_back();
+  entry->page->detach_pager();
   if (!is_changed) {
     drop(*entry);
     return true;

@@ -58,7 +58,7 @@ HostStep::HostStep(Factory make, HostStepOptions options)
       engine_(CopyEngine::make(options.memory.device)) {
   if (!options.drops_gradients) return;
   require_residency();
-  dropped_ = std::make_shared<GradientGuard>(GradientGuard::Events{
+  dropped_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
       [this](size_t number) {
         return "the gradient of " + label_(parameters_[number]) +
                " was dropped when a step had taken it, as offload.grads says: call zero_grad() "

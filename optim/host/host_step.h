@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <tessera/optim/partial_step.h>
-#include "core/gradients/gradient_guard.h"
+#include "core/gradients/grad_placeholder.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
 
@@ -68,8 +68,8 @@ class HostStep {
 
   const Factory make_;
   const std::function<std::string(const at::Tensor&)> label_;
-  std::vector<at::Tensor> parameters_;      // by number
-  std::shared_ptr<GradientGuard> dropped_;  // null: gradients stay
+  std::vector<at::Tensor> parameters_;        // by number
+  std::shared_ptr<GradPlaceholder> dropped_;  // null: gradients stay
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;

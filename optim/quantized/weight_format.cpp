@@ -48,7 +48,7 @@ constexpr std::array<float, 16> kNormalFloats{
 };
 constexpr int64_t kScaleBlockNumel = 256;
 constexpr int64_t kGrainRows = 256;
-constexpr Int8Blocks kInt8Weights{kWeightBlockNumel};
+const Int8Blocks kInt8Weights{kWeightBlockNumel};
 
 int64_t blocks_of(int64_t numel, int64_t block_numel) { return (numel + block_numel - 1) / block_numel; }
 int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }

@@ -85,7 +85,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
 }
 
 // As gloo, whose shared rounds carry small operations.
-bool CountingCommunicator::moves_only_when_awaited(int64_t full_numel) const {
+bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
 
@@ -127,20 +127,27 @@ void CountingCommunicator::count_as_sent(const Collective& collective, int64_t b
     case Collective::kScatter:
       return count_sent(is_root ? bytes - own_bytes : 0);
     case Collective::kAllToAll:
-      return count_sent(own_bytes - collective.send_counts[static_cast<size_t>(rank())] *
-                                        static_cast<int64_t>(shard.element_size()));
+      return count_sent(
+          (collective.all_to_all.sent.numel() - collective.all_to_all.send_counts[static_cast<size_t>(rank())]) *
+          static_cast<int64_t>(collective.all_to_all.sent.element_size()));
   }
 }
 
 // Fills the result as if all ranks had this rank's values.
 void CountingCommunicator::fill(const Collective& collective) const {
-  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
+  const auto kind = collective.kind;
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  const auto& counts = collective.counts;
+  const auto& pieces = collective.pieces;
+  const ReduceOp op = collective.op;
   c10::InferenceMode quiet;
   const int64_t own_begin = counts.empty() ? 0 : std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
   switch (kind) {
     case Collective::kAllGather:
-    case Collective::kAllToAll:
       repeat(full, shard, counts);
+      break;
+    case Collective::kAllToAll:
+      repeat(collective.all_to_all.received, collective.all_to_all.sent, collective.all_to_all.receive_counts);
       break;
     case Collective::kReduceScatter:
     case Collective::kScatter:
@@ -165,9 +172,11 @@ void CountingCommunicator::fill(const Collective& collective) const {
 
 Pending CountingCommunicator::start(Collective collective) {
   if (!aborted_.empty()) throw CommError(collective.description() + " in a dry run: aborted: " + aborted_);
-  const at::Tensor &full = collective.full, &shard = collective.shard;
-  const int64_t bytes = (collective.kind == Collective::kAllToAll ? full.numel() : collective.numel) *
-                        static_cast<int64_t>((full.defined() ? full : shard).element_size());
+  const int64_t bytes =
+      (collective.kind == Collective::kAllToAll ? collective.all_to_all.received.numel() : collective.numel) *
+      static_cast<int64_t>(c10::elementSize(collective.dtype()));
+  const std::vector<at::Tensor> tensors{collective.full, collective.shard, collective.all_to_all.received,
+                                        collective.all_to_all.sent};
   Recorder* recorder = Recorder::current();
   Pending pending;
   if (recorder != nullptr) {
@@ -183,11 +192,11 @@ Pending CountingCommunicator::start(Collective collective) {
   }
   count_as_sent(collective, bytes);
   const bool is_void =
-      Recorder::is_void(full) || Recorder::is_void(shard) || std::ranges::any_of(collective.pieces, &Recorder::is_void);
+      std::ranges::any_of(tensors, &Recorder::is_void) || std::ranges::any_of(collective.pieces, &Recorder::is_void);
   if (!is_void) {
     fill(collective);
   } else if (recorder != nullptr) {
-    for (const at::Tensor& tensor : {full, shard})
+    for (const at::Tensor& tensor : tensors)
       if (tensor.defined()) recorder->make_void(tensor);
   }
   return pending;

@@ -22,11 +22,11 @@ class CountingCommunicator : public Communicator {
   // `ranks_sharing_memory`: see DryRunOptions. Throws std::invalid_argument unless 0 <= rank < size.
   static std::shared_ptr<CountingCommunicator> make(int rank, int size, int ranks_sharing_memory = 0);
 
-  bool moves_only_when_awaited(int64_t full_numel) const override;
+  bool is_lazy(int64_t full_numel) const override;
+  bool takes_pieces() const override { return true; }  // as gloo does
 
  protected:
   Pending start(Collective collective) override;
-  bool takes_pieces() const override { return true; }  // as gloo does
   void abort_this(const std::string& reason) noexcept override;
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override;

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout/as_wrapped.h"
+#include "core/layout/tensor_signature.h"
 #include "core/paging/boxed_tensors.h"
 #include "core/paging/residency.h"
 #include "plan/calibrate/processor_time.h"

@@ -30,11 +30,13 @@ std::string describe(const DdpOptions& options) {
        << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
        << " compression=" << static_cast<int>(options.compression)
-       << " backend_all_reduce=" << options.backend_all_reduce;
+       << " backend_all_reduce=" << options.backend_all_reduce
+       << " zero_copy_bytes=" << options.zero_copy_bytes
+       << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }
 
-// What torch::nn::utils::clip_grad_norm_ does, operator by operator, but that the host does not look at the norm.
+// torch::nn::utils::clip_grad_norm_, operator by operator, but the host does not read the norm.
 GradNorm clip_without_looking(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
   std::vector<at::Tensor> norms;
@@ -67,8 +69,8 @@ std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
   return std::nullopt;
 }
 
-// A gradient that is reduced where autograd left it is a bucket by itself. Below this, one more message costs more than
-// the copy that it saves.
+// A gradient that is reduced in autograd's memory is a bucket by itself. Below this size, one more message costs more
+// than the copy that it saves.
 constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
 
 int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
@@ -86,17 +88,19 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.limits = {.alone_bytes = adopts_gradients ? kLeastAdoptedBytes : BucketLimits::kNone,
                        .bucket_bytes = bytes_of_mb(options.bucket_cap_mb),
                        .first_bytes = bytes_of_mb(options.first_bucket_mb)};
+  replicated.compare_replicas_every = options.compare_replicas_every;
   replicated.gradients_are_views = options.gradient_as_bucket_view;
   replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
   replicated.reducer.is_static = options.static_graph;
-  replicated.reducer.in_flight = 1;  // each holds room for what the peers send
+  replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
+  replicated.reducer.in_flight = 1;  // each allocates a buffer for the peers' data
   reduce_gradients(nullptr, replicated);
 }
 
 GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_clip_arguments(max_norm, norm_type);
-  gradients().require_averages_to_clip();
+  gradients().require_averages();
   std::vector<at::Tensor> present;
   for (const at::Tensor& parameter : parameters())
     if (parameter.grad().defined()) present.push_back(parameter.grad().detach());

@@ -12,9 +12,19 @@
 #include "core/memory/memory_cache.h"
 #include "core/memory/memory_kind_scope.h"
 #include "core/model/memory_warning.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
+namespace {
+
+// A name for errors.
+std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
+  if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
+  return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
+         "' to '" + parameters[members.back()].fqn + "'";
+}
+
+}  // namespace
 
 // ---- plan ---------------------------------------------------------------------------------------
 
@@ -22,7 +32,7 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
                                                                std::vector<PlannedParameter> parameters,
                                                                std::shared_ptr<Communicator> comm, std::string who,
                                                                OwnerOf owner_of, ReplicatedOptions options) {
-  // Parameters are there already. With owners a rank gets about its share of the gradients.
+  // Parameters are allocated already. With owners, a rank allocates about its share of the gradients.
   MemoryNeed need;
   for (const PlannedParameter& parameter : parameters) {
     const auto bytes = static_cast<int64_t>(parameter.tensor.nbytes());
@@ -44,16 +54,15 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       owner_of_(std::move(owner_of)),
       options_(options),
       binding_(std::move(module), std::move(parameters), std::move(who), comm->rank()),
-      taken_(binding_, owner_of_ != nullptr),
       reducer_(binding_.parameters(), mesh_, log_, options.reducer),
-      copies_(binding_, options.copies_are_equal),
-      states_(binding_.parameters().size()) {}
+      states_(binding_.parameters().size()),
+      comparison_(options.compare_replicas_every) {}
 
-// What refers to the shared object.
+// Sets up the callbacks that hold a weak pointer to this object.
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
   const auto lost = while_alive(
-      self, [](auto& owner, size_t parameter) { return GradientGuard::lost(owner.binding_.label(parameter)); },
+      self, [](auto& owner, size_t parameter) { return GradPlaceholder::lost(owner.binding_.label(parameter)); },
       [](size_t) { return std::string("a gradient of a wrapper that no longer exists"); });
   const auto take_zeros = while_alive(
       self,
@@ -62,11 +71,12 @@ void ReplicatedGradients::install() {
         leaf.mutable_grad() = at::zeros_like(leaf.detach());
       },
       [](size_t) {});
-  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{lost, [](size_t) {}, take_zeros});
+  placeholder_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{lost, [](size_t) {}, take_zeros});
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  keeper_.emplace(while_alive(self, [](auto& owner, StepEvent event) { owner.hear(event); }, [](StepEvent) {}));
+  step_check_.emplace(while_alive(
+      self, [](auto& owner) { owner.require_averages(); }, [] {}));
   refresh_trainable();
 }
 
@@ -74,7 +84,7 @@ void ReplicatedGradients::refresh_trainable() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
   bool changed = false;
-  std::vector<size_t> order;  // backward meets the last parameters first
+  std::vector<size_t> order;  // backward reaches the last parameters first
   for (size_t i = states_.size(); i-- > 0;) {
     const bool trainable = binding_.tensor(i).requires_grad() || states_[i].awaits_reduction;
     changed = changed || states_[i].trainable != trainable;
@@ -82,10 +92,10 @@ void ReplicatedGradients::refresh_trainable() {
   }
   binding_.hook_all();
   if (!changed) return;
-  plan(order);  // or throws, and what it is planned for stays as it was
+  plan(order);  // if it throws, the states stay unchanged
   for (ParameterState& state : states_) state.trainable = false;
   for (size_t i : order) states_[i].trainable = true;
-  order_agreed_ = false;
+  flags_.order_agreed = false;
 }
 
 void ReplicatedGradients::plan(const std::vector<size_t>& order) {
@@ -124,18 +134,11 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
                                                           options_.gradients_are_views));
       result = results_.back().get();
     }
-    std::string name = label(members);
+    std::string name = label_of(parameters, members);
     buckets.push_back({std::move(name), std::move(members), std::move(geometries), layout, owner, first.dtype,
                        options_.wire_dtype, options_.wire, result});
   }
   reducer_.set_buckets(std::move(buckets));
-}
-
-std::string ReplicatedGradients::label(const std::vector<size_t>& members) const {
-  const auto& parameters = binding_.parameters();
-  if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
-  return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
-         "' to '" + parameters[members.back()].fqn + "'";
 }
 
 // ---- gradients ----------------------------------------------------------------------------------
@@ -151,15 +154,15 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
-  Quiet quiet;
-  if (guard_->is_in(parameter, tensor)) throw std::logic_error(GradientGuard::lost(binding_.label(parameter)));
+  NoGradNoInferenceGuard quiet;
+  if (is_lost(parameter)) throw std::logic_error(GradPlaceholder::lost(binding_.label(parameter)));
   if (!states_[parameter].trainable)
     throw std::logic_error(binding_.label(parameter) +
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
                            "call the wrapper's forward after requires_grad_(true), not the module's");
   if (!reduces()) {
     keep_own_sum(parameter, gradient.defined());
-    return gradient;  // which autograd adds to what is there
+    return gradient;  // autograd accumulates it
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
@@ -167,58 +170,53 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
-// With one rank a divisor may be set later, between a backward under no_sync() and the last one.
+// On one rank autograd accumulates. The states are needed if a divisor is set between a backward under no_sync() and
+// the last backward.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
-    states_[parameter].holds = Holds::kOwnSum;
-    states_[parameter].divisor_of_average.reset();
-    has_own_sums_ = true;
+    states_[parameter].grad = GradState::kAccumulating;
+    flags_.has_own_sums = true;
     return;
   }
-  if (std::exchange(has_own_sums_, false))
+  if (std::exchange(flags_.has_own_sums, false))
     for (ParameterState& state : states_)
-      if (state.holds == Holds::kOwnSum) state.holds = Holds::kAverage;
-  states_[parameter].holds = Holds::kAverage;
+      if (state.grad == GradState::kAccumulating) state.grad = GradState::kFinal;
+  states_[parameter].grad = GradState::kFinal;
 }
 
-// An average that is on one rank only counts in an average to come as often as that divides by; one that is on
-// every rank once, unless it is divided by something else.
+// Scales an average that becomes part of an own sum, so that the next reduction leaves its share unchanged: the
+// reduction divides by the divisor, and adds the averages of all ranks that hold one.
 void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   const at::Tensor& tensor = binding_.tensor(parameter);
   ParameterState& state = states_[parameter];
-  if (state.holds != Holds::kOwnSum || !tensor.grad().defined()) state.divisor_of_average.reset();
-  if (tensor.grad().defined() && state.holds == Holds::kAverage) {
+  if (state.grad != GradState::kAccumulating || !tensor.grad().defined()) state.has_average = false;
+  if (tensor.grad().defined() && state.grad == GradState::kFinal) {
     const double ranks = mesh_.world->size();
-    const double divisor = reducer_.divisor().value_or(ranks);
-    const double factor = divisor / (owner_of_ ? 1 : ranks);
-    state.divisor_of_average = divisor;
-    state.has_average = reducer_.divisor() ? tensor.grad().detach().any() : at::Tensor();  // cleared to zeros, maybe
+    state.has_average = true;
+    const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
-  if (!adds) return;
-  state.holds = Holds::kOwnSum;
-  if (mesh_.world->size() > 1) copies_.note_once(CopyWatch::Since::kOwnSums);
+  if (adds) state.grad = GradState::kAccumulating;
 }
 
 // ---- passes -------------------------------------------------------------------------------------
 
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return;  // a checkpointed part is computed again
+  if (inside_backward()) return;  // recomputes a checkpointed part
   const bool trains = c10::GradMode::is_enabled();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   binding_.require_nothing_new();
-  if (trains && !passes_through()) taken_.require_alone();
   for (size_t i = 0; i < states_.size(); ++i) {
     binding_.require_same_kind(i);
-    keeper_->keep(binding_.tensor(i));
+    step_check_->attach(binding_.tensor(i));
   }
-  if (trains) copies_.require_alike(*mesh_.world);
+  if (trains && reduces() && options_.copies_are_equal) comparison_.count_step(binding_.parameters(), *mesh_.world);
   note_failed_forward();
-  is_forward_open_ = trains && reduces();
-  if (options_.must_use_all && any_backward_) require_all_used();
-  any_backward_ = false;
+  flags_.is_forward_open = trains && reduces();
+  if (options_.must_use_all && flags_.any_backward) require_all_used();
+  flags_.any_backward = false;
   refresh_trainable();
   if (mesh_.world->size() > 1) binding_.note_versions();
 }
@@ -233,13 +231,13 @@ void ReplicatedGradients::require_all_used() {
           "as they were");
 }
 
-// The callback at the end must belong to the outermost pass: one that starts within it, to compute a checkpointed part
-// again, must not end it.
+// The end callback must belong to the outermost pass: a nested pass, which recomputes a checkpointed part, must not end
+// it.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
-  if (!inside_backward()) is_forward_open_ = false;
+  if (!inside_backward()) flags_.is_forward_open = false;
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
-  refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
+  refresh_trainable();  // again: forward may have frozen or replaced parameters
   for (size_t i = 0; i < states_.size(); ++i)
     states_[i].awaits_reduction = states_[i].awaits_reduction || binding_.tensor(i).requires_grad();
   if (!reduces()) return;
@@ -259,51 +257,30 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// Of a forward that threw, nobody says so.
+// A forward that throws does not call end_forward().
 void ReplicatedGradients::note_failed_forward() {
-  if (std::exchange(is_forward_open_, false)) log_.add_failed_forward();
+  if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
-// What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
-// gradients.
+// Logs the acts that all ranks must do alike; they compare their logs at the end of the pass. With owners the ranks
+// hold different gradients, which cannot be compared.
 void ReplicatedGradients::note_what_came_before() {
-  if (!seen_.empty()) {
-    const ValueSamples now = ValueSamples::of(binding_.parameters());
-    if (now.is_on_device())
-      log_.set_alike(now.any_differs_from(seen_));  // whether there was a step
-    else if (now != seen_)
-      log_.add("a step");
-  }
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const bool has_average = states_[i].holds == Holds::kAverage || states_[i].divisor_of_average;
+    const bool has_average = states_[i].grad == GradState::kFinal || states_[i].has_average;
     log_.add_kept(has_average && binding_.tensor(i).grad().defined(), /*is_empty=*/false);
   }
 }
 
-// Whether the caller of the pass that begins may get a parameter's gradient of this rank's rows:
-// torch::autograd::grad() gives what it was asked for, and keeps it from the parameter. Inputs alone are none.
-bool ReplicatedGradients::hands_out_gradients() const {
-  const auto* asked_for = torch::autograd::get_current_graph_task_exec_info();
-  if (asked_for == nullptr || asked_for->empty()) return true;  // backward(), maybe within such a pass
-  for (const PlannedParameter& parameter : binding_.parameters()) {
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor);
-    const auto found = asked_for->find(node.get());
-    if (found != asked_for->end() && found->second.captures_ != nullptr) return true;
-  }
-  return false;
-}
-
 void ReplicatedGradients::begin() {
-  hands_out_gradients_ = hands_out_gradients();
   note_failed_forward();
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  reducer_.begin(order, /*frozen_too=*/true);  // of which sums may be here from before
+  reducer_.begin(order, /*frozen_too=*/true);  // own sums of frozen parameters may be pending
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].holds == Holds::kOwnSum && !states_[i].trainable) continue;  // frozen since: a step is refused
-    if (std::exchange(states_[i].holds, Holds::kNothing) != Holds::kOwnSum) continue;
+    if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
+    if (std::exchange(states_[i].grad, GradState::kEmpty) != GradState::kAccumulating) continue;
     const at::Tensor sum = std::exchange(binding_.tensor(i).mutable_grad(), at::Tensor());
     if (sum.defined()) reducer_.add_kept(i, sum);
   }
@@ -316,32 +293,35 @@ void ReplicatedGradients::end() {
     states_[i].awaits_reduction = false;
     if (!reducer_.was_used(i)) continue;
     any_used = states_[i].used = true;
-    if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;
+    if (binding_.tensor(i).grad().defined()) states_[i].grad = GradState::kFinal;
   }
-  any_backward_ = any_backward_ || any_used;  // torch::autograd::grad() for inputs is none that has to use all
-  if (mesh_.world->size() > 1) {
-    if (any_used)
-      owner_of_ ? copies_.note(CopyWatch::Since::kOwnersAverage) : copies_.forget();
-    else if (hands_out_gradients_)
-      copies_.note(CopyWatch::Since::kNoGradient);
-  }
-  if (options_.copies_are_equal && mesh_.world->size() > 1) seen_ = ValueSamples::of(binding_.parameters());
-  if (!order_agreed_ && any_used) agree_on_order();
-  if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
+  // torch::autograd::grad() for inputs uses no parameters, and need not use all.
+  flags_.any_backward = flags_.any_backward || any_used;
+  if (!flags_.order_agreed && any_used) agree_on_order();
+  if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
 void ReplicatedGradients::fail() {
-  for (size_t i = 0; i < states_.size(); ++i)
-    if (states_[i].trainable) guard_->put(i, binding_.label(i), binding_.tensor(i));
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (!states_[i].trainable) continue;
+    states_[i].grad = GradState::kLost;
+    placeholder_->put(i, binding_.label(i), binding_.tensor(i));
+  }
+}
+
+// zero_grad() removes the placeholder.
+bool ReplicatedGradients::is_lost(size_t parameter) const {
+  return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
 
 void ReplicatedGradients::abandon() {
   reducer_.abandon();
-  if (failed_reducing()) log_.add("a failed backward");  // on one rank alone, it would be a step behind from then on
-  for (ParameterState& state : states_) state.holds = Holds::kNothing;
+  if (failed_reducing()) log_.add("a failed backward");  // a rank that fails alone would stay one step behind
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (!is_lost(i)) states_[i].grad = GradState::kEmpty;
 }
 
-// From now on buckets are made for the order in which rank 0 saw the gradients come.
+// Plans buckets again, for the order in which gradients arrived on rank 0.
 void ReplicatedGradients::agree_on_order() {
   std::vector<size_t> order = reducer_.arrivals();
   std::vector<bool> came(states_.size(), false);
@@ -356,38 +336,14 @@ void ReplicatedGradients::agree_on_order() {
   numbers = mesh_.world->to_host(numbers, "the order of gradients");
   std::copy_n(numbers.const_data_ptr<int64_t>(), order.size(), order.begin());
   plan(order);
-  order_agreed_ = true;
+  flags_.order_agreed = true;
 }
 
-// ---- what wrappers ask for ----------------------------------------------------------------------
+// ---- calls of the wrappers ------------------------------------------------------------------------
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < states_.size(); ++i) {
-    const ParameterState& state = states_[i];
-    if (state.holds != Holds::kOwnSum || !state.divisor_of_average || *state.divisor_of_average == divisor ||
-        !binding_.tensor(i).grad().defined() || (state.has_average.defined() && !state.has_average.item<bool>()))
-      continue;
-    throw std::logic_error("what gradients are divided by would become " + std::to_string(divisor) + ", but was " +
-                           std::to_string(*state.divisor_of_average) + " when backward under no_sync() added to the " +
-                           "average that is the gradient of " + binding_.label(i) +
-                           ": set it before that backward, or clear the gradients");
-  }
   reducer_.set_divisor(divisor);
-}
-
-void ReplicatedGradients::hear(StepEvent event) {
-  switch (event) {
-    case StepEvent::kWantsNorm:
-      return require_averages_to_clip();
-    case StepEvent::kBegins:
-      require_averages();
-      copies_.step_begins();
-      seen_ = {};  // such an optimizer compares steps itself, and owners may have other bits than copies
-      return;
-    case StepEvent::kEnds:  // on a device each forward would have to ask
-      if (mesh_.world->device().is_cpu()) copies_.step_ends();
-  }
 }
 
 void ReplicatedGradients::require_averages() const {
@@ -397,21 +353,14 @@ void ReplicatedGradients::require_averages() const {
   if (is_running()) throw std::logic_error("a step on rank " + rank + " inside a backward pass");
   for (size_t i = 0; i < states_.size(); ++i) {
     const at::Tensor& tensor = binding_.tensor(i);
-    if (guard_->is_in(i, tensor))
+    if (is_lost(i))
       throw std::logic_error("a step on rank " + rank +
-                             " after a backward pass that failed: " + GradientGuard::lost(binding_.label(i)));
-    if (states_[i].holds == Holds::kOwnSum && tensor.grad().defined())
+                             " after a backward pass that failed: " + GradPlaceholder::lost(binding_.label(i)));
+    if (states_[i].grad == GradState::kAccumulating && tensor.grad().defined())
       throw std::logic_error("a step on rank " + rank + " while the gradient of " + binding_.label(i) +
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "
                              "outside it");
   }
-  copies_.require_no_gradient_by_hand();
-}
-
-void ReplicatedGradients::require_averages_to_clip() {
-  require_averages();
-  std::lock_guard lock(mutex_);
-  copies_.gradients_are_scaled();
 }
 
 void ReplicatedGradients::report(MemoryReport& report) const {

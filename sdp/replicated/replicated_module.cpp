@@ -55,10 +55,10 @@ void ReplicatedModule::begin_forward() {
 void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
   if (Trace::active() != nullptr) trace_passes(outputs);
   gradients_->end_forward(outputs);
-  if (!c10::GradMode::is_enabled()) comm_->settle("forward()");
+  if (!c10::GradMode::is_enabled()) comm_->throw_if_aborted("forward()");
 }
 
-// ---- what users ask for -------------------------------------------------------------------------
+// ---- calls of the user ---------------------------------------------------------------------------
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() const {
   return defined_buffers(*module_);
@@ -72,7 +72,7 @@ void ReplicatedModule::broadcast_buffers() {
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
   at::NoGradGuard no_grad;
-  comm_->settle("full_state_dict");                     // of the last step's gradients, or parameters
+  comm_->throw_if_aborted("full_state_dict");           // throws if the last step's exchange was aborted
   std::map<const c10::TensorImpl*, at::Tensor> copies;  // tied parameters stay one tensor
   torch::OrderedDict<std::string, at::Tensor> state;
   for (const auto& parameter : module_->named_parameters()) {
@@ -104,7 +104,8 @@ MemoryReport ReplicatedModule::memory() const {
   MemoryReport report;
   for (const PlannedParameter& parameter : parameters_) {
     report.shard_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
-    if (const at::Tensor gradient = parameter.tensor.grad(); gradient.defined() && !is_paged(gradient))  // a guard is
+    if (const at::Tensor gradient = parameter.tensor.grad();
+        gradient.defined() && !is_paged(gradient))  // a placeholder is
       report.grad_bytes += static_cast<int64_t>(gradient.nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;
@@ -123,7 +124,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
     if (!output.requires_grad()) continue;
     output.register_hook([begun](const at::Tensor&) {
       if (std::exchange(*begun, true)) return;
-      // What others have queued for the end of backward belongs to it: so this queues up once more, last.
+      // Callbacks that other code has queued are part of backward, so this one queues itself again, as the last.
       auto& engine = torch::autograd::Engine::get_default_engine();
       engine.queue_callback([&engine, since = Trace::Clock::now()] {
         engine.queue_callback(

@@ -124,7 +124,7 @@ struct NormTensors {
   at::Tensor running_mean, running_var;  // the same
 };
 
-// In training: with the statistics of all ranks, which `momentum` of goes into the running ones.
+// In training: uses the statistics of all ranks, and updates the running ones with `momentum`.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
   Statistics statistics;
@@ -166,8 +166,8 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 
 namespace {
 
-// What a BatchNorm has where it had its running mean (its weight, if it keeps no statistics): with it, at::batch_norm,
-// which the module's own forward() calls, takes the statistics of all ranks.
+// Replaces a BatchNorm's running mean (its weight, if it keeps no statistics). With it at::batch_norm, which the
+// module's own forward() calls, uses the statistics of all ranks.
 class SyncedBatchNorm : public StandIn {
  public:
   SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, NormTensors tensors,
@@ -185,14 +185,14 @@ class SyncedBatchNorm : public StandIn {
 
  private:
   const std::weak_ptr<torch::nn::Module> owner_;
-  const at::Tensor stands_for_;  // what is registered
+  const at::Tensor stands_for_;  // the registered tensor
   const NormTensors tensors_;
   const std::shared_ptr<Communicator> group_;
 };
 
 using Visit = std::function<void(const std::string& name, torch::nn::Module&)>;
 
-// Every module once.
+// Each module once.
 void for_each_module(torch::nn::Module& root, const Visit& visit) {
   std::unordered_set<const torch::nn::Module*> seen;
   auto walk = [&](auto& self, torch::nn::Module& module, const std::string& name) -> void {
@@ -212,7 +212,7 @@ void with_batch_norm(torch::nn::Module& module, Act act) {
   if (auto* norm = dynamic_cast<torch::nn::BatchNorm3dImpl*>(&module)) act(*norm);
 }
 
-// What is to be stood for, undefined if there is nothing.
+// The tensor to replace; undefined if there is none.
 template <class Norm>
 at::Tensor& anchor_of(Norm& norm) {
   return norm.running_mean.defined() ? norm.running_mean : norm.weight;

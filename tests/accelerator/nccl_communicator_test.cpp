@@ -12,7 +12,7 @@
 #include <set>
 #include <thread>
 
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/watchdog/watchdog.h"
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::nccl_communicator_test {
@@ -69,7 +69,7 @@ TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
     if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     comm->all_reduce(x, ReduceOp::kSum, "x").wait();
     EXPECT_LT(comm->traffic().wait_s - before, 0.1) << "it went on";
-    comm->settle("x");
+    comm->throw_if_aborted("x");
     if (comm->rank() == 0) {
       EXPECT_GT(comm->traffic().wait_s - before, 0.2);
     }
@@ -227,7 +227,7 @@ std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, Remot
     c10::intrusive_ptr<c10d::Store> own = store;
     if (cut.contains(rank)) own = c10::make_intrusive<RemoteStore>(store, shared);
     auto comm = make_nccl_communicator(accelerator::device_groups(), own, rank, 3, device,
-                                       {.timeout = seconds(60), .beat_every = StallWatch::kLookEvery});
+                                       {.timeout = seconds(60), .beat_every = Watchdog::kLookEvery});
     at::Tensor x = ones(*comm);
     comm->all_reduce(x).wait();
     x.cpu();
@@ -401,7 +401,7 @@ TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
        [&](Fsdp& fsdp, const auto&) { fsdp.visit_full_state([&](const auto&, const at::Tensor& t) { give(t); }); }},
       {"summon_full_params",
        [&](Fsdp& fsdp, const auto&) {
-         const Scope scope = fsdp.summon_full_params();
+         const ScopeExit scope = fsdp.summon_full_params();
          give(fsdp.module()->parameters()[0]);
        }},
       {"forward",
@@ -476,7 +476,10 @@ TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
 TEST(NcclCommunicator, RegisteredMemoryIsNcclsAlone) {
   InitOptions options;
   options.registered_memory = true;
-  expect_contains(error_of<std::invalid_argument>([&] { run_ranks(1, [](auto) {}, options); }),
+  expect_contains(error_of<std::invalid_argument>([&] {
+                    run_ranks(
+                        1, [](auto) {}, options);
+                  }),
                   "InitOptions::registered_memory is NCCL's");
 }
 

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <mutex>
 
 #include "tests/accelerator/simulated_training.h"
 
@@ -89,91 +88,6 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
       expect_no_wait(cost_of_a_step(ddp, optimizer, *comm, true));
     }
   });
-}
-
-// libtorch's SGD writes without bumping versions. Takes steps of a DDP model, on ranks with equal or different data,
-// each after the backward that `backward` runs.
-struct SgdLoop {
-  torch::nn::Sequential net;
-  DistributedDataParallel<torch::nn::Sequential> ddp;
-  torch::optim::SGD optimizer;
-  at::Tensor x;
-  SgdLoop(const std::shared_ptr<Communicator>& comm, bool same_data)
-      : net(chain(2)),
-        ddp((net->to(comm->device()), net), comm),
-        optimizer(net->parameters(), 0.1),
-        x(torch::full({4, kFeatures}, same_data ? 1.0 : 1.0 + comm->rank(), comm->device())) {}
-  void backward() {
-    ddp.zero_grad();
-    ddp(x).tanh().sum().backward();
-  }
-  void backward_alone() {
-    const Scope alone = ddp.no_sync();
-    backward();
-  }
-};
-
-// Returns the errors of two ranks, with the device some steps behind.
-template <class Step>
-std::vector<std::string> errors_of_steps(Step step) {
-  std::mutex mutex;
-  std::vector<std::string> errors;
-  error_of<std::exception>([&] {
-    accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
-      SgdLoop loop(comm, /*same_data=*/false);
-      try {
-        for (int i = 0; i < 20; ++i) step(loop, comm->rank(), i);
-      } catch (const std::exception& error) {
-        std::lock_guard lock(mutex);
-        errors.emplace_back(error.what());
-        throw;
-      }
-    });
-  });
-  return errors;
-}
-
-TEST(AcceleratorStep, AStepOfSgdAfterOwnSumsIsRefused) {
-  const Simulation simulation;
-  const auto errors = errors_of_steps([](SgdLoop& loop, int, int) {
-    loop.backward_alone();
-    loop.optimizer.step();
-  });
-  ASSERT_FALSE(errors.empty());
-  expect_contains(errors[0], "parameter '0.weight' on rank ");
-  expect_contains(errors[0],
-                  " has other values on rank 0 than on rank 1: it was changed after a backward under no_sync()");
-  EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
-}
-
-TEST(AcceleratorStep, AStepOfSgdThatOneRankLeavesOutIsRefused) {
-  const Simulation simulation;
-  const auto errors = errors_of_steps([](SgdLoop& loop, int rank, int i) {
-    loop.backward();
-    if (rank == 0 || i != 2) loop.optimizer.step();
-  });
-  ASSERT_FALSE(errors.empty());
-  expect_contains(errors[0], "the ranks disagree about what was gathered and reduced since the last backward");
-  EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
-}
-
-// The checks for both do not block the host, and find nothing if ranks agree.
-TEST(AcceleratorStep, LookingForStepsOfSgdDoesNotStopTheHost) {
-  const Simulation simulation;
-  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
-    for (const bool alone : {true, false}) {
-      SgdLoop loop(comm, /*same_data=*/alone);
-      int64_t before = 0;
-      for (int i = 0; i < 5; ++i) {
-        if (i == 2) before = Simulation::counts(comm->rank()).host_waits;
-        loop.backward_alone();
-        if (!alone) loop.ddp(loop.x).sum().backward();
-        loop.optimizer.step();
-      }
-      EXPECT_EQ(Simulation::counts(comm->rank()).host_waits, before) << (alone ? "own sums" : "averages");
-    }
-  });
-  EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
 // Streams wait for the copies of shards, and the host once for each gradient.
@@ -342,8 +256,9 @@ TEST(AcceleratorStep, AGradientThatIsChangedInPlaceAfterItCameIsRefused) {
     net->to(comm->device());
     DistributedDataParallel ddp(net, comm);
     net->b->weight.register_hook([&](const at::Tensor& gradient) -> void { net->kept = gradient; });
-    const std::string error =
-        error_of<std::logic_error>([&] { ddp(torch::ones({2, 4}, comm->device())).sum().backward(); });
+    const std::string error = error_of<std::logic_error>([&] {
+      ddp(torch::ones({2, 4}, comm->device())).sum().backward();
+    });
     expect_contains(error, "the gradient of parameter 'b.weight' on rank " + std::to_string(comm->rank()) +
                                " was changed in place");
   });

@@ -394,7 +394,7 @@ TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
   run_ranks(2,
             [](std::shared_ptr<Communicator> comm) {
               if (comm->rank() == 1) {
-                const Notes notes(*comm, "save/1");
+                const StoreMailbox notes(*comm, "save/1");
                 notes.leave("outcome/1", Outcome{.error = "mine"}.to_text());
                 notes.add("failed", 1);
                 notes.add("written/0", 1);

@@ -1,4 +1,4 @@
-// Clocks that are compared through the group's store, with ranks as threads whose clocks are set wrong.
+// Compares clocks through the group's store. Ranks are threads with clocks of different offsets.
 #include "core/launch/clock_exchange.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ std::vector<Trace::Run> agree(const std::vector<std::string>& clocks, const std:
   return runs;
 }
 
-// Rank 0 is not traced, so rank 1 is what the others go by; "b" and "c" are other hosts, two ranks on "b".
+// Rank 0 is not traced, so rank 1 is the reference; "b" and "c" are other hosts, with two ranks on "b".
 TEST(ClockExchange, FindsWhatToAddWithinItsBound) {
   constexpr int64_t kSecond = 1'000'000'000;
   const auto runs =
@@ -41,7 +41,7 @@ TEST(ClockExchange, FindsWhatToAddWithinItsBound) {
   for (const size_t rank : {2, 4}) {
     const int64_t expected = rank == 2 ? -3 * kSecond : 3'004 * kSecond;
     EXPECT_GT(runs[rank].error_ns, 0);
-    EXPECT_LT(runs[rank].error_ns, 10 * kSecond);  // a thread of a busy machine can be late
+    EXPECT_LT(runs[rank].error_ns, 10 * kSecond);  // a thread can be late on a busy machine
     EXPECT_LE(std::llabs(runs[rank].offset_ns - expected), runs[rank].error_ns) << "rank " << rank;
   }
   EXPECT_EQ(runs[5].offset_ns, runs[2].offset_ns) << "ranks of a host share a clock";

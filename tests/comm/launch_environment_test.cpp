@@ -22,7 +22,7 @@ LaunchEnvironment parse(const Environment& variables) {
   });
 }
 
-// The error's text; fails the test if there is none.
+// Returns the error's text; fails the test if there is no error.
 std::string error_of(const Environment& variables) {
   try {
     const auto environment = parse(variables);
@@ -210,7 +210,7 @@ TEST(LaunchEnvironment, SlurmUnevenNodes) {
 }
 
 TEST(LaunchEnvironment, SlurmBatchScriptAndShellAreAWorldOfOne) {
-  // sbatch's script is process 0 of the job's batch step; nobody started tasks.
+  // sbatch's script is process 0 of the job's batch step; no task was started.
   const Environment script = {{"SLURM_PROCID", "0"},
                               {"SLURM_LOCALID", "0"},
                               {"SLURM_NTASKS", "8"},
@@ -301,7 +301,7 @@ TEST(LaunchEnvironment, TorchrunUnderAnotherLauncherWins) {
 TEST(LaunchEnvironment, TheSameGroupTwiceIsFine) {
   const auto environment = parse(with(kSlurm, kTorchrun));
   EXPECT_EQ(environment.launcher, "torchrun");
-  // Scripts export one of the two for other programs' sake.
+  // Scripts export one of the two for other programs.
   EXPECT_EQ(parse(with(kSlurm, {{"WORLD_SIZE", "8"}})).launcher, "Slurm");
   EXPECT_EQ(parse(with(kOpenMpi, {{"RANK", "2"}})).launcher, "Open MPI");
 }

@@ -1,24 +1,23 @@
-// A program as a user launches it, for launch_test.cpp: joins its group, adds up the ranks, and
-// then ends in the way that its arguments ask for.
+// The program that launch_test.cpp launches: joins its group, adds up the ranks, and then ends as its arguments say.
 //
 //   launch_program [--spawn N] [--timeout-ms N] [MODE [RANK]]
 //
-// MODE, of rank RANK (0 if not given) or of all ("ok"):
-//   ok      ends well              exit    ends with code 3
-//   throw   an uncaught exception  kill    kills itself with SIGKILL
-//   hang    never ends             stubborn  never ends, and ignores SIGTERM and SIGINT
-//   reaped  as exit; in the process that starts the ranks a thread reaps every child, or, if RANK is 1, the system
-//   stop    stops (SIGSTOP) while large messages are under way; cut: kills itself then
-//   split   stops, as does stop, while groups are made one after the other
-//   connect kills itself while the others connect, for which their first all-reduce of gloo's own waits
-//   fork    has a child (fork) that uses its group, aborts it and lets go of it; then all go on
-//   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
-//   late    as throw, while the last rank has something else to do for two seconds
-//   linger  all end well, the others three seconds later
-//   leave   ends well while the others go on, the last rank as late
-//   absent  ends well before it joins the others
-//   torn    ends in the middle of a large message, which it cannot read to its end
-// The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
+// MODE applies to rank RANK (0 by default), or to all ("ok"):
+//   ok       ends without error      exit      ends with code 3
+//   throw    an uncaught exception   kill      kills itself with SIGKILL
+//   hang     never ends              stubborn  never ends, and ignores SIGTERM and SIGINT
+//   reaped   as exit; in the starting process a thread reaps every child, or, if RANK is 1, the system does
+//   stop     stops (SIGSTOP) while large messages are in flight; cut: kills itself then
+//   split    stops while groups are made one after the other
+//   connect  kills itself while the others connect for their first all-reduce by gloo's algorithm
+//   fork     has a child (fork) that uses its group, aborts it and destroys it; then all continue
+//   beats    kills itself while the others are in a wait that no transport ends: the heartbeats of a Watchdog end it
+//   late     as throw, while the last rank is busy for two seconds
+//   linger   all end without error, the others three seconds later
+//   leave    ends without error while the others continue, the last rank as late
+//   absent   ends without error before it joins the others
+//   torn     ends during a large message, which it cannot read to the end
+// The other ranks continue with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -41,8 +40,8 @@
 #include <tessera/launch.h>
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/gloo/reduction_pipeline.h"
-#include "core/comm/notes.h"
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/store_mailbox.h"
+#include "core/comm/watchdog/watchdog.h"
 
 namespace {
 
@@ -72,7 +71,7 @@ Arguments parse(int argc, char** argv) {
 }
 
 void say(const std::string& line) {
-  // One write, so that lines of several ranks do not mix.
+  // One write, so that lines of several ranks do not interleave.
   const auto text = line + "\n";
   if (::write(STDOUT_FILENO, text.data(), text.size()) < 0) std::abort();
 }
@@ -98,7 +97,7 @@ void end_badly(const std::string& mode) {
 
 constexpr int64_t kLargeNumel = int64_t{4} << 20;
 
-// The first chunk is readable for its first half: gloo's thread throws there.
+// Only the first half of the first chunk is readable: gloo's thread throws there.
 at::Tensor torn() {
   void* memory =
       ::mmap(nullptr, kLargeNumel * sizeof(float), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -125,14 +124,14 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
   std::_Exit(0);
 }
 
-// As a kernel of NCCL's, for which this thread waits.
+// Waits as for a kernel of NCCL.
 [[noreturn]] void wait_by_beats(tessera::Communicator& comm, bool dies) {
   std::promise<void> cut;
   std::once_flag once;
   const auto store = dynamic_cast<tessera::internal::HasStore&>(comm).store();
-  tessera::internal::StallWatch watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
-                                      {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
-                                      {.beat_every = tessera::internal::StallWatch::kLookEvery});
+  tessera::internal::Watchdog watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
+                                    {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
+                                    {.beat_every = tessera::internal::Watchdog::kLookEvery});
   watch.started(0, "a kernel");
   watch.begin_wait();
   if (dies) std::this_thread::sleep_for(std::chrono::seconds(2));
@@ -141,7 +140,7 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
   const std::string reason = watch.explanation();
   say("cut: " + reason);
   watch.publish_failure(reason);
-  std::this_thread::sleep_for(std::chrono::seconds(2));  // the store may be here
+  std::this_thread::sleep_for(std::chrono::seconds(2));  // the store may be in this process
   std::_Exit(4);
 }
 
@@ -149,7 +148,7 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
 
 int main(int argc, char** argv) {
   const auto arguments = parse(argc, argv);
-  if (arguments.mode == "reaped") {  // by others
+  if (arguments.mode == "reaped") {  // by another thread or the system
     if (arguments.rank == 1) ::signal(SIGCHLD, SIG_IGN);
     std::thread([] {
       for (;;)

@@ -1,4 +1,4 @@
-// Launchers for real: processes that meet, and processes that die.
+// Runs real launchers: processes that meet, and processes that die.
 
 #include <arpa/inet.h>
 #include <c10/util/StringUtil.h>
@@ -40,8 +40,7 @@ const std::string kProgram = testing_support::built(LAUNCH_PROGRAM);
 constexpr int kCommError = 20;  // launch_program's exit codes for an error of init()
 constexpr int kInvalidArgument = 21;
 
-// Below the ports that the kernel gives to whoever connects or binds to none: those may belong to another test
-// before the one who asked listens there.
+// Ports below those that the kernel assigns, which another test may get before this one listens.
 std::string free_port() {
   static std::mt19937 random{static_cast<uint32_t>(::getpid())};
   std::uniform_int_distribution<int> ports(10000, 32767);
@@ -77,7 +76,7 @@ std::vector<pid_t> rank_pids(const std::string& output) {
   return pids;
 }
 
-// Whether all ranks that have printed their pid are gone soon. A zombie has ended.
+// Whether all ranks that have printed their pid end soon. A zombie has ended.
 ::testing::AssertionResult all_gone(const std::string& output, size_t ranks) {
   const auto pids = rank_pids(output);
   if (pids.size() != ranks)
@@ -113,7 +112,7 @@ TEST(SpawnLocal, DividesTheCoresUnlessTold) {
   EXPECT_EQ(crowded.printed("threads 1"), 2) << crowded.output();
 }
 
-// A quota of half of the machine's time, as containers have it.
+// A quota of half of the machine's CPU time, as containers have it.
 TEST(SpawnLocal, DividesTheCoresThatAContainerMayUse) {
   if (std::thread::hardware_concurrency() < 2) GTEST_SKIP() << "one core";
   const std::string folder = "/sys/fs/cgroup/cpu/tessera-test-" + std::to_string(::getpid());
@@ -150,8 +149,8 @@ TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
   }
 }
 
-// Rank 0 is who lets the others on, and any other one is missed as well. The clock begins when all programs have begun:
-// until then libtorch is loaded three times, which takes seconds on a machine that has other things to do.
+// Rank 0, which admits the others, or another rank is missing. The clock starts when all programs run: loading libtorch
+// three times takes seconds on a busy machine.
 TEST(SpawnLocal, ARankThatEndsBeforeItJoinsIsNamedAtOnce) {
   for (const char* rank : {"0", "2"}) {
     ChildProcess program({kProgram, "--spawn", "3", "absent", rank});
@@ -285,7 +284,7 @@ TEST(Trace, LeavesWhatIsNoTrace) {
   EXPECT_EQ(text_of(earlier), R"({"displayTimeUnit":"ms","traceEvents":[]})");
 }
 
-// Of each run in the file, by its place there: what its ranks call it.
+// Maps each run's number in the file to its id.
 std::map<int64_t, std::set<std::string>> runs_of(const nlohmann::json& events) {
   std::map<int64_t, std::set<std::string>> runs;
   for (const auto& event : events)
@@ -323,7 +322,7 @@ TEST(Trace, RunsAreAddedAndAKillLeavesWhatWasThere) {
   EXPECT_TRUE(second.starts_with(first)) << second;
   EXPECT_EQ(runs_of(testing_support::trace_events(trace)).size(), 2u);
 
-  std::filesystem::resize_file(trace, second.size() - 7);  // as a kill in the middle of writing leaves it
+  std::filesystem::resize_file(trace, second.size() - 7);  // as after a kill during a write
   EXPECT_THROW(testing_support::trace_events(trace), nlohmann::json::exception);
   run_well();
   const auto events = testing_support::trace_events(trace);
@@ -341,7 +340,7 @@ TEST(Trace, RunsAreAddedAndAKillLeavesWhatWasThere) {
   EXPECT_EQ(ids.size(), 3u);
 }
 
-// A rank of three is not traced: the others must not wait for it.
+// One of three ranks is not traced: the others must not wait for it.
 TEST(Trace, SomeRanksMayBeWithout) {
   const testing_support::TemporaryFolder folder;
   const auto trace = folder.write("trace.json", "");
@@ -358,7 +357,7 @@ TEST(Trace, SomeRanksMayBeWithout) {
   for (const auto& event : events) EXPECT_NE(event["pid"], 0);
 }
 
-// Starts a process per environment and expects all to end well with the sum of the ranks.
+// Starts a process for each environment, and expects that all end with the sum of the ranks.
 void expect_group(const std::vector<ChildProcess::Environment>& environments) {
   Processes processes;
   for (const auto& environment : environments) {
@@ -377,7 +376,7 @@ TEST(Launchers, TorchrunsEnvironment) {
   expect_group({torchrun(2, 3, port), torchrun(1, 3, port), torchrun(0, 3, port)});
 }
 
-// Ranks of kProgram, one thread each for operators.
+// Starts ranks of kProgram with one intra-operator thread each.
 Processes start_ranks(int world, const std::string& peer_memory, const std::vector<std::string>& arguments) {
   const auto port = free_port();
   Processes processes;
@@ -392,7 +391,7 @@ Processes start_ranks(int world, const std::string& peer_memory, const std::vect
   return processes;
 }
 
-// Rank 0 has the store, whose calls then have no end; the others fail by themselves, and by name.
+// Rank 0 serves the store, whose calls then never return; the others must fail with an error that names the rank.
 TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   struct Case {
     int stopped;
@@ -415,7 +414,7 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
     for (size_t rank = 0; rank < 3; ++rank) {
       if (rank == stopped) continue;
       EXPECT_EQ(c.processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(c.processes);
-      // The second to notice may see the first one's end before its own time is up.
+      // The second rank to notice may see the first one's end before its own timeout.
       const std::string output = c.processes[rank]->output();
       const bool made_no_group = contains(output, "could not join the group within 3 s");
       EXPECT_TRUE(contains(output, "timed out after 3 s") || contains(output, "is closed") || made_no_group)
@@ -428,7 +427,7 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   }
 }
 
-// Of its group: it has the memory, the connections, and none of the threads.
+// The child has the memory and the connections of the group, and none of the threads.
 TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
   for (const char* peer_memory : {"0", "1"}) {
     const Processes processes = start_ranks(2, peer_memory, {"--timeout-ms", "5000", "fork", "1"});
@@ -439,8 +438,8 @@ TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
   }
 }
 
-// Rank 0's process has the store, and ends as soon as it can: by an exception of its own, that of an operation that
-// rank 1 has failed, or well. Rank 2 comes to its next operation when that is long over.
+// Rank 0's process serves the store, and ends as soon as it can: by its own exception, by that of an operation that
+// rank 1 has failed, or without error. Rank 2 starts its next operation long after that.
 TEST(Launchers, AllReadWhyAGroupEndsHoweverLate) {
   struct Case {
     const char* mode;
@@ -468,7 +467,7 @@ TEST(Launchers, AllReadWhyAGroupEndsHoweverLate) {
   }
 }
 
-// Where all is well, rank 0's process ends when it is through, and c10d has nothing to complain of elsewhere.
+// Without a failure, rank 0's process ends when it is done, and c10d logs nothing on the other ranks.
 TEST(Launchers, ARunThatEndsWellEndsAtOnce) {
   for (const char* peer_memory : {"0", "1"}) {
     const Processes processes = start_ranks(3, peer_memory, {"linger", "0"});
@@ -490,17 +489,17 @@ void expect_a_kill_ends_the_others(const char* peer_memory, const char* mode, co
   EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
 }
 
-// In the middle of sums that go chunk by chunk.
+// During chunked reductions.
 TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
   expect_a_kill_ends_the_others("0", "cut", "all-reduce of a large tensor");
 }
 
-// What they wait for is no operation of the transport yet.
+// The transport has not started the awaited operation yet.
 TEST(Launchers, ARankThatIsKilledEndsTheOthersConnecting) {
   expect_a_kill_ends_the_others("1", "connect", "all-reduce of a tensor");
 }
 
-// What NCCL's groups rely on, through the store of a launched group: rank 0's process has it.
+// Heartbeats, as NCCL's groups use them, through the store of a launched group in rank 0's process.
 TEST(Launchers, BeatsTellOfARankThatIsKilled) {
   const Processes without_1 = start_ranks(3, "0", {"beats", "1"}), without_0 = start_ranks(3, "0", {"beats", "0"});
   for (const size_t rank : {0, 2}) EXPECT_EQ(without_1[rank]->wait(seconds(30)), 4) << outputs(without_1);
@@ -516,12 +515,12 @@ TEST(Launchers, BeatsTellOfARankThatIsKilled) {
   }
 }
 
-// gloo ends no wait for a message that is half through when its connection ends.
+// gloo does not end the wait for a partly transferred message when its connection closes.
 TEST(Launchers, ARankThatEndsInTheMiddleOfAMessageEndsTheOthersByName) {
   const Processes processes = start_ranks(2, "0", {"torn", "1"});
   EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGABRT) << outputs(processes);
   EXPECT_EQ(processes[0]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
-  // It may find out itself, and say so, that its tensor cannot be read.
+  // The rank may notice itself that its tensor cannot be read.
   const std::string told = processes[0]->output();
   EXPECT_TRUE(contains(told, "the connection to rank 1 is closed") || contains(told, "rank 1 failed")) << told;
 }
@@ -579,7 +578,7 @@ TEST(Launchers, ABatchScriptIsAWorldOfOneAndSaysSo) {
   EXPECT_TRUE(contains(program.output(), "srun did not start it")) << program.output();
 }
 
-// Runs one process to its end and returns what it printed.
+// Runs one process to its end and returns its output.
 std::string run_to_error(const ChildProcess::Environment& environment, int code) {
   ChildProcess program({kProgram, "--timeout-ms", "1500"}, environment);
   EXPECT_EQ(program.wait(seconds(20)), code) << program.output();
@@ -623,7 +622,7 @@ TEST(LaunchErrors, SomebodyListensAndSaysNothing) {
   ::close(fd);
 }
 
-// What is printed must not go to a socket that has got the number of stderr.
+// Output must not be written to a socket that has got the number of stderr.
 TEST(SpawnLocal, RunsWithoutStandardDescriptors) {
   ChildProcess program({"sh", "-c", "exec " + kProgram + " --spawn 2 exit 1 <&- >&- 2>&-"});
   EXPECT_EQ(program.wait(seconds(20)), 3);
@@ -648,7 +647,7 @@ TEST(LaunchErrors, AStrangerIsRefused) {
   stranger["TESSERA_STORE_TOKEN"] = "of another";
   const auto other = run_to_error(stranger, kCommError);
   EXPECT_TRUE(contains(other, "this process has another TESSERA_STORE_TOKEN than rank 0")) << other;
-  ChildProcess one({kProgram}, member);  // in whose place nobody has come
+  ChildProcess one({kProgram}, member);  // no process has taken its place
   EXPECT_EQ(zero.wait(), 0) << zero.output();
   EXPECT_EQ(one.wait(), 0) << one.output();
 }
@@ -677,8 +676,8 @@ TEST(LaunchErrors, TheSameRankTwiceAndOtherWorldSizes) {
   EXPECT_TRUE(contains(larger, "its world size is 4, but 3 on the rank that came first")) << larger;
 }
 
-// Two network namespaces joined by a pair of virtual interfaces: two hosts that cannot reach each
-// other's loopback. Each resolves the name "tessera-first" as Debian does, the first as 127.0.1.1.
+// Two network namespaces, joined by a pair of virtual interfaces, act as two hosts that cannot reach each other's
+// loopback. Each resolves the name "tessera-first" as Debian does; the first resolves it to 127.0.1.1.
 class TwoHosts : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -693,7 +692,7 @@ class TwoHosts : public ::testing::Test {
       ASSERT_TRUE(run("ip -n " + host + " addr add " + address + " dev " + interface));
       ASSERT_TRUE(run("ip -n " + host + " link set " + interface + " up"));
     }
-    // `ip netns exec` lays the files of /etc/netns/<name> over those of /etc.
+    // `ip netns exec` mounts the files of /etc/netns/<name> over those of /etc.
     write_hosts(first_, "127.0.0.1 localhost\n127.0.1.1 tessera-first\n");
     write_hosts(second_, "127.0.0.1 localhost\n10.213.7.1 tessera-first\n");
   }

@@ -46,7 +46,7 @@ constexpr bool kHasThreadSanitizer = true;
 constexpr bool kHasThreadSanitizer = false;
 #endif
 
-// ---- the cache by itself -----------------------------------------------------------------------
+// ---- a cache without libtorch ------------------------------------------------------------------
 
 TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
   tessera::internal::MemoryCache cache;
@@ -67,7 +67,7 @@ TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
 TEST(MemoryCache, TakesNoBlockThatIsMoreThanAnEighthTooLarge) {
   tessera::internal::MemoryCache cache;
   cache.give(cache.take(9 * kMiB));
-  cache.give(cache.take(8 * kMiB - 4096));  // may be where the other was: that is the system's to choose
+  cache.give(cache.take(8 * kMiB - 4096));  // the system may choose the same address again
   EXPECT_EQ(cache.stats().reused, 0);
   EXPECT_EQ(cache.stats().mapped + cache.stats().remade, 2);
 }
@@ -80,7 +80,7 @@ TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
   cache.give(a);
   cache.give(b);
   cache.give(c);
-  void* const d = cache.take(5 * kMiB);  // 19 MiB with all of them, 15.75 allowed
+  void* const d = cache.take(5 * kMiB);  // 19 MiB in all, 15.75 allowed
   EXPECT_EQ(cache.stats().idle_bytes, static_cast<int64_t>(6 * kMiB));
   EXPECT_EQ(cache.take(4 * kMiB), b);
   EXPECT_EQ(cache.take(2 * kMiB), c);
@@ -90,7 +90,7 @@ TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
   EXPECT_EQ(cache.stats().peak_live_bytes, 0);
 }
 
-// What is to go becomes what is asked for: its pages stay, which a mark in each shows.
+// An idle block that is due is resized to the requested block and keeps its pages, as a mark in each page shows.
 TEST(MemoryCache, CutsOrGrowsWhatItWouldUnmap) {
   tessera::internal::MemoryCache cache;
   const auto take_marked = [&](size_t bytes) {
@@ -110,13 +110,13 @@ TEST(MemoryCache, CutsOrGrowsWhatItWouldUnmap) {
   auto* const grown = static_cast<std::byte*>(cache.take(9 * kMiB));
   EXPECT_EQ(reinterpret_cast<uintptr_t>(grown) % (2 * kMiB), 0u);
   EXPECT_EQ(grown[3 * kMiB - 1], std::byte{7});
-  EXPECT_EQ(grown[9 * kMiB - 1], std::byte{0});  // a page of the system's
+  EXPECT_EQ(grown[9 * kMiB - 1], std::byte{0});  // a new page
   std::memset(grown, 1, 9 * kMiB);
   cache.give(grown);
   EXPECT_EQ(cache.stats().mapped, 1);
   EXPECT_EQ(cache.stats().remade, 2);
 
-  // In small pages, at whatever page, until it has to begin at a huge one.
+  // In small pages, at any page, until it must start at a huge page.
   cache.release();
   cache.give(take_marked(kMiB));
   cache.give(cache.take(kMiB * 3 / 2));
@@ -134,7 +134,7 @@ bool is_mapped(void* page) {
   return ::mincore(page, 1, &residency) == 0;
 }
 
-// In huge pages, which are much cheaper for another rank to read; each goes by itself.
+// In huge pages, which other ranks read much faster; each block is unmapped separately.
 TEST(MemoryCache, BlocksBelowAHugePageLieSideBySide) {
   constexpr size_t kBytes = kMiB / 4;
   tessera::internal::MemoryCache cache;
@@ -158,7 +158,7 @@ TEST(MemoryCache, BlocksBelowAHugePageLieSideBySide) {
   for (std::byte* block : blocks) cache.give(block);
   cache.release();
   EXPECT_FALSE(is_mapped(blocks[0]));
-  EXPECT_FALSE(is_mapped(behind));  // where the next would have been
+  EXPECT_FALSE(is_mapped(behind));  // the address of the next block
 }
 
 TEST(MemoryCache, KnowsWhatIsNotItsOwn) {
@@ -176,7 +176,7 @@ TEST(MemoryCache, HasNothingWhereTheSystemHasNothing) {
   EXPECT_EQ(cache.take(size_t{1} << 60), nullptr);
   EXPECT_EQ(cache.take(SIZE_MAX), nullptr);
   EXPECT_EQ(cache.stats().live_bytes, static_cast<int64_t>(kMiB));
-  EXPECT_EQ(cache.stats().peak_live_bytes, static_cast<int64_t>(kMiB));  // or nothing would be unmapped any more
+  EXPECT_EQ(cache.stats().peak_live_bytes, static_cast<int64_t>(kMiB));  // otherwise nothing would be unmapped any more
   cache.give(block);
 }
 
@@ -225,7 +225,7 @@ TEST(MemoryCache, StopsAtItsNumberOfBlocks) {
   EXPECT_EQ(std::count(blocks.begin(), blocks.end(), nullptr), 0);
   EXPECT_EQ(cache.take(1), nullptr);
   for (void* block : blocks) cache.give(block);
-  void* const other = cache.take(kMiB);  // in the place of idle ones
+  void* const other = cache.take(kMiB);  // replaces idle ones
   EXPECT_NE(other, nullptr);
   cache.give(other);
 }
@@ -257,7 +257,7 @@ TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
   EXPECT_EQ(cache.stats().mapped + cache.stats().remade + cache.stats().reused, 2000);
 }
 
-// ---- limits of control groups, under which the system takes what is idle ------------------------
+// ---- limits of control groups, under which the system reclaims idle blocks ----------------------
 
 TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
   const tessera::testing_support::TemporaryFolder folder;
@@ -279,7 +279,7 @@ TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
   EXPECT_EQ(limit->needed_bytes(), 600);
 }
 
-// As Docker shows it: the group's name is the host's, its folder is mounted at the top.
+// As in Docker: the group's name is the host's, and its folder is mounted at the top.
 TEST(ContainerLimits, OfVersion1InAContainer) {
   const tessera::testing_support::TemporaryFolder folder;
   const tessera::internal::ControlGroups groups{
@@ -298,7 +298,7 @@ TEST(ContainerLimits, OfVersion1InAContainer) {
   EXPECT_EQ(tessera::internal::memory_limit(groups)->needed_bytes(), 1000);
 }
 
-// What the system may take of this process's memory, -1 if it does not say.
+// The bytes of this process that the system may reclaim; -1 if unknown.
 int64_t lazily_freed_kib() {
   std::ifstream maps("/proc/self/smaps_rollup");
   for (std::string line; std::getline(maps, line);)
@@ -322,16 +322,16 @@ TEST(MemoryCache, LetsTheSystemTakeWhatIsIdleOnceHalfOfTheLimitIsNeeded) {
   if (before < 0) GTEST_SKIP() << "no LazyFree in /proc/self/smaps_rollup";
   EXPECT_LT(before, 1024);
   folder.write("memory.current", "501");
-  cache.give(second);  // the one that is idle already is told of too
+  cache.give(second);  // also marks the block that is idle already
   EXPECT_GT(lazily_freed_kib(), 67 * 1024);
   folder.write("memory.current", "400");
-  void* const again = use();  // what is used is nobody else's
+  void* const again = use();  // a block in use must not be reclaimed
   EXPECT_LT(lazily_freed_kib(), 35 * 1024);
   cache.give(again);
   EXPECT_EQ(cache.stats().reused, 1);
 }
 
-// Its parent's thread, which looks at what they need, is not there.
+// The parent's thread, which checks the limit, does not exist in the child.
 TEST(MemoryCache, LooksInAForkedChildToo) {
   if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
   const tessera::testing_support::TemporaryFolder folder;
@@ -345,7 +345,7 @@ TEST(MemoryCache, LooksInAForkedChildToo) {
   if (child == 0) {
     use();
     if (lazily_freed_kib() < 0) ::_exit(77);
-    folder.write("memory.current", "501");  // nothing comes or goes from here on
+    folder.write("memory.current", "501");  // no block is allocated or freed from here on
     for (int i = 0; i < 1000; ++i) {
       if (lazily_freed_kib() > 33 * 1024) ::_exit(0);
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -358,7 +358,7 @@ TEST(MemoryCache, LooksInAForkedChildToo) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
 }
 
-// Signals are the program's, whose threads may all have blocked them to wait for them.
+// Signals are for the program, whose threads may all have blocked them to wait for them.
 TEST(MemoryCache, ItsThreadTakesNoSignals) {
   const auto threads_that_take = [](int signal) {
     int count = 0;
@@ -374,11 +374,11 @@ TEST(MemoryCache, ItsThreadTakesNoSignals) {
   tessera::internal::MemoryCache cache(
       tessera::internal::MemoryLimit{1000, folder.write("memory.current", "400"), folder / "memory.stat"});
   cache.give(cache.take(34 * kMiB));
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // glibc's threads begin with all signals blocked
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // glibc's threads start with all signals blocked
   EXPECT_EQ(threads_that_take(SIGUSR1), before);
 }
 
-// In a group of its own, with this limit; nothing where this may not be had.
+// Runs in a control group of its own, with this limit; a no-op if that is not possible.
 class LimitedGroup {
  public:
   explicit LimitedGroup(const std::string& limit) {
@@ -401,8 +401,8 @@ class LimitedGroup {
   std::filesystem::path folder_;
 };
 
-// Runs in a process under a limit of 250 MiB: fills and gives back so many blocks of 10 MiB, which stay idle, and calls
-// `take_other`. Neither may get it killed.
+// Runs in a process with a limit of 250 MiB: fills and frees blocks of 10 MiB, which stay idle, and calls `take_other`.
+// The process must not be killed.
 void expect_lives_under_a_limit(int idle_blocks, const std::function<void()>& take_other) {
   const LimitedGroup group(std::to_string(250 * kMiB));
   const pid_t child = ::fork();
@@ -430,19 +430,19 @@ TEST(MemoryCache, IsNoReasonToBeKilledUnderALimit) {
   });
 }
 
-// What is idle is less than half of the limit, so nobody has told the system of it, and no tensor comes or goes.
+// The idle blocks are less than half of the limit, so they are not marked, and no tensor is allocated or freed.
 TEST(MemoryCache, IsNoReasonToBeKilledByMemoryThatIsNoTensors) {
   if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
   expect_lives_under_a_limit(9, [] {
     static std::vector<std::vector<char>> other;
     for (int i = 0; i < 21; ++i) {
       other.emplace_back(10 * kMiB, 1);
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));  // as one who reads it from a file
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));  // as a program that reads it from a file
     }
   });
 }
 
-// ---- the process's, behind libtorch's tensors; in this order, for PeakMemory's allocator stays ------
+// ---- the cache of the process, in this order, because PeakMemory's allocator stays --------------
 
 TEST(CachedTensors, AreNotMadeWhereTheUserSaysNo) {
   auto* const before = c10::GetCPUAllocator();
@@ -479,7 +479,7 @@ TEST(CachedTensors, UseMemoryAgain) {
   auto tensor = torch::ones({1 << 20});
   const void* const memory = tensor.const_data_ptr();
   EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 4 << 20);
-  tensor.resize_({1 << 21});  // libtorch takes new memory, copies, frees
+  tensor.resize_({1 << 21});  // libtorch allocates, copies and frees
   EXPECT_EQ(tensor.slice(0, 0, 1 << 20).sum().item<double>(), 1 << 20);
   EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 8 << 20);
   const auto next = std::async(std::launch::async, [] { return torch::zeros({1 << 20}); }).get();
@@ -518,11 +518,11 @@ TEST(CachedTensors, OutliveTheCache) {
   EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
 }
 
-// In the middle of whose step it may be.
+// Another rank may be in the middle of a step.
 TEST(CachedTensors, OfOneRankStayWhenAnotherReleasesItsOwn) {
   if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
   tessera::run_ranks(2, [](const auto& comm) {
-    const int64_t numel = (3 + comm->rank()) << 18;  // neither's block is of the other's size
+    const int64_t numel = (3 + comm->rank()) << 18;  // neither block has the other's size
     at::Tensor tensor = torch::empty({numel});
     const void* const memory = tensor.const_data_ptr();
     comm->barrier();
@@ -569,7 +569,7 @@ TEST(CachedTensors, AreMadeInAForkedChildToo) {
   for (int i = 0; i < 30; ++i) {
     const pid_t child = ::fork();
     if (child == 0) {
-      // Filling would be OpenMP's work, whose threads are not in the child.
+      // Filling uses OpenMP, whose threads do not exist in the child.
       at::globalContext().setDeterministicFillUninitializedMemory(false);
       for (int n = 0; n < 3; ++n) torch::empty({1 << 17});
       ::_exit(counts.peak_bytes() > 0 ? 0 : 1);
@@ -580,7 +580,7 @@ TEST(CachedTensors, AreMadeInAForkedChildToo) {
     if (status == -1) {
       ::kill(child, SIGKILL);
       ::waitpid(child, nullptr, 0);
-      break;  // it hangs, and so would others
+      break;  // the child hangs, and so would others
     }
     well += WIFEXITED(status) && WEXITSTATUS(status) == 0;
   }
@@ -603,7 +603,7 @@ TEST(CachedTensors, FailAsLibtorchsOwnDo) {
 
 TEST(CachedTensors, AreCountedByPeakMemory) {
   if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
-  c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());  // as if PeakMemory came before init()
+  c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());  // as if PeakMemory were made before init()
   tessera::PeakMemory memory;
   const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
   const ProcessEffects caches{tessera::ProcessSetup{}};
@@ -620,7 +620,7 @@ TEST(CachedTensors, CountsWhatKernelsAllocateWithoutATensor) {
   EXPECT_EQ(memory.current_bytes(), before + 1000);
   std::thread([&] { allocator->raw_deallocate(raw); }).join();
   EXPECT_EQ(memory.current_bytes(), before);
-  std::thread([&] { raw = allocator->raw_allocate(1000); }).join();  // which nobody counts
+  std::thread([&] { raw = allocator->raw_allocate(1000); }).join();  // an uncounted thread
   allocator->raw_deallocate(raw);
   EXPECT_EQ(memory.current_bytes(), before);
 }

@@ -15,7 +15,7 @@
 namespace tessera::testing_support {
 using namespace internal;
 
-// Ranks as processes, forked from this one; gives what they exited with, 128 + signal where one ended them.
+// Runs ranks as forked processes. Returns their exit codes, 128 + signal for a killed one.
 inline std::vector<int> on_processes(int world,
                                      const std::function<int(c10::intrusive_ptr<c10d::Store>, int rank)>& body) {
   const TemporaryFolder folder;
@@ -33,7 +33,7 @@ inline std::vector<int> on_processes(int world,
     }
     children.push_back(child);
   }
-  // Reaped in order, so a later one that dies is a zombie for a while: its process id is still there.
+  // Reaps in order, so a later process that dies stays a zombie, and its process id exists.
   std::vector<int> codes;
   for (const pid_t child : children) {
     int status = 0;

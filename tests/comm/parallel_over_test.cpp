@@ -18,7 +18,7 @@ namespace tessera::parallel_over_test {
 using namespace internal;
 namespace {
 
-// Number of threads that took part, each element having been visited once.
+// Returns the number of threads that took part, and checks that each element is visited once.
 size_t threads_of(int64_t count, int64_t grain, int threads) {
   std::vector<int> visits(count, 0);
   std::mutex mutex;
@@ -44,11 +44,11 @@ TEST(ParallelOver, TakesAsManyThreadsAsTheCallerMay) {
   EXPECT_EQ(threads_of(100, 1, 2), kTwo);
   EXPECT_EQ(threads_of(100, 1, 3), kThree);
   EXPECT_EQ(threads_of(100, 1, 1), 1U);
-  EXPECT_EQ(threads_of(100, 100, 3), 1U);  // too little for two
+  EXPECT_EQ(threads_of(100, 100, 3), 1U);  // too few for two threads
   EXPECT_EQ(threads_of(0, 1, 2), 0U);
 }
 
-// Of a step of HostAdamW and of the norm of a gradient, which are parts of equal size on however many threads.
+// A step of HostAdamW, and the norm of a gradient, which is split into equal parts for any number of threads.
 TEST(ParallelOver, ThreadsDoNotChangeABit) {
   const auto step_on = [](int threads) {
     std::pair<at::Tensor, double> result;

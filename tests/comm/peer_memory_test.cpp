@@ -1,4 +1,4 @@
-// Messages from memory to memory: between threads, and between processes that may die.
+// Messages between memories of threads, and of processes that may die.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -33,8 +33,8 @@ using Outcome = PeerMemory::Outcome;
 
 constexpr int64_t kLargeNumel = PeerMemory::kAtOnceBytes / sizeof(float) + 1;
 
-// The body on both of two ranks, threads of this process: without others for operators, which processes that are forked
-// later would take for theirs.
+// Runs the body on two ranks that are threads of this process. Uses no intra-operator threads, which forked processes
+// would miss later.
 void on_two_threads(const std::function<void(PeerMemory&, int rank)>& body, std::chrono::milliseconds timeout = 20s) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto rank_main = [&](int rank) {
@@ -56,7 +56,7 @@ void meet(c10d::Store& store, const std::string& where) {
 void put(c10d::Store& store, const std::string& key, const std::string& text = "yes") { store.set(key, text); }
 std::string read(c10d::Store& store, const std::string& key) { return store.get_to_str(key); }
 
-// Counts the values that a rank reads in the store.
+// Counts the values that a rank reads from the store.
 class CountingStore : public c10d::PrefixStore {
  public:
   explicit CountingStore(c10::intrusive_ptr<c10d::Store> store) : PrefixStore("counted", std::move(store)) {}
@@ -71,7 +71,7 @@ class CountingStore : public c10d::PrefixStore {
   size_t reads = 0;
 };
 
-// Two hosts, as it were: of one rank takes part, of the other three.
+// Simulates two hosts: one rank of the first takes part, and three of the second.
 TEST(PeerMemory, ARankReadsOfItsOwnHostAlone) {
   constexpr int kRanks = 12, kShared = 3;
   const auto shared = c10::make_intrusive<c10d::HashStore>();
@@ -115,9 +115,9 @@ TEST(PeerMemory, TagsMeetInAnyOrderWhoeverComesFirst) {
   });
 }
 
-// ---- who copies -----------------------------------------------------------------------------------
+// ---- the copying rank ----------------------------------------------------------------------------
 
-// Either rank's two messages of a tag.
+// Each rank has two messages with one tag.
 struct Exchange {
   Exchange(PeerMemory& memory, uint64_t tag, int64_t numel)
       : own(torch::full({numel}, 1.0f + memory.rank())), theirs(torch::zeros({numel})) {
@@ -165,7 +165,7 @@ TEST(PeerMemoryCopies, WhoComesSecondToASmallMessageCopiesAtOnce) {
   });
 }
 
-// What a rank receives takes it long enough for the other one to begin, now or in another round.
+// Receiving takes a rank so long that the other one can begin, now or in another round.
 TEST(PeerMemoryCopies, OfTwoThatWaitEachCopies) {
   constexpr int kRounds = 10;
   c10d::HashStore store;
@@ -189,7 +189,7 @@ TEST(PeerMemoryCopies, OfTwoThatWaitEachCopies) {
   EXPECT_TRUE(is_seen);
 }
 
-// So that of two that wait neither takes the other one's half. Here what it sends goes nowhere.
+// Of two waiting ranks neither takes the other's half. In this test the sent data is not received.
 TEST(PeerMemoryCopies, WhatIsReceivedComesFirst) {
   c10d::HashStore store;
   on_two_threads([&](PeerMemory& memory, int rank) {
@@ -208,7 +208,7 @@ TEST(PeerMemoryCopies, WhatIsReceivedComesFirst) {
   });
 }
 
-// It sleeps for what it receives, and gives meanwhile what it sends under another tag of the same operation.
+// It sleeps until its receive completes, and meanwhile sends under another tag of the same operation.
 TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsOperationIsMatchedMeanwhile) {
   constexpr uint64_t kReceived = uint64_t{5} << 32 | 7, kSent = uint64_t{5} << 32 | 9, kLater = uint64_t{6} << 32 | 9;
   c10d::HashStore store;
@@ -246,7 +246,7 @@ TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsOperationIsMatchedMeanwhile) {
   });
 }
 
-// Neither waits for any of them: who finds no room copies.
+// Neither waits for any message: a rank that finds no room copies.
 TEST(PeerMemoryCopies, BothRanksMayBeAThousandMessagesAhead) {
   constexpr int kMessages = SharedBoard::Channel::kSlots + 100;
   on_two_threads([&](PeerMemory& memory, int rank) {
@@ -284,7 +284,7 @@ TEST(PeerMemoryCopies, NobodyCopiesWhatBothHadAnnouncedWhenOneLeft) {
       });
 }
 
-// What stands on the board leads to memory that a rank has announced, for what it has announced it, or nowhere.
+// Numbers on the board lead only to memory that a rank has announced, for the announced access.
 TEST(PeerMemory, NothingOnTheBoardIsFollowedAsAnAddress) {
   c10d::HashStore store;
   const at::Tensor secret = torch::full({8}, 7.0);
@@ -449,7 +449,7 @@ TEST(PeerMemoryProcesses, ReachEachOtherHere) {
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
-// No store, no launcher and no parent tells the other: rank 1 is a zombie until rank 0 has ended.
+// Neither store, launcher nor parent reports the death: rank 1 is a zombie until rank 0 has ended.
 TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
   const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
     auto comm = make_gloo_communicator(std::move(store), rank, 2, {"127.0.0.1", 60s});
@@ -469,9 +469,9 @@ TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
   EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL}));
 }
 
-// Its number is soon another's, who here has a copy even of what lies in its memory.
+// Its process id is reused at once, by a process that even has a copy of its memory.
 TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
-  on_two_threads([](PeerMemory&, int) {});  // what a process is told apart by is chosen, and copied by fork
+  on_two_threads([](PeerMemory&, int) {});  // makes the process's random number, which fork then copies
   constexpr int kNoSuchNumber = 77;
   const auto codes = on_processes(1, [](const c10::intrusive_ptr<c10d::Store>&, int) {
     const testing_support::TemporaryFolder folder;
@@ -512,7 +512,7 @@ TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
   EXPECT_EQ(codes[0], static_cast<int>(Outcome::kPeerDied));
 }
 
-// This thread ends or stops (SIGKILL, SIGSTOP) the process when it is about to write into another one's memory.
+// This thread kills or stops (SIGKILL, SIGSTOP) the process when it is about to write into another process's memory.
 void end_instead_of_writing(int signal) {
   static int ends;
   ends = signal;
@@ -530,7 +530,7 @@ void end_instead_of_writing(int signal) {
     throw std::runtime_error("no seccomp here");
 }
 
-// What /proc says a process does: 'T' where it is stopped, 'Z' where it has ended.
+// The state of a process in /proc: 'T' if stopped, 'Z' if ended.
 char state_of(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
@@ -577,7 +577,7 @@ TEST(PeerMemoryProcesses, ARankThatStopsOrDiesWhileItCopiesEndsTheOthersInTime) 
       }
       comm.reset();
       if (std::chrono::steady_clock::now() - began > 6s) code = 4;
-      // When it is continued it goes on to write there: nothing else may ever be in that place.
+      // When it continues, it still writes to that address, which must never be reused.
       for (int i = 0; i < 4 && code == 0 && signal == SIGSTOP; ++i)
         if (torch::empty({2 * kNumel}).const_data_ptr() == address) code = 5;
       ::kill(other, SIGKILL);
@@ -587,7 +587,7 @@ TEST(PeerMemoryProcesses, ARankThatStopsOrDiesWhileItCopiesEndsTheOthersInTime) 
   }
 }
 
-// It has not copied yet when it drops what it came second to, and does so then.
+// It has not copied when it drops the message that it announced second, and copies then.
 TEST(PeerMemoryProcesses, ARankThatDropsAnOperationAndLeavesTakesNothingFromTheOthers) {
   constexpr int64_t kNumel = 1 << 20;
   const auto codes = on_processes(2, [](const c10::intrusive_ptr<c10d::Store>& store, int rank) {
@@ -614,7 +614,7 @@ TEST(PeerMemoryProcesses, AreReadByTheRanksOfTheirGroupAlone) {
   const auto codes = on_processes(3, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
     auto memory = PeerMemory::connect(*store, rank, 3, 30s, true, /*permits_tracing=*/true);
     if (memory == nullptr) return 77;
-    if (TracerPermission::told() != ::getppid()) return 1;  // from whom all ranks descend
+    if (TracerPermission::told() != ::getppid()) return 1;  // the ancestor of all ranks
     {
       const TracerPermission wider(1), narrower(::getpid());
       if (TracerPermission::told() != 1) return 2;
@@ -638,7 +638,7 @@ TEST(TracerPermission, IsForTheNearestCommonAncestor) {
   EXPECT_EQ(own[1], ::getppid());
 }
 
-// Who waits for messages of one rank, and may copy those of others.
+// A rank waits for messages of one rank, and may copy those of others.
 TEST(SharedBoard, WakesWhoeverAwaitsTheRankOrTheOperation) {
   constexpr auto kLong = 20s;
   const auto board = SharedBoard::create(3);
@@ -661,7 +661,7 @@ TEST(SharedBoard, WakesWhoeverAwaitsTheRankOrTheOperation) {
   EXPECT_LT(sleeps_until(SharedBoard::kAnyone, SharedBoard::kNoOperation), kLong / 2);
 }
 
-// What stands in the store may be anybody's.
+// Any process may have written to the store.
 TEST(SharedBoard, IsOpenedByItsOwnNoticeAlone) {
   const auto board = SharedBoard::create(2);
   EXPECT_EQ(SharedBoard::open(board->notice(), 2), board);

@@ -1,4 +1,4 @@
-// What every reduction comes down to, against libtorch's own operators one after the other.
+// Compares the kernel of all reductions with libtorch's own operators, applied one after the other.
 #include "core/comm/rank_order_sum.h"
 
 #include <gtest/gtest.h>
@@ -15,11 +15,11 @@ namespace {
 
 using namespace testing_support;
 
-constexpr int64_t kNumels[] = {0, 1, 3, 1023, 1024, 1025, 5000};  // about a block, and several with a rest
+constexpr int64_t kNumels[] = {0, 1, 3, 1023, 1024, 1025, 5000};  // around a block, and several blocks with a rest
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,
                                       at::kInt,   at::kLong,   at::kByte};
 
-// Of all magnitudes and both signs, some of it NaN, not at the same places in each part.
+// Values of all magnitudes and both signs, some NaN, at different places in each part.
 at::Tensor drawn_part(int part, int64_t numel, at::ScalarType dtype) {
   const at::Tensor random = seeded(7 + part, [&] { return torch::randn({numel}, at::kDouble) * 10; });
   if (!at::isFloatingType(dtype)) return random.abs().to(dtype);
@@ -57,7 +57,7 @@ void expect_as_torch(int world, int64_t numel, at::ScalarType dtype, ReduceOp op
   reduce_in_rank_order_here(here, parts, op);
   EXPECT_TRUE(are_same(apart, expected));
   EXPECT_TRUE(are_same(here, expected));
-  for (size_t own = 0; own < parts.size(); ++own) {  // in the memory of one of them
+  for (size_t own = 0; own < parts.size(); ++own) {  // in place of each part
     std::vector<at::Tensor> copies;
     for (const at::Tensor& part : parts) copies.push_back(part.clone());
     reduce_in_rank_order(copies[own], copies, op);

@@ -1,5 +1,4 @@
-// Reductions between ranks that share no memory: chunk by chunk, on a thread of their own. Ranks are threads that talk
-// by TCP.
+// Chunked reductions between ranks that share no memory, on a thread of their own. Ranks are threads that use TCP.
 #include "core/comm/gloo/reduction_pipeline.h"
 
 #include <gtest/gtest.h>
@@ -35,7 +34,8 @@ InitOptions by_tcp(milliseconds timeout = std::chrono::minutes(2)) {
 
 using Body = std::function<void(std::shared_ptr<Communicator>)>;
 
-// Ranks as threads, of which the first `together` reach each other's memory: a host with several and others with one.
+// Runs ranks as threads. The first `together` reach each other's memory, as on a host with several ranks among hosts
+// with one.
 void on_hosts(int world, int together, const Body& body) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::thread> ranks;
@@ -49,16 +49,16 @@ void on_hosts(int world, int together, const Body& body) {
 
 constexpr int64_t kChunkFloats = kChunkBytes / 4;
 
-// What a rank has: of all magnitudes, so that another order of sums is another sum.
+// A rank's values: of all magnitudes, so that another order of addition gives another sum.
 at::Tensor values(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {
-  constexpr int64_t kPeriod = 4099;  // a prime: chunks differ
+  constexpr int64_t kPeriod = 4099;  // a prime, so chunks differ
   const at::Tensor random = seeded(100 + rank, [] { return torch::randn({kPeriod}, at::kDouble); });
   const at::Tensor period = at::isFloatingType(dtype) ? random * torch::pow(10.0, torch::arange(kPeriod) % 5 - 2)
                                                       : (random * 10).to(at::kLong);
   return period.to(dtype).repeat({numel / kPeriod + 1}).narrow(0, 0, numel).contiguous();
 }
 
-// The definition: all ranks' values, combined in rank order in one pass.
+// The expected result: all ranks' values, reduced in rank order in one pass.
 at::Tensor reduced(int world, int64_t numel, ReduceOp op, at::ScalarType dtype = at::kFloat) {
   std::vector<at::Tensor> parts;
   for (int rank = 0; rank < world; ++rank) parts.push_back(values(rank, numel, dtype));
@@ -67,7 +67,7 @@ at::Tensor reduced(int world, int64_t numel, ReduceOp op, at::ScalarType dtype =
   return out;
 }
 
-// All operations that reduce, of a tensor that every rank has, against the definition.
+// Compares all reductions of a tensor with the expected result.
 void expect_definition(int world, int64_t numel, ReduceOp op, at::ScalarType dtype = at::kFloat, int together = 0) {
   SCOPED_TRACE(c10::str(world, " ranks, ", numel, " elements of ", dtype));
   const at::Tensor expected = reduced(world, numel, op, dtype);
@@ -80,7 +80,7 @@ void expect_definition(int world, int64_t numel, ReduceOp op, at::ScalarType dty
     comm->reduce(at_root, world - 1, op).wait();
     EXPECT_TRUE(torch::equal(at_root, rank == world - 1 ? expected : own));
 
-    std::vector<int64_t> counts(world, numel / world);  // the last one has the rest, the first of three none
+    std::vector<int64_t> counts(world, numel / world);  // the last rank has the rest, the first of three none
     counts[world - 1] += numel % world;
     if (world > 2) counts[1] += std::exchange(counts[0], 0);
     int64_t begin = 0;
@@ -88,7 +88,7 @@ void expect_definition(int world, int64_t numel, ReduceOp op, at::ScalarType dty
     at::Tensor full = own.clone(), shard = torch::empty({counts[rank]}, dtype);
     comm->reduce_scatter(shard, full, op, counts).wait();
     EXPECT_TRUE(torch::equal(shard, expected.narrow(0, begin, counts[rank])));
-    full = own.clone();  // and in place
+    full = own.clone();  // in place as well
     shard = full.narrow(0, begin, counts[rank]);
     comm->reduce_scatter(shard, full, op, counts).wait();
     EXPECT_TRUE(torch::equal(shard, expected.narrow(0, begin, counts[rank])));
@@ -96,7 +96,7 @@ void expect_definition(int world, int64_t numel, ReduceOp op, at::ScalarType dty
   together > 0 ? on_hosts(world, together, body) : run_ranks(world, body, by_tcp());
 }
 
-// What threads share is the same at every world and dtype, and ThreadSanitizer takes ten times as long.
+// ThreadSanitizer is ten times slower, and worlds and dtypes share the same threads.
 template <class T>
 std::vector<T> unless_sanitized(std::vector<T> all, std::vector<T> some) {
   return std::getenv("TESSERA_TEST_TREES") != nullptr ? some : all;
@@ -116,13 +116,14 @@ TEST(ReductionPipeline, EveryDtypeThatIsReduced) {
   for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) expect_definition(3, 3 * kChunkFloats + 7, op);
 }
 
-// Ranks that share memory with some add up in wait(); what travels is the same for both.
+// Ranks that share memory with some peers add up in wait(); the messages are the same.
 TEST(ReductionPipeline, SomeRanksShareAHost) {
   expect_definition(3, 7 * kChunkFloats + 1, ReduceOp::kSum, at::kFloat, /*together=*/2);
   expect_definition(5, 11 * kChunkFloats + 3, ReduceOp::kAverage, at::kBFloat16, /*together=*/3);
 }
 
-// More than is announced ahead: places are used again. (A rank of five has room for 8 chunks of each other one.)
+// More chunks than are announced ahead, so that staging is reused. (A rank of five has room for 8 chunks of each other
+// one.)
 TEST(ReductionPipeline, StagingIsLessThanWhatComes) {
   const int64_t numel = 11 * kChunkFloats + 5;
   const at::Tensor expected = reduced(5, numel, ReduceOp::kSum);
@@ -138,7 +139,8 @@ TEST(ReductionPipeline, StagingIsLessThanWhatComes) {
       by_tcp());
 }
 
-// Ranks' thread modes are part of the bits: sums on another thread must not keep what the caller flushes to 0.
+// The caller's floating-point modes are part of the bits: sums on another thread must flush denormals if the caller
+// does.
 TEST(ReductionPipeline, SumsAreMadeUnderTheCallersModes) {
   run_ranks(
       2,
@@ -157,7 +159,7 @@ TEST(ReductionPipeline, SumsAreMadeUnderTheCallersModes) {
       by_tcp());
 }
 
-// Rank 1 has its result before rank 0 asks for its own.
+// Rank 1 has its result before rank 0 waits for its own.
 TEST(ReductionPipeline, GoesOnWithoutTheRanksThread) {
   std::promise<void> others_have_theirs;
   auto theirs = others_have_theirs.get_future();
@@ -245,7 +247,7 @@ TEST(ReductionPipeline, AStuckRankEndsTheWaitByNameWithinTheTimeout) {
   expect_contains(thrown, "rank 1");
 }
 
-// Rank 0 waits for a sum, rank 2 has one under way; rank 1, whose part of it is still to come, leaves.
+// Rank 0 waits for a sum, rank 2 has one in flight, and rank 1 leaves before its part is complete.
 TEST(ReductionPipeline, ARankThatLeavesInTheMiddleEndsWaitsAndWhatIsUnderWay) {
   const std::string thrown = error_of<std::runtime_error>([&] {
     run_ranks(
@@ -269,11 +271,11 @@ TEST(ReductionPipeline, ARankThatLeavesInTheMiddleEndsWaitsAndWhatIsUnderWay) {
   EXPECT_EQ(thrown, "the disk of rank 1 is on fire");
 }
 
-// A peer whose connection is closed is named also where the first announcement of a sum finds that out.
+// The error names the peer whose connection is closed, even if the first announcement finds it.
 TEST(ReductionPipeline, NamesThePeerThatAnAnnouncementFailsFor) {
   const at::Tensor tensor = torch::ones({kChunkFloats});
   ReductionPipeline pipeline(0, 4, {tensor}, tensor, ReduceOp::kSum,
-                             {.receive = [](const at::Tensor&, int peer) -> ReductionPipeline::Work {
+                             {.receive = [](const at::Tensor&, int peer) -> ReductionPipeline::Message {
                                 if (peer == 2) throw std::runtime_error("closed");
                                 return nullptr;
                               },
@@ -285,7 +287,7 @@ TEST(ReductionPipeline, NamesThePeerThatAnAnnouncementFailsFor) {
   EXPECT_EQ(failure->cause, "closed");
 }
 
-// From another thread, while this rank's waits for a sum, and while it computes.
+// From another thread, during this rank's wait for a sum, and during its computation.
 TEST(ReductionPipeline, AbortEndsWhatIsUnderWay) {
   for (const bool waits : {true, false}) {
     std::atomic<int> told = 0;
@@ -299,7 +301,7 @@ TEST(ReductionPipeline, AbortEndsWhatIsUnderWay) {
             if (!waits) aborter.join();
             expect_contains(error_of<CommError>([&] { pending.wait(); }), "out of paper");
             if (waits) aborter.join();
-            tensor.zero_();  // nobody's but ours
+            tensor.zero_();  // no other thread uses it
             EXPECT_EQ(tensor.sum().item<float>(), 0.0f);
             expect_contains(error_of<CommError>([&] { comm->barrier(); }), "out of paper");
           } else {
@@ -316,10 +318,10 @@ TEST(ReductionPipeline, AbortEndsWhatIsUnderWay) {
 }  // namespace tessera::reduction_pipeline_test
 
 #ifdef __SANITIZE_THREAD__
-// A rank that gives up a message waits until gloo's thread has let go of it, on an atomic that is in libtorch
-// (cmake/sanitizers/tsan.supp), and then its staging goes to the memory cache. The next to write there is gloo's thread
-// of another group, so that of both sides nothing but this frame is to be seen. Not in the file: other programs look
-// for tensors that are touched while something is received into them.
+// A rank that gives up a message waits until gloo's thread has released it, on an atomic inside libtorch
+// (cmake/sanitizers/tsan.supp). Its staging then returns to the memory cache, and gloo's thread of another group may
+// write there next, so both stacks of the report have only this frame. Not in the suppression file: other programs must
+// find tensors that are accessed during a receive.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:gloo::transport::tcp::Pair::read\n";
 }

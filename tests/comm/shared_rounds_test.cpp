@@ -1,5 +1,4 @@
-// Small operations as rounds in shared memory: programs drawn at random, beside messages, among threads and
-// processes.
+// Small operations as rounds in shared memory: random programs, mixed with messages, among threads and processes.
 #include "core/comm/shared_memory/shared_rounds.h"
 
 #include <gtest/gtest.h>
@@ -55,8 +54,8 @@ TEST(SharedRoundsPlan, NothingOverlapsAndLinesAreApart) {
   }
 }
 
-// Against the rule itself: a slot is taken again only where its last round was left, and no more are used than rounds
-// were ever under way at once.
+// Checks the rule: a slot is reused only after its last round was left, and no more slots are used than rounds were in
+// flight at once.
 TEST(SharedRoundsPlan, SlotsAreTakenAgainOnceTheirRoundIsLeft) {
   std::mt19937 random(1);
   for (int program = 0; program < 200; ++program) {
@@ -82,7 +81,7 @@ TEST(SharedRoundsPlan, SlotsAreTakenAgainOnceTheirRoundIsLeft) {
 using Kind = Collective::Kind;
 
 struct Drawn {
-  int group;  // of the world, its two halves, and another group of all
+  int group;  // the world, its two halves, or another group of all
   Kind kind;
   at::ScalarType dtype;
   ReduceOp op;
@@ -91,7 +90,7 @@ struct Drawn {
   bool uneven;
 };
 
-// What a rank contributes to operation `number`: of any bits, so that an order of sums shows.
+// A rank's contribution to operation `number`: random bits, so that the order of a sum matters.
 at::Tensor drawn_values(int number, int rank, int64_t numel, at::ScalarType dtype) {
   at::Tensor bits = torch::empty({numel}, at::kLong);
   auto* values = bits.mutable_data_ptr<int64_t>();
@@ -104,15 +103,15 @@ at::Tensor drawn_values(int number, int rank, int64_t numel, at::ScalarType dtyp
 class Program {
  public:
   struct Options {
-    bool with_two_steps = true;  // operations of two steps, which ranks have to wait for in one order
-    bool own_order = false;      // each rank waits in an order of its own
+    bool with_two_steps = true;  // includes operations of two steps, for which ranks must wait in one order
+    bool own_order = false;      // each rank waits in its own order
     int operations = 40;
-    int killed = -1, killed_at = 0;  // which rank ends itself, and when
+    int killed = -1, killed_at = 0;  // the rank that kills itself, and when
     bool only_world = false;
   };
   Program(int seed, Options options) : random_(seed), own_random_(seed), seed_(seed), options_(options) {}
 
-  // Returns what went wrong; "" for nothing.
+  // Returns the error; "" if there is none.
   std::string run(const std::shared_ptr<Communicator>& world) {
     own_random_.seed(seed_ * 1000 + world->rank());
     groups_ = {world};
@@ -161,7 +160,7 @@ class Program {
     drawn.dtype = kDtypes[random_() % std::size(kDtypes)];
     drawn.op = kOps[random_() % std::size(kOps)];
     if (c10::isIntegralType(drawn.dtype, false) && drawn.op == ReduceOp::kAverage) drawn.op = ReduceOp::kMin;
-    // Mostly small, since the expected values of large ones take the time.
+    // Mostly small, because expected values of large ones take time.
     drawn.numel = kNumels[random_() % (random_() % 4 == 0 ? std::size(kNumels) : size_t{7})];
     drawn.root = static_cast<int>(random_() % 60);
     drawn.uneven = random_() % 3 == 0;
@@ -175,7 +174,7 @@ class Program {
     Communicator& comm = *groups_[static_cast<size_t>(drawn.group)];
     const int size = comm.size(), rank = comm.rank(), root = drawn.root % size;
     const std::string what = "operation " + std::to_string(number);
-    std::vector<at::Tensor> parts;  // what each rank of the group has; members differ, so by group and number
+    std::vector<at::Tensor> parts;  // by rank of the group; they depend on group and number, since members differ
     for (int peer = 0; peer < size; ++peer) parts.push_back(drawn_values(number, peer, drawn.numel, drawn.dtype));
     const at::Tensor own = parts[static_cast<size_t>(rank)].clone();
     const auto reduced = [&] {
@@ -233,7 +232,7 @@ class Program {
         flight.pending = comm.all_to_all(flight.result, torch::cat(sent), each, each, what);
       }
     }
-    // A handle that is dropped harms nobody, where the others need no second step of this rank.
+    // Dropping a handle does no harm if the others need no second step of this rank.
     if (random_() % 40 == 0 && options_.killed < 0 && drawn.numel <= 8192) return;
     flights_.push_back(std::move(flight));
   }
@@ -256,7 +255,7 @@ class Program {
   std::string wrong_;
 };
 
-// TESSERA_ROUNDS_SEED, for a longer search: the first seed.
+// TESSERA_ROUNDS_SEED sets the first seed, for a longer search.
 int first_seed() {
   const char* text = std::getenv("TESSERA_ROUNDS_SEED");
   return text == nullptr ? 1 : std::stoi(text);
@@ -268,7 +267,7 @@ std::vector<int> seeds(int few, int many) {
   return all;
 }
 
-InitOptions in_time(std::chrono::milliseconds timeout) {
+InitOptions with_timeout(std::chrono::milliseconds timeout) {
   InitOptions options;
   options.timeout = timeout;
   return options;
@@ -289,7 +288,7 @@ TEST(SharedRounds, ProgramsOfThreadsGiveWhatTheDefinitionsSay) {
       run_ranks(
           world,
           [&](std::shared_ptr<Communicator> comm) { EXPECT_EQ(Program(seed, drawn_options(seed)).run(comm), ""); },
-          in_time(60s));
+          with_timeout(60s));
       if (testing::Test::HasFailure()) return;
     }
 }
@@ -308,7 +307,7 @@ TEST(SharedRoundsProcesses, ProgramsGiveWhatTheDefinitionsSay) {
   }
 }
 
-// Whoever is left is told who is gone, wherever that was.
+// All other ranks learn which rank is dead, in whichever group they are.
 TEST(SharedRoundsProcesses, ARankThatIsKilledEndsTheOthersByName) {
   for (const int seed : seeds(6, 200)) {
     const int world = 2 + seed % 3;
@@ -356,7 +355,7 @@ TEST(SharedRounds, ARankMayBeginManyRoundsBeforeItWaits) {
 }
 
 TEST(SharedRounds, WhoWaitsForRoomIsToldOfARankThatIsStuck) {
-  const std::string thrown = error_beside_a_stuck_rank(in_time(1500ms), [](Communicator& comm) {
+  const std::string thrown = error_beside_a_stuck_rank(with_timeout(1500ms), [](Communicator& comm) {
     std::vector<Pending> pending;
     for (int i = 0; i < 100; ++i) pending.push_back(comm.all_reduce(torch::ones({3}), ReduceOp::kSum, "unit 'a'"));
   });
@@ -383,7 +382,7 @@ TEST(SharedRounds, OtherNumbersOfBytesAreAnErrorByName) {
   expect_contains(dtypes, "it has another number of bytes for it");
 }
 
-// What was under way when the group ended has no result, and says so.
+// Operations in flight at the end of the group have no result, and report that.
 TEST(SharedRounds, WhatWasUnderWayWhenTheGroupEndedIsAnError) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (const int64_t numel : {10, 1 << 20}) {
@@ -398,7 +397,7 @@ TEST(SharedRounds, WhatWasUnderWayWhenTheGroupEndedIsAnError) {
   });
 }
 
-// A rank that has contributed may be gone before others read it.
+// A rank that has contributed may end before others read it.
 TEST(SharedRounds, WhatARankHasGivenOutlivesIt) {
   run_ranks(3, [](std::shared_ptr<Communicator> comm) {
     auto part = comm->split_by([](int) { return 0; });

@@ -1,4 +1,4 @@
-// Groups made of a part of the ranks.
+// Groups of some of the ranks.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -26,7 +26,7 @@ TEST(Split, RanksOfOneColorAreAGroupInOrderOfKey) {
   for (int world : {1, 2, 3, 4, 5}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       const int rank = comm->rank();
-      auto part = comm->split(rank % 2, /*key=*/-rank);  // the last rank becomes the first
+      auto part = comm->split(rank % 2, /*key=*/-rank);  // reverses the order of the ranks
       const int members = (world + 1 - rank % 2) / 2;
       ASSERT_EQ(part->size(), members);
       EXPECT_EQ(part->rank(), members - 1 - rank / 2);
@@ -35,7 +35,7 @@ TEST(Split, RanksOfOneColorAreAGroupInOrderOfKey) {
       for (int i = 0; i < members; ++i) EXPECT_EQ(all[i].item<int64_t>(), rank % 2 + 2 * (members - 1 - i));
       auto none = comm->split(rank == 0 ? 0 : -1);
       EXPECT_EQ(none == nullptr, rank != 0);
-      comm->barrier();  // the whole group goes on
+      comm->barrier();  // the parent group still works
     });
   }
 }
@@ -51,7 +51,7 @@ TEST(Split, TrafficCountsInTheWholeGroupToo) {
   });
 }
 
-// Rank 3 fails; rank 2 waits for it in a part, ranks 0 and 1 for each other's part.
+// Rank 3 fails; rank 2 waits for it in a part, and ranks 0 and 1 wait for each other's part.
 TEST(Split, AFailureReachesEveryPartAndSaysWhere) {
   std::atomic<int> told = 0;
   const std::string error = error_of<std::runtime_error>([&] {
@@ -76,7 +76,7 @@ TEST(Split, AFailureReachesEveryPartAndSaysWhere) {
   EXPECT_EQ(told, 3);
 }
 
-// What one rank does instead of a split ends the others' split: soon, and by name.
+// Another operation of one rank ends the split of the others soon, with an error that names it.
 void expect_a_split_ends_soon(int world, const std::function<void(Communicator&)>& rank_1, const std::string& reason) {
   for (const bool is_by_function : {false, true}) {
     std::vector<std::string> errors(world);
@@ -122,7 +122,7 @@ TEST(Split, RanksThatDisagreeAboutAColorAreTold) {
   expect_contains(error, "rank 1 has 'color 1 of rank 1'");
 }
 
-// A store that lets one rank into no part.
+// A store that keeps one rank out of every part.
 class StoreWithoutParts : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;
@@ -132,7 +132,7 @@ class StoreWithoutParts : public c10d::PrefixStore {
   }
 };
 
-// All have come to the split, and one then cannot join.
+// All ranks have called the split, and one then cannot join.
 TEST(Split, ARankThatCannotJoinItsPartEndsTheOthersJoining) {
   const auto shared = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(3);
@@ -155,7 +155,7 @@ TEST(Split, ARankThatCannotJoinItsPartEndsTheOthersJoining) {
                                       " of 3: rank 1 failed: " + errors[1]);
 }
 
-// What each rank says of the waits that it throws out of, of `world`, on a timeout that would be seen.
+// The errors of `world` ranks whose waits fail, with a timeout that would show.
 std::vector<std::string> errors_of_waits(int world, const std::function<void(Communicator&)>& program,
                                          const InitOptions& options = {}) {
   std::vector<std::string> errors(world);
@@ -175,7 +175,7 @@ std::vector<std::string> errors_of_waits(int world, const std::function<void(Com
 
 void add_up(Communicator& comm, const char* what) { comm.all_reduce(torch::ones({5}), ReduceOp::kSum, what).wait(); }
 
-// Each group by itself is well: its ranks wait in one operation, for one that may yet come.
+// Each group by itself looks fine: its ranks wait in one operation, for a rank that may still join.
 TEST(Split, RanksThatWaitForEachOtherInDifferentGroupsAreTold) {
   const auto errors = errors_of_waits(4, [](Communicator& comm) {
     const auto part = comm.split_by([](int rank) { return rank / 2; });
@@ -191,7 +191,7 @@ TEST(Split, RanksThatWaitForEachOtherInDifferentGroupsAreTold) {
   }
 }
 
-// Their operations look alike, so that nothing else could tell that they mix.
+// Their operations look alike, so only this check can detect the mix.
 TEST(Split, TwoThreadsOfOneGroupAreRefused) {
   for (const bool splits : {false, true}) {
     for (const bool peer_memory : {true, false}) {
@@ -221,7 +221,7 @@ TEST(Split, TwoThreadsOfOneGroupAreRefused) {
   }
 }
 
-// Which may find the loop anywhere: on its way into an operation, in a wait, between two.
+// The abort may hit the loop before an operation, in a wait, or between two.
 TEST(Split, AnotherThreadMayAbortAtAnyTime) {
   for (const bool peer_memory : {true, false}) {
     for (int time = 0; time < 60; ++time) {
@@ -243,12 +243,12 @@ TEST(Split, AnotherThreadMayAbortAtAnyTime) {
   }
 }
 
-// Rows and columns: no two of the four are enough.
+// Rows and columns: no two of the four form a cycle.
 TEST(Split, ACycleOfFourGroupsIsTold) {
   const auto errors = errors_of_waits(4, [](Communicator& comm) {
     const auto row = comm.split_by([](int rank) { return rank / 2; });
     const auto column = comm.split_by([](int rank) { return rank % 2; });
-    const bool is_in_row = comm.rank() == 0 || comm.rank() == 3;  // 0 for 1 for 3 for 2 for 0
+    const bool is_in_row = comm.rank() == 0 || comm.rank() == 3;  // 0 waits for 1, 1 for 3, 3 for 2, and 2 for 0
     add_up(is_in_row ? *row : *column, "a test");
   });
   int tellers = 0;
@@ -263,7 +263,7 @@ TEST(Split, ACycleOfFourGroupsIsTold) {
   EXPECT_GE(tellers, 1);
 }
 
-// Waits of seconds in several groups, in one order, or each by a thread of its own as an asynchronous save's: all end.
+// Long waits in several groups, in one order, or by separate threads as in an asynchronous save, all end.
 TEST(Split, WaitsInSeveralGroupsThatEndAreNoCycle) {
   const auto errors = errors_of_waits(3, [](Communicator& comm) {
     const auto pair = comm.split(comm.rank() == 0 ? -1 : 0);
@@ -286,13 +286,13 @@ TEST(Split, WaitsInSeveralGroupsThatEndAreNoCycle) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// Threads that are made for each epoch, of which one may have the id that the other's had; or that change their groups.
+// Threads that are made for each epoch, so that thread ids are reused; or that change their groups.
 TEST(Split, ThreadsThatHandOverTheirGroupsAreNoCycle) {
   for (const bool is_new : {true, false}) {
     const auto errors = errors_of_waits(2, [&](Communicator& comm) {
       const auto first = comm.split(0), second = comm.split(0);
       const int rank = comm.rank();
-      // Each rank's one thread is late in the group for which the other rank's waits.
+      // Each rank's only thread is late in the group in which the other rank waits.
       const auto run = [&](Communicator& group, int late) {
         if (rank == late) std::this_thread::sleep_for(std::chrono::seconds(3));
         add_up(group, "a test");
@@ -313,7 +313,7 @@ TEST(Split, ThreadsThatHandOverTheirGroupsAreNoCycle) {
   }
 }
 
-// The groups of the cycle are broken, and the others are as they were.
+// The groups of the cycle are broken, and the others are intact.
 TEST(Split, AGroupGoesOnAfterACycleOfOthers) {
   const auto errors = errors_of_waits(2, [](Communicator& comm) {
     const auto first = comm.split(0), second = comm.split(0);
@@ -325,7 +325,7 @@ TEST(Split, AGroupGoesOnAfterACycleOfOthers) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// Rank 1's loop may come yet, so there is no cycle: the timeout says where another thread of it waits.
+// Rank 1's loop may still join, so there is no cycle. The timeout names the wait of its other thread.
 TEST(Split, ATimeoutSaysThatARankWaitsInAnotherGroup) {
   std::vector<std::string> errors(2);
   error_of<std::exception>([&] {
@@ -338,7 +338,7 @@ TEST(Split, ATimeoutSaysThatARankWaitsInAnotherGroup) {
                 const auto pause = [](int seconds) { std::this_thread::sleep_for(std::chrono::seconds(seconds)); };
                 if (rank == 1)
                   other = std::jthread([&] {
-                    pause(1);  // its timeout comes later than that of rank 0
+                    pause(1);  // its timeout is later than that of rank 0
                     error_of<CommError>([&] { add_up(*part, "a metric"); });
                   });
                 if (rank == 1) pause(4);

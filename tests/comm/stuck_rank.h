@@ -12,7 +12,7 @@
 namespace tessera::testing_support {
 using namespace internal;
 
-// The first error of three ranks of which rank 1 is stuck until the others have given up `collective`.
+// The first error of three ranks. Rank 1 is stuck until the others have given up `collective`.
 inline std::string error_beside_a_stuck_rank(const InitOptions& options,
                                              const std::function<void(Communicator&)>& collective) {
   std::atomic<int> ended = 0;

@@ -1,4 +1,4 @@
-// Which waits of ranks in several groups never end.
+// Deadlocks of ranks that wait in several groups.
 #include "core/comm/watchdog/wait_graph.h"
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ TEST(WaitGraph, NamesTheRanksAndWhatTheyWaitFor) {
             "group of all 3 ranks; rank 1 in operation #3, barrier in the group of ranks 0, 1 of 3");
   // Rank 2 is in no cycle, and waits for one.
   EXPECT_NE(cycle_from(2, waits), "");
-  // What was started is not waited for, nor what another thread of the rank is to start.
+  // A started operation is not awaited, nor one that another thread of the rank is to start.
   for (const auto& started : {std::map<std::string, uint64_t>{{"", 6}, {"/a", 4}}, {{"/a", 4}}}) {
     Waits others = waits;
     others[1][0].started = started;
@@ -60,7 +60,7 @@ TEST(WaitGraph, WaitsAreReadAsTheyWereWritten) {
   EXPECT_NO_THROW(text_of_waits({{"", {}, 0, "not UTF-8: \xff", {}}}));
 }
 
-// Ranks that run random programs of operations of random groups, until all that still run wait.
+// Ranks that run random programs of operations in random groups, until all running ranks wait.
 class Programs {
  public:
   explicit Programs(unsigned seed) : random_(seed) {
@@ -75,7 +75,7 @@ class Programs {
     }
     started_.assign(ranks, std::vector<uint64_t>(groups_.size()));
     waits_for_.assign(ranks, -1);
-    // One program, in which ranks may have swapped operations or left some out.
+    // One program, in which ranks may have swapped or left out operations.
     programs_.resize(ranks);
     for (int i = 0; i < 8; ++i) {
       const int group = pick(0, static_cast<int>(groups_.size()) - 1);
@@ -89,7 +89,7 @@ class Programs {
       }
   }
 
-  // A rank that still computes is one that stands still here.
+  // A rank that computes counts as one that does not wait.
   void run() {
     const int stands_still = pick(0, 3) == 0 ? pick(0, size() - 1) : -1;
     const size_t from = pick(0, 5);
@@ -122,7 +122,7 @@ class Programs {
     return all;
   }
 
-  // Ranks that go on as soon as those do that go on already. The rest never does.
+  // A rank continues if all ranks that it waits for continue. The others are in a deadlock.
   std::vector<bool> may_go_on() const {
     std::vector<bool> may(size());
     for (bool is_new = true; is_new;) {
@@ -151,9 +151,9 @@ class Programs {
   static std::string name(int group) { return group == 0 ? "" : "/" + std::to_string(group); }
 
   std::mt19937 random_;
-  std::vector<std::vector<int>> groups_, programs_;  // of a rank: the groups of its operations
+  std::vector<std::vector<int>> groups_, programs_;  // by rank: the groups of its operations
   std::vector<std::vector<uint64_t>> started_;       // by rank and group
-  std::vector<int> waits_for_;                       // by rank, a group or none
+  std::vector<int> waits_for_;                       // by rank: a group, or none
   std::map<int, size_t> next_;
 };
 

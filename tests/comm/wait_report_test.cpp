@@ -1,4 +1,4 @@
-// Who is waited for, and in what.
+// Stragglers and their operations.
 #include <thread>
 
 #include <tessera/wait_report.h>
@@ -14,7 +14,7 @@ TEST(WaitReport, NamesTheRankThatTheOthersWaitFor) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
     comm->all_reduce(torch::ones({10}), ReduceOp::kSum, "what came before").wait();
     WaitReporter waits(*comm);
-    auto part = comm->split(0);  // what is waited for in a part counts as well
+    auto part = comm->split(0);  // waits in a part count as well
     for (int step = 0; step < 5; ++step) {
       if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
       part->all_reduce(torch::ones({10}), ReduceOp::kSum, "gradients").wait();

@@ -1,4 +1,4 @@
-// The state machine of a backward, without a wrapper: which calls a policy gets, in which order.
+// The state machine of a backward pass: the order of its calls, without a wrapper.
 #include "core/gradients/backward_pass.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Events = std::vector<std::string>;
 
-// Writes down what it is called for.
+// Records the calls of a backward pass.
 class Recorded : public BackwardPass {
  public:
   explicit Recorded(std::shared_ptr<Events> recorded) : recorded_(std::move(recorded)) {}
@@ -54,7 +54,7 @@ class Recorded : public BackwardPass {
 
 using Hook = std::function<void()>;
 
-// The loss of a chain x -> "first" -> "second" -> loss: backward comes to the hook at "second" first.
+// The loss of a chain x -> "first" -> "second" -> loss. Backward runs the hook at "second" first.
 at::Tensor chain(const Hook& first, const Hook& second) {
   auto hooked = [](const at::Tensor& tensor, const Hook& hook) {
     if (hook) tensor.register_hook([hook](const at::Tensor&) { hook(); });
@@ -70,9 +70,9 @@ class BackwardPasses : public testing::Test {
     return while_alive(
         std::weak_ptr(pass), [name](Recorded& self) { self.take(name); }, [this] { events->push_back("gone"); });
   }
-  // The events since the last call.
+  // Returns the events since the last call.
   Events seen() { return std::exchange(*events, {}); }
-  // What backward() throws, "" if nothing; and sees what has happened when its caller catches it.
+  // Returns the error of backward(), "" if it throws none. Records the events before the caller handles it.
   template <class Error>
   std::string error_of(const at::Tensor& loss) {
     try {
@@ -95,7 +95,7 @@ TEST_F(BackwardPasses, BeginAtTheFirstGradientAndEndOnceAtTheLast) {
     EXPECT_EQ(seen(), (Events{"begin", "second", "first", "end"}));
     EXPECT_FALSE(pass->is_running());
   }
-  chain(nullptr, nullptr).backward();  // reaches none of ours
+  chain(nullptr, nullptr).backward();  // reaches no hook
   EXPECT_EQ(seen(), Events{});
   chain(take("first"), take("second")).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   EXPECT_EQ(seen(), (Events{"begin", "second", "first", "end"}));
@@ -120,13 +120,13 @@ TEST_F(BackwardPasses, ThatFailAreKnownToHaveFailedBeforeTheCallerIsTold) {
   EXPECT_EQ(error_of<std::runtime_error>(chain(kThrows, take("second"))), "the user's hook");
   EXPECT_EQ(seen(), (Events{"begin", "second", "after failure", "fail"}));
   EXPECT_FALSE(pass->is_running());
-  chain(take("first"), take("second")).backward();  // waits for what was under way, then begins
+  chain(take("first"), take("second")).backward();  // waits for the failed pass, then begins
   EXPECT_EQ(seen(), (Events{"abandon", "begin", "second", "first", "end"}));
 }
 
 TEST_F(BackwardPasses, AreRecoveredFromOnce) {
   pass->recover();
-  EXPECT_EQ(seen(), Events{});  // from nothing
+  EXPECT_EQ(seen(), Events{});  // there is nothing to recover from
   EXPECT_EQ(error_of<std::runtime_error>(chain(kThrows, take("second"))), "the user's hook");
   seen();
   torch::NoGradGuard no_grad;
@@ -138,7 +138,7 @@ TEST_F(BackwardPasses, AreRecoveredFromOnce) {
   EXPECT_EQ(seen(), (Events{"begin", "second", "end"}));
 }
 
-// As a policy's own check at the end does, of parameters that got no gradient: nothing is left to wait for.
+// A policy's check at the end may throw, for parameters without a gradient, say. Nothing is in flight then.
 TEST_F(BackwardPasses, WhoseEndThrowsAreAbandonedAtOnce) {
   pass->at_end = [] { throw std::logic_error("unused"); };
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, take("second"))), "unused");
@@ -156,7 +156,7 @@ TEST_F(BackwardPasses, WaitForNothingAfterACommError) {
   EXPECT_EQ(seen(), Events{});
 }
 
-// A backward inside one, as a checkpointed part has: what is under way ends with the outermost.
+// A nested backward, of a checkpointed part, say, belongs to the outermost pass.
 TEST_F(BackwardPasses, InsideOneAreThatOne) {
   const at::Tensor inner = chain(take("inner first"), take("inner second"));
   const Hook outer = take("outer");
@@ -170,10 +170,10 @@ TEST_F(BackwardPasses, InsideOneAreThatOne) {
 TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
   EXPECT_TRUE(pass->reduces());
   {
-    const Scope outer = pass->no_sync();
+    const ScopeExit outer = pass->no_sync();
     EXPECT_FALSE(pass->reduces());
     {
-      const Scope inner = pass->no_sync();
+      const ScopeExit inner = pass->no_sync();
       EXPECT_FALSE(pass->reduces());
     }
     EXPECT_FALSE(pass->reduces());
@@ -181,11 +181,11 @@ TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
   EXPECT_TRUE(pass->reduces());
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { pass->no_sync().leave(); })),
             "no_sync inside a backward pass");
-  Scope scope = pass->no_sync();
+  ScopeExit scope = pass->no_sync();
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { scope.leave(); })), "no_sync inside a backward pass");
 }
 
-// The engine holds on to hooks and callbacks as long as graphs live.
+// Graphs keep hooks and callbacks alive.
 TEST_F(BackwardPasses, OfAnObjectThatIsGoneEndWithIt) {
   const at::Tensor loss = chain(take("first"), [this, take = take("second")] {
     take();

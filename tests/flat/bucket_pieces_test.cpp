@@ -8,7 +8,9 @@ namespace tessera::bucket_pieces_test {
 using namespace internal;
 namespace {
 
-// Pieces lie one after the other and are all of the layout; a large parameter is one, and nothing else has one.
+constexpr int64_t kLeastBytes = int64_t{256} << 10;
+
+// Pieces are consecutive and cover the layout. Each large parameter is a piece of its own, and no other parameter is.
 TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
   std::mt19937 random(11);
   for (int round = 0; round < 300; ++round) {
@@ -19,7 +21,7 @@ TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
     const FlatLayout layout = FlatLayout::evenly(numels, world, 16);
     std::vector<size_t> large;
     int64_t end = 0;
-    for (const BucketPiece& piece : cut_into_pieces(layout, 4)) {
+    for (const BucketPiece& piece : cut_into_pieces(layout, 4, kLeastBytes)) {
       EXPECT_EQ(piece.range.begin, end);
       EXPECT_GT(piece.range.numel(), 0);
       end = piece.range.end;
@@ -31,7 +33,7 @@ TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
     EXPECT_EQ(end, layout.full_numel());
     std::vector<size_t> expected;
     for (size_t i = 0; i < numels.size(); ++i)
-      if (4 * numels[i] >= least_piece_bytes) expected.push_back(i);
+      if (4 * numels[i] >= kLeastBytes) expected.push_back(i);
     EXPECT_EQ(large, expected);
   }
 }

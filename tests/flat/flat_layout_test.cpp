@@ -35,7 +35,7 @@ TEST(FlatLayout, ParametersAreAlignedInOrderAndApart) {
     }
     EXPECT_EQ(layout.parameters_numel(), sum);
     EXPECT_LE(end, layout.full_numel());
-    EXPECT_LT(layout.full_numel() - end, layout.world_size());  // no more padding than evenness needs
+    EXPECT_LT(layout.full_numel() - end, layout.world_size());  // the least padding that makes parts even
     EXPECT_EQ(layout.full_numel(), layout.shard_numel() * layout.world_size());
   }
 }
@@ -52,7 +52,7 @@ TEST(FlatLayout, ShardsCoverEveryElementOnce) {
         if (own.numel() == 0) continue;
         EXPECT_EQ(own.begin, next);
         next = own.end;
-        // The same element, seen from the parameter and from the shard.
+        // The parameter and the shard locate one element alike.
         EXPECT_EQ(layout.offset(i) + own.begin, layout.shard(rank).begin + layout.offset_in_shard(i, rank));
         EXPECT_LE(layout.offset_in_shard(i, rank) + own.numel(), layout.shard_numel());
       }
@@ -64,7 +64,7 @@ TEST(FlatLayout, ShardsCoverEveryElementOnce) {
 TEST(FlatLayout, AlignmentHolds) {
   const FlatLayout layout = FlatLayout::evenly({3, 0, 5, 16, 1}, 3, 16);
   EXPECT_EQ(layout.offset(0), 0);
-  EXPECT_EQ(layout.offset(1), 3);  // nothing to align
+  EXPECT_EQ(layout.offset(1), 3);  // bytes need no alignment
   EXPECT_EQ(layout.offset(2), 16);
   EXPECT_EQ(layout.offset(3), 32);
   EXPECT_EQ(layout.offset(4), 48);

@@ -55,7 +55,7 @@ TEST(FlatParameter, GradientsAreSetThenAddedThenSetAgain) {
     EXPECT_TRUE(group.gradient().whole_gradient().defined());
     reduce(2, {true, true});
     EXPECT_EQ(shards[0].grad().sum().item<float>(), 12);
-    reduce(5, {false, true});  // the first was not used
+    reduce(5, {false, true});  // the first is unused
     EXPECT_EQ(shards[0].grad().sum().item<float>(), 12);
     EXPECT_EQ(shards[1].grad().sum().item<float>(), 24);
     for (auto& shard : shards) shard.mutable_grad().reset();
@@ -79,14 +79,14 @@ TEST(FlatParameter, SplitsByDtypeAndByWhatTrains) {
   EXPECT_EQ(groups[2][0].fqn, "p3");
 }
 
-// What torch::nn::utils::clip_grad_norm_ does, and what looks like it.
+// The calls of torch::nn::utils::clip_grad_norm_, and similar ones.
 TEST(GradientPart, IsNotScaledByItsOwnNorm) {
   const at::Tensor values = torch::tensor({3.0, 4.0});
   const at::Tensor part = as_part_of_gradient(values, "parameter 'fc.weight' on rank 1");
   const at::Tensor factor = torch::tensor(0.5);
-  part.mul_(factor);  // no norm was taken
+  part.mul_(factor);  // no norm was computed
   EXPECT_EQ(part.data().norm().item<double>(), 2.5);
-  part.mul_(0.5);  // a number, which the user has thought about
+  part.mul_(0.5);  // a number, which the user chose
   const std::string refusal = "the gradient of parameter 'fc.weight' on rank 1 would be scaled by a tensor";
   expect_contains(error_of<std::logic_error>([&] { part.data().mul_(factor); }), refusal);
   expect_contains(error_of<std::logic_error>([&] { at::_foreach_mul_({part}, factor); }), refusal);
@@ -95,13 +95,11 @@ TEST(GradientPart, IsNotScaledByItsOwnNorm) {
   forget_norm(part);  // a new gradient
   part.mul_(factor);
   EXPECT_EQ(at::_foreach_norm({part})[0].item<double>(), 1.25);
-  on_ranks(1, [](std::shared_ptr<Communicator> comm) { comm->barrier(); });
-  expect_contains(error_of<std::logic_error>([&] { part.div_(factor); }),
-                  refusal);  // the collective was another thread's
-  auto alone = init();
-  alone->all_reduce(torch::zeros({1})).wait();
-  part.div_(factor);
-  EXPECT_TRUE(torch::equal((part + 1).mul_(factor), torch::tensor({1.25, 1.5})));  // not a gradient
+  expect_contains(error_of<std::logic_error>([&] { part.mul_(factor); }), refusal);
+  forget_norm(part);
+  EXPECT_EQ(part.data().abs().max().item<double>(), 1);
+  expect_contains(error_of<std::logic_error>([&] { part.data().mul_(factor); }), refusal);
+  EXPECT_TRUE(torch::equal((part + 1).mul_(factor), torch::tensor({0.875, 1.0})));  // not a gradient
 }
 
 }  // namespace

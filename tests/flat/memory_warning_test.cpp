@@ -1,4 +1,4 @@
-// What a wrapper says before it takes more memory than there is.
+// The warning that a wrapper needs more memory than is free.
 #include "core/model/memory_warning.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ using namespace testing_support;
 
 constexpr int64_t kGib = int64_t{1} << 30;
 
-// Counts the warnings of its thread that are ours.
+// Counts the library's warnings on this thread.
 struct Warnings : c10::WarningHandler {
   void process(const c10::Warning& warning) override {
     if (warning.msg().find(" take") != std::string::npos) texts.push_back(warning.msg());
@@ -38,7 +38,7 @@ TEST(MemoryWarning, CountsTheRanksThatShareAMemoryAndWhatGoes) {
                   "W: gradients (3.0 MiB) take 3.0 MiB on this rank");
 }
 
-// Who has planned knows of optimizer and activations, too.
+// A plan includes the optimizer and activations.
 TEST(MemoryWarning, GoesByAPlanWhereThereIsOne) {
   const MemoryNeed need{
       .parameter_bytes = 4 * kGib, .gradient_bytes = 4 * kGib, .freed_bytes = kGib, .present_bytes = kGib};
@@ -67,7 +67,7 @@ TEST(MemoryWarning, KnowsWhatTheSystemHas) {
   EXPECT_LT(*free_bytes, ::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
 }
 
-// Before anything is allocated: each parameter is more than the machine has, and never gets that far.
+// The warning precedes allocation: each parameter is larger than memory, and is never allocated.
 TEST(MemoryWarning, ComesBeforeTheMemoryIsTaken) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     Warnings warnings;

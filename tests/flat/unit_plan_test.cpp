@@ -1,4 +1,4 @@
-// Which parameter goes to which unit.
+// The assignment of parameters to units.
 #include "core/layout/unit_plan.h"
 
 #include <gtest/gtest.h>
@@ -29,8 +29,8 @@ struct NetImpl : torch::nn::Module {
     register_module("blocks", blocks);
     for (int i = 0; i < 2; ++i) blocks->push_back(Block());
     register_module("head", head);
-    register_module("again", blocks[0]);       // the same module under a second name
-    register_parameter("tied", head->weight);  // the same tensor under a second name
+    register_module("again", blocks[0]);       // one module under a second name
+    register_parameter("tied", head->weight);  // one tensor under a second name
   }
   torch::nn::Embedding embedding{10, 4};
   torch::nn::ModuleList blocks;

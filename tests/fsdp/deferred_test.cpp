@@ -151,7 +151,7 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
   static Counting counting(before_test);  // blocks may outlive the test
   c10::SetCPUAllocator(&counting, /*priority=*/1);
   // Kernels of oneDNN want one that can raw_allocate().
-  const Scope restores([&] { c10::SetCPUAllocator(before_test, /*priority=*/1); });
+  const ScopeExit restores([&] { c10::SetCPUAllocator(before_test, /*priority=*/1); });
   constexpr int64_t kUnitBytes = (256 * 256 + 256) * 4, kUnits = 16;
   auto build = [] {
     torch::nn::Sequential model;

@@ -146,7 +146,7 @@ TEST(Accumulation, ClippingAfterAnyMixture) {
           FullyShardedDataParallel fsdp(seeded(1, [] { return chain(3, 8); }), comm, per_linear());
           auto loss = [](auto& net, int part) { return call(net, input(part)).square().sum(); };
           for (int micro = 0; micro < 3; ++micro) {
-            std::optional<Scope> scope;
+            std::optional<ScopeExit> scope;
             if (!synchronised[micro]) scope.emplace(fsdp.no_sync());
             loss(fsdp, comm->rank() + 10 * micro).backward();
             reference_backward(reference, world, [&](int rank) { return loss(reference, rank + 10 * micro); });
@@ -230,9 +230,10 @@ TEST(FullParameters, OfSomeUnits) {
       EXPECT_THROW(model->named_parameters()["2.bias"].fill_(3), std::logic_error);
     }
     expect_same_parameters(fsdp, *reference, "after");
-    expect_contains(
-        error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.units = {"1", "7"}}); }),
-        "'0', '1', '2'");
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      auto guard = fsdp.summon_full_params({.units = {"1", "7"}});
+                    }),
+                    "'0', '1', '2'");
   });
 }
 

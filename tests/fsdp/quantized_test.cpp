@@ -206,7 +206,9 @@ TEST(QuantizeLinears, RefusesByName) {
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.zero_(); }), "which is quantized");
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.sum(); }), "has an adapter");
   converted->to(at::kBFloat16);
-  expect_contains(error_of<std::invalid_argument>([&] { converted(torch::ones({1, 8}, at::kBFloat16)); }),
+  expect_contains(error_of<std::invalid_argument>([&] {
+                    converted(torch::ones({1, 8}, at::kBFloat16));
+                  }),
                   "'in.weight': a quantized weight of 264 elements in");
 }
 
@@ -438,7 +440,7 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
           for (int step = first; step < last; ++step) {
             fsdp.zero_grad();
             for (int i = 0; i < kParts / world; ++i) {
-              std::optional<Scope> adds_up;
+              std::optional<ScopeExit> adds_up;
               if (i + 1 < kParts / world) adds_up.emplace(fsdp.no_sync());
               loss_in_fp32(fsdp, step, comm->rank() * kParts / world + i).backward();
             }

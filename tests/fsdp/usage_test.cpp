@@ -155,7 +155,7 @@ TEST(Usage, GradientsAccumulate) {
           whole.zero_grad();
           auto loss = [](auto& net, int part) { return call(net, input(part)).square().mean(); };
           for (int micro = 0; micro < 3; ++micro) {
-            std::optional<Scope> scope;
+            std::optional<ScopeExit> scope;
             if (!sync_each && micro < 2) scope.emplace(fsdp.no_sync());
             loss(fsdp, comm->rank() + 10 * micro).backward();
           }
@@ -192,7 +192,7 @@ TEST(Usage, NoSyncSendsNoGradients) {
     FullyShardedDataParallel fsdp(chain(1, 64), comm, {.reshard_after_forward = false});
     auto sent = [&](bool sync) {
       const auto before = comm->traffic().sent_bytes;
-      std::optional<Scope> scope;
+      std::optional<ScopeExit> scope;
       if (!sync) scope.emplace(fsdp.no_sync());
       fsdp(input(0, 2, 64)).sum().backward();
       return comm->traffic().sent_bytes - before;
@@ -720,7 +720,7 @@ TEST(Usage, LargeUnitsWaitWhereRanksReadEachOthersMemory) {
       options.prefetch = 2;
       FullyShardedDataParallel fsdp(chain(8, 260), comm, options);
       const int64_t unit_bytes = fsdp.memory().largest_unit_bytes;
-      EXPECT_EQ(comm->moves_only_when_awaited(unit_bytes / 4), in_memory);
+      EXPECT_EQ(comm->is_lazy(unit_bytes / 4), in_memory);
       for (int step = 0; step < 2; ++step) {
         fsdp.reset_peak_memory();
         fsdp(input(0, 2, 260)).sum().backward();

@@ -76,7 +76,7 @@ std::string snapshot(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
-// One model of the program, and what the loop has in its variables.
+// One model of the program, and the variables of its loop.
 struct Player {
   Player(Trainer& trainer, std::string checkpoint, unsigned its_tree)
       : run(trainer), name(std::move(checkpoint)), tree(its_tree) {}
@@ -94,8 +94,8 @@ struct Player {
   Trainer& run;
   const std::string name;  // of its checkpoint
   const unsigned tree;
-  std::vector<at::Tensor> losses;  // of forwards whose backward is to come
-  std::unique_ptr<Scope> alone;    // no_sync
+  std::vector<at::Tensor> losses;    // of forwards whose backward is to come
+  std::unique_ptr<ScopeExit> alone;  // no_sync
   std::vector<at::Tensor> average;
   bool is_saved = false;
   torch::OrderedDict<std::string, at::Tensor> saved_values;  // without a wrapper
@@ -208,7 +208,7 @@ class Drawer {
 
   static Action open_no_sync() {
     return {"alone = no_sync()", [](Player& player) {
-              if (!player.alone) player.alone = std::make_unique<Scope>(player.run.no_sync());
+              if (!player.alone) player.alone = std::make_unique<ScopeExit>(player.run.no_sync());
             }};
   }
   static Action close_no_sync() {
@@ -223,7 +223,7 @@ class Drawer {
             [](Player& player) { player.run.notes.push_back(player.run.clip_grad_norm_(0.5)); }};
   }
 
-  // What is done beside an iteration, anywhere in it.
+  // Actions beside an iteration, at any point of it.
   Action draw_extra() {
     using Draw = Action (Drawer::*)();
     static constexpr Draw kAll[] = {&Drawer::evaluation,
@@ -428,7 +428,7 @@ class Drawer {
                 dynamic_cast<ShardedOptimizer&>(player.run.optimizer()).load_state_dict(*player.saved_state);
               } else {
                 std::istringstream file(player.saved_optimizer);
-                player.run.optimizer().state().clear();  // torch::load() leaves what the file has nothing of
+                player.run.optimizer().state().clear();  // torch::load() keeps values that the file lacks
                 torch::load(player.run.optimizer(), file);
               }
             }};
@@ -439,9 +439,9 @@ class Drawer {
     return {std::string("summon_full_params(") + (writes_back ? "" : "writeback = false") + "); " +
                 (looks ? "note(the parameters' squares)" : "NoGradGuard; for (p : model->parameters()) p.mul_(0.9)"),
             [=](Player& player) {
-              std::unique_ptr<Scope> scope;
+              std::unique_ptr<ScopeExit> scope;
               if (auto* fsdp = player.run.fsdp())
-                scope = std::make_unique<Scope>(fsdp->summon_full_params({.writeback = writes_back}));
+                scope = std::make_unique<ScopeExit>(fsdp->summon_full_params({.writeback = writes_back}));
               const torch::NoGradGuard no_grad;
               for (auto& parameter : player.module_parameters()) {
                 if (looks) player.run.note(parameter.square().sum());

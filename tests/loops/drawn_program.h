@@ -7,9 +7,9 @@
 
 #include "tests/loops/loops.h"
 
-// A training loop drawn at random: a model, an optimizer and a list of what users do between making and leaving them.
-// Each action can be done in any state (a backward without a forward before it does nothing), so that any part of a
-// program is a program, and one that fails can be cut down to what it fails by. The same seed draws the same program.
+// A training loop drawn at random: a model, an optimizer and a list of actions. Each action is valid in any state (a
+// backward without a forward is a no-op), so that any part of a program is a program, and a failing one can be reduced.
+// A seed always draws the same program.
 namespace tessera::loops {
 using namespace internal;
 

@@ -1,5 +1,5 @@
-// Loops drawn at random, by every wrapper. A failure prints the program, cut down to what it fails by, and how to run
-// it again.
+// Loops drawn at random, under every wrapper. A failure prints the shortest program that fails, and the command that
+// runs it again.
 #include <cstdlib>
 
 #include <chrono>

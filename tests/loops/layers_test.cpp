@@ -1,15 +1,300 @@
-// libtorch's own layers that have several weights or keep them in ways of their own, and what people do with models
-// between steps.
+// Layers of many kinds.
 #include "tests/loops/loops.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/library.h>
+#include <future>
 #include <limits>
+#include <optional>
+#include <semaphore>
 #include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
-namespace tessera::loops {
+namespace tessera::loops::layers_test {
 using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Layers, all_setups);
+
+// Weights that are computed from others, as weight norm does, put where a layer looks for its own.
+struct Normalised : Net {
+  Normalised() {
+    register_module("fc1", fc1);
+    g = register_parameter("g", torch::ones({kFeatures, 1}));
+    v = register_parameter("v", torch::randn({kFeatures, kFeatures}));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor weight = g * v / v.data().norm();
+    return torch::nn::functional::linear(fc1(x).tanh(), weight, fc1->bias) + x.matmul(fc1->weight[0].unsqueeze(1));
+  }
+  torch::nn::Linear fc1{kFeatures, kFeatures};
+  at::Tensor g, v;
+};
+
+TEST_P(Layers, WeightsComputedFromOthersAndTheirData) {
+  auto model = [] { return seeded(12, []() -> Model { return std::make_shared<Normalised>(); }); };
+  play(GetParam(), {.model = model}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
+}
+
+struct Mixed : Net {
+  Mixed() {
+    register_module("fc1", fc1);
+    register_module("fc2", fc2);
+    numbers = register_parameter("numbers", at::arange(kFeatures), /*requires_grad=*/false);
+    flags = register_parameter("flags", at::ones({3}, at::kBool), /*requires_grad=*/false);
+    fc1->to(at::kFloat);
+    fc2->to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    return fc2(fc1(x.to(at::kFloat)).tanh().to(at::kDouble) + numbers / kFeatures) * flags.sum() / 3;
+  }
+  torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures};
+  at::Tensor numbers, flags;
+};
+
+TEST_P(Layers, ParametersOfManyTypes) {
+  auto model = [] { return seeded(13, []() -> Model { return std::make_shared<Mixed>(); }); };
+  play(GetParam(), {.expect = Expect::kEither, .model = model, .same_data = true, .optimizers = {Optim::kSgd}},
+       [](Trainer& run) {
+         for (int step = 0; step < 3; ++step) run.train(step);
+       });
+}
+
+struct Dictionary : Net {
+  Dictionary() {
+    register_module("layers", layers);
+    for (const char* name : {"a", "b", "c"})
+      layers->update(std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>{
+          {name, torch::nn::Linear(kFeatures, kFeatures).ptr()}});
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = x;
+    for (auto& layer : layers->values()) h = layer->as<torch::nn::LinearImpl>()->forward(h).tanh();
+    return h;
+  }
+  torch::nn::ModuleDict layers;
+};
+
+TEST_P(Layers, ModulesInADictionary) {
+  play(GetParam(), {.model = [] { return seeded_model<Dictionary>(34); }}, three_steps);
+}
+
+struct WeightNormed : Net {
+  WeightNormed() {
+    g = register_parameter("g", torch::ones({kFeatures, 1}));
+    v = register_parameter("v", torch::randn({kFeatures, kFeatures}));
+    register_module("out", out);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    return out(torch::linear(x, torch::_weight_norm(v, g, 0)).tanh());
+  }
+  at::Tensor g, v;
+  torch::nn::Linear out{kFeatures, kFeatures};
+};
+
+TEST_P(Layers, WeightNorm) {
+  play(GetParam(), {.model = [] { return seeded_model<WeightNormed>(35); }}, three_steps);
+}
+
+// One layer's weight is another's, turned; both are used in pieces.
+struct ByParts : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor both = torch::cat({fc1->weight, fc2->weight.slice(0, 2, 6)});
+    const at::Tensor h =
+        torch::tanh(torch::nn::functional::linear(x, both)).index({torch::indexing::Ellipsis, torch::arange(8)});
+    return torch::einsum("bi,ij->bj", {h, fc1->weight}) + fc2(h).select(1, 0).unsqueeze(1) * fc3->bias[2] +
+           fc3->weight.masked_fill(fc3->weight.detach() > 0, 0).diagonal();
+  }
+};
+
+TEST_P(Layers, WeightsByParts) {
+  play(GetParam(), {.model = [] { return seeded_model<ByParts>(41); }, .unused = true}, three_steps);
+}
+
+// A number alone, nothing at all, and one that no step uses.
+struct Odd : Net {
+  Odd() {
+    register_module("layers", layers);
+    temperature = register_parameter("temperature", torch::tensor(1.5));
+    nothing = register_parameter("nothing", torch::zeros({0, 3}));
+    spare = register_parameter("spare", torch::ones({3, 1, 2}));
+    steps = register_buffer("steps", torch::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    if (is_training()) steps.add_(1);
+    return layers->forward(x) / temperature + nothing.sum();
+  }
+  torch::nn::Sequential layers{torch::nn::Linear(kFeatures, 5), torch::nn::Functional(torch::tanh),
+                               torch::nn::Linear(torch::nn::LinearOptions(5, kFeatures).bias(false))};
+  at::Tensor temperature, nothing, spare, steps;
+};
+
+TEST_P(Layers, ANumberAndNothing) {
+  play(GetParam(), {.model = [] { return seeded_model<Odd>(42); }, .unused = true}, three_steps);
+}
+
+// A schedule leaves layers out, the same ones on all ranks; the first ones in some steps.
+struct Skipping : Net {
+  Skipping() {
+    for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(kFeatures, kFeatures));
+    register_module("layers", layers);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = x;
+    for (size_t i = 0; i < layers->size(); ++i)
+      if ((step + i) % 3 != 0) h = h + layers[i]->as<torch::nn::Linear>()->forward(h).tanh();
+    return h;
+  }
+  torch::nn::ModuleList layers;
+  size_t step = 0;
+};
+
+TEST_P(Layers, LayersLeftOutByASchedule) {
+  play(GetParam(), {.model = [] { return seeded_model<Skipping>(43); }, .unused = true}, [](Trainer& run) {
+    for (int step = 0; step < 4; ++step) {
+      dynamic_cast<Skipping&>(*run.model).step = static_cast<size_t>(step);
+      run.train(step);
+    }
+  });
+}
+
+struct Dropping : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor h = fc1(x).tanh();
+    if (!is_training()) return fc3(fc2(h));
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(calls++);
+    return fc3(fc2(h * torch::empty_like(h).bernoulli_(0.5, generator) * 2));
+  }
+  uint64_t calls = 7;
+};
+
+TEST_P(Layers, DropoutFromAGeneratorOfItsOwn) {
+  play(GetParam(), {.model = [] { return seeded_model<Dropping>(46); }, .same_data = true}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.model->train();
+      run.train(step);
+      run.model->eval();
+      const torch::NoGradGuard no_grad;
+      run.note(run.loss(9));
+    }
+  });
+}
+
+struct Counting : Mlp {
+  Counting() {
+    mean = register_buffer("mean", torch::zeros({kFeatures}));
+    calls = register_buffer("calls", torch::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    if (is_training()) {
+      const torch::NoGradGuard no_grad;
+      calls.add_(1);
+      mean.mul_(0.9).add_(x.mean(0), 0.1);
+    }
+    return fc3(fc2(fc1(x - mean).tanh()).tanh() / calls);
+  }
+  at::Tensor mean, calls;
+};
+
+TEST_P(Layers, BuffersThatForwardChanges) {
+  play(GetParam(), {.model = [] { return seeded_model<Counting>(47); }, .same_data = true}, three_steps);
+}
+
+// Spectral norm: a step of power iteration in each forward.
+struct Spectral : Mlp {
+  Spectral() { u = register_buffer("u", torch::ones({kFeatures}) / kFeatures); }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor& weight = fc2->weight;
+    at::Tensor v;
+    {
+      const torch::NoGradGuard no_grad;
+      v = weight.t().mv(u);
+      v /= v.norm() + 1e-12;
+      if (is_training()) u.copy_(weight.mv(v) / (weight.mv(v).norm() + 1e-12));
+    }
+    const at::Tensor sigma = u.clone().dot(weight.mv(v));
+    return fc3(torch::nn::functional::linear(fc1(x).tanh(), weight / sigma, fc2->bias));
+  }
+  at::Tensor u;
+};
+
+TEST_P(Layers, SpectralNorm) {
+  play(GetParam(), {.model = [] { return seeded_model<Spectral>(48); }}, three_steps);
+}
+
+// One number, and nothing at all.
+struct Tempered : Mlp {
+  Tempered() {
+    scale = register_parameter("scale", torch::tensor(1.5));
+    nothing = register_parameter("nothing", torch::zeros({0, kFeatures}));
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    return fc3(fc2(fc1(x) * scale).tanh()) + nothing.sum() + torch::logsumexp(scale.view({1}), 0);
+  }
+  at::Tensor scale, nothing;
+};
+
+TEST_P(Layers, ATemperatureAndAnEmptyParameter) {
+  play(GetParam(), {.model = [] { return seeded_model<Tempered>(50); }}, three_steps);
+}
+
+struct Others : Net {
+  Others() : encoder(torch::nn::TransformerEncoderOptions(layer(), 2)), decoder(decoder_options()) {
+    register_module("bilinear", bilinear), register_module("slope", slope), register_module("norm", norm);
+    register_module("encoder", encoder), register_module("decoder", decoder);
+  }
+  static torch::nn::TransformerEncoderLayer layer() {
+    return torch::nn::TransformerEncoderLayer(
+        torch::nn::TransformerEncoderLayerOptions(kFeatures / 2, 2).dim_feedforward(6).dropout(0));
+  }
+  static torch::nn::TransformerDecoderOptions decoder_options() {
+    return torch::nn::TransformerDecoderOptions(
+        torch::nn::TransformerDecoderLayer(
+            torch::nn::TransformerDecoderLayerOptions(kFeatures / 2, 2).dim_feedforward(6).dropout(0)),
+        1);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor h = slope(bilinear(x, x.flip(1)));
+    const at::Tensor sequence = norm(h.unsqueeze(2)).view({x.size(0), 2, kFeatures / 2}).transpose(0, 1);
+    return decoder(sequence, encoder(sequence)).transpose(0, 1).reshape({x.size(0), kFeatures});
+  }
+  torch::nn::Bilinear bilinear{kFeatures, kFeatures, kFeatures};
+  torch::nn::PReLU slope;
+  torch::nn::GroupNorm norm{torch::nn::GroupNormOptions(2, kFeatures)};
+  torch::nn::TransformerEncoder encoder;
+  torch::nn::TransformerDecoder decoder;
+};
+
+TEST_P(Layers, BilinearLayersAndTransformers) {
+  play(GetParam(), {.model = [] { return seeded_model<Others>(51); }}, three_steps);
+}
+
+// A learning rate of one bit. torch's SGD rounds its product with a bfloat16 gradient in the remainder of a vector, but
+// not within vectors, and shards cut vectors elsewhere. With one bit there is nothing to round.
+TEST_P(Layers, HalfTheModelInBfloat16) {
+  struct HalfHalf : Net {
+    HalfHalf() {
+      register_module("fc1", fc1), register_module("fc2", fc2);
+      fc1->to(at::kBFloat16), fc2->to(at::kDouble);
+    }
+    at::Tensor forward(const at::Tensor& x) override { return fc2(fc1(x.to(at::kBFloat16)).to(at::kDouble).tanh()); }
+    torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures};
+  };
+  auto model = [] { return seeded(56, []() -> Model { return std::make_shared<HalfHalf>(); }); };
+  play(GetParam(), {.model = model, .same_data = true, .optimizers = {Optim::kSgd}}, [](Trainer& run) {
+    for (auto& group : run.optimizer().param_groups()) group.options().set_lr(0.125);
+    three_steps(run);
+  });
+}
 
 // Keeps its weights in a list of its own as well.
 struct Recurrent : Net {
@@ -55,7 +340,7 @@ TEST_P(Layers, WideOnes) {
   });
 }
 
-// What comes out of one step goes into the next.
+// The output of a step is the input of the next one.
 TEST_P(Layers, TruncatedBackpropagationThroughTime) {
   play(GetParam(), {.model = [] { return seeded_model<Recurrent>(22); }}, [](Trainer& run) {
     at::Tensor hidden = torch::zeros({}, at::kDouble);
@@ -143,264 +428,7 @@ TEST_P(Layers, ParametersAndModulesInLists) {
   play(GetParam(), {.model = [] { return seeded_model<Lists>(25); }}, three_steps);
 }
 
-// A member is not what is registered: fc3's own weight is left without a gradient, as by one process.
-TEST_P(Layers, AMemberThatIsReplacedAndNotRegistered) {
-  const auto model = [] {
-    Model made = mlp();
-    mlp_of(*made).fc3->weight = mlp_of(*made).fc1->weight;
-    return made;
-  };
-  play(GetParam(), {.expect = Expect::kEither, .model = model, .unused = true}, three_steps);
-}
-
-TEST_P(Layers, OneLayerTwiceInAForward) {
-  struct Twice : Mlp {
-    at::Tensor forward(const at::Tensor& x) override { return fc2(fc1(fc2(fc1(x).tanh()).tanh())); }
-  };
-  play(GetParam(), {.model = [] { return seeded_model<Twice>(26); }, .unused = true}, three_steps);
-}
-
-struct Lazy : Mlp {
-  at::Tensor forward(const at::Tensor& x) override {
-    if (!late.defined()) late = register_parameter("extra", torch::full({kFeatures}, 0.5, at::kDouble));
-    return Mlp::forward(x) * late;
-  }
-  at::Tensor late;
-};
-
-TEST_P(Layers, AParameterMadeByTheFirstForward) {
-  play(GetParam(), {.expect = Expect::kEither, .model = [] { return seeded_model<Lazy>(27); }}, three_steps);
-}
-
-TEST_P(Layers, GradientsAskedForByTensor) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      const auto parameters = run.model->parameters();
-      const auto gradients = torch::autograd::grad({loss}, parameters);
-      const torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].sub_(0.1 * gradients[i]);
-    }
-  });
-}
-
-TEST_P(Layers, GradientsAskedForByTensorAndPutThereByHand) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      auto parameters = run.model->parameters();
-      const auto gradients = torch::autograd::grad({loss}, parameters);
-      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
-      run.optimizer().step();
-    }
-  });
-}
-
-TEST_P(Layers, BackwardIntoSomeParametersOnly) {
-  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      const auto wanted = mlp_of(*run.model).fc2->parameters();
-      loss.backward({}, /*retain_graph=*/std::nullopt, /*create_graph=*/false, wanted);
-      run.optimizer().step();
-    }
-  });
-}
-
-TEST_P(Layers, ValuesInitialisedAfterWrapping) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    run.model->apply([](torch::nn::Module& module) {
-      const torch::NoGradGuard no_grad;
-      if (auto* linear = module.as<torch::nn::Linear>()) {
-        torch::nn::init::constant_(linear->weight, 0.1);
-        torch::nn::init::zeros_(linear->bias);
-      }
-    });
-    three_steps(run);
-  });
-}
-
-TEST_P(Layers, TheBestValuesArePutBack) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    run.train(0);
-    std::vector<at::Tensor> best;
-    for (const auto& parameter : run.model->parameters()) best.push_back(parameter.detach().clone());
-    run.train(1);
-    run.train(2);
-    {
-      const torch::NoGradGuard no_grad;
-      size_t i = 0;
-      for (auto& parameter : run.model->parameters()) parameter.copy_(best[i++]);
-    }
-    run.train(3);
-  });
-}
-
-TEST_P(Layers, NormsOfValuesAreLookedAt) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.train(step);
-      for (const auto& entry : run.model->named_parameters()) run.note(entry.value().norm());
-    }
-  });
-}
-
-TEST_P(Layers, AGroupIsAddedWhenItsLayerIsThawed) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().add_param_group(torch::optim::OptimizerParamGroup({torch::zeros({2}, at::kDouble)}));
-    run.train(1);
-  });
-}
-
-TEST_P(Layers, GradientsThroughTheOptimizersGroups) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      loss.backward();
-      for (auto& group : run.optimizer().param_groups())
-        for (auto& parameter : group.params())
-          if (parameter.grad().defined()) parameter.mutable_grad().mul_(0.5);
-      run.optimizer().step();
-    }
-  });
-}
-
-TEST_P(Layers, TrainingAndEvaluatingInTurn) {
-  struct Dropped : Mlp {
-    at::Tensor forward(const at::Tensor& x) override { return is_training() ? Mlp::forward(x) : Mlp::forward(x * 0.5); }
-  };
-  play(GetParam(), {.model = [] { return seeded_model<Dropped>(28); }}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.model->train();
-      run.train(step);
-      run.model->eval();
-      const torch::NoGradGuard no_grad;
-      run.note(run.loss(step + 10));
-    }
-  });
-}
-
-// The sum of losses of several forwards, one backward.
-TEST_P(Layers, LossesAddedUpOverMicroBatches) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) {
-      run.optimizer().zero_grad();
-      at::Tensor sum = torch::zeros({}, at::kDouble);
-      for (int micro = 0; micro < 3; ++micro) sum = sum + run.loss(3 * step + micro) / 3;
-      run.note(sum);
-      sum.backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-TEST_P(Layers, ALossOfGradientsBySecondBackward) {
-  play(GetParam(), {.same_data = true}, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      at::Tensor penalty = torch::zeros({}, at::kDouble);
-      for (const auto& gradient : torch::autograd::grad({loss}, run.model->parameters(), {}, true, true))
-        penalty = penalty + gradient.square().sum();
-      (loss + 0.1 * penalty).backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-// Curvature along the gradient, by which the step is scaled.
-TEST_P(Layers, AHessianVectorProduct) {
-  play(GetParam(), {.same_data = true}, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      const auto parameters = run.model->parameters();
-      const auto gradients = torch::autograd::grad({loss}, parameters, {}, true, true);
-      at::Tensor along = torch::zeros({}, at::kDouble);
-      for (const auto& gradient : gradients) along = along + (gradient * gradient.detach()).sum();
-      at::Tensor curvature = torch::zeros({}, at::kDouble);
-      for (const auto& product : torch::autograd::grad({along}, parameters, {}, true))
-        curvature += product.square().sum();
-      run.note(curvature);
-      (loss / (1 + curvature.sqrt())).backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-// ---- what forward does with weights
-
-// Gives the first layer no gradient, in two ways.
-template <bool kDetaches>
-struct Stopped : Mlp {
-  at::Tensor forward(const at::Tensor& x) override {
-    if (kDetaches) return fc3(fc2(fc1(x).tanh().detach()).tanh());
-    at::Tensor features;
-    {
-      const torch::NoGradGuard no_grad;
-      features = fc1(x).tanh();
-    }
-    return fc3(fc2(features).tanh());
-  }
-};
-
-TEST_P(Layers, APartUnderNoGradInsideForward) {
-  play(GetParam(), {.model = [] { return seeded_model<Stopped<false>>(31); }, .unused = true}, three_steps);
-}
-
-TEST_P(Layers, APartThatIsDetached) {
-  play(GetParam(), {.model = [] { return seeded_model<Stopped<true>>(32); }, .unused = true}, three_steps);
-}
-
-// A user's own operator: what backward needs is saved as variables, or as it is.
-template <bool kAsVariables>
-struct OwnLinear : torch::autograd::Function<OwnLinear<kAsVariables>> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
-    if (kAsVariables) {
-      context->save_for_backward({x, weight});
-    } else {
-      context->saved_data["x"] = x;
-      context->saved_data["weight"] = weight;
-    }
-    return x.matmul(weight.t());
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list gradients) {
-    at::Tensor x, weight;
-    if (kAsVariables) {
-      const auto saved = context->get_saved_variables();
-      x = saved[0], weight = saved[1];
-    } else {
-      x = context->saved_data["x"].toTensor(), weight = context->saved_data["weight"].toTensor();
-    }
-    return {gradients[0].matmul(weight), gradients[0].t().matmul(x)};
-  }
-};
-
-template <bool kAsVariables>
-struct WithOwnLinear : Mlp {
-  at::Tensor forward(const at::Tensor& x) override {
-    return fc3(OwnLinear<kAsVariables>::apply(fc1(x).tanh(), fc2->weight) + fc2->bias);
-  }
-};
-
-TEST_P(Layers, AFunctionThatSavesAWeight) {
-  play(GetParam(), {.model = [] { return seeded_model<WithOwnLinear<true>>(33); }}, three_steps);
-}
-
-TEST_P(Layers, AFunctionThatKeepsAWeight) {
-  play(GetParam(), {.model = [] { return seeded_model<WithOwnLinear<false>>(34); }}, three_steps);
-}
-
-// Weights that are used as their conjugates, whose gradients are then conjugates of what their memory has.
+// Weights that are used as their conjugates, so that their gradients are lazy conjugates.
 struct Conjugated : Net {
   Conjugated() {
     register_module("fc", fc);
@@ -432,49 +460,6 @@ TEST_P(Layers, WeightsUsedAsTheirConjugates) {
     });
 }
 
-// A user's own operator that gives its weight a gradient of negatives of what its memory has, or of zeros without any.
-template <bool kZeros>
-struct LazyGradient : torch::autograd::Function<LazyGradient<kZeros>> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor&) {
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list gradients) {
-    const at::Tensor& gradient = gradients[0];
-    if (kZeros) return {gradient, at::_efficientzerotensor({kFeatures, kFeatures}, gradient.options())};
-    return {gradient, at::_neg_view(gradient.sum(0).expand({kFeatures, kFeatures}).clone())};
-  }
-};
-
-template <bool kZeros>
-struct WithLazyGradient : Mlp {
-  at::Tensor forward(const at::Tensor& x) override {
-    return fc3(LazyGradient<kZeros>::apply(fc1(x).tanh(), fc2->weight) + fc2->bias);
-  }
-};
-
-TEST_P(Layers, AFunctionThatGivesAGradientOfNegatives) {
-  play(GetParam(), {.model = [] { return seeded_model<WithLazyGradient<false>>(37); }}, three_steps);
-}
-
-TEST_P(Layers, AFunctionThatGivesAGradientOfZerosWithoutMemory) {
-  play(GetParam(), {.model = [] { return seeded_model<WithLazyGradient<true>>(38); }}, three_steps);
-}
-
-// A hook on an activation that needs a weight, through a view of it taken in forward.
-struct HookWithWeight : Mlp {
-  at::Tensor forward(const at::Tensor& x) override {
-    at::Tensor h = fc1(x).tanh();
-    const at::Tensor seen = fc2->weight.detach().t();
-    if (h.requires_grad()) h.register_hook([seen](const at::Tensor& gradient) { return gradient + 0.01 * seen.sum(); });
-    return fc3(fc2(h).tanh());
-  }
-};
-
-TEST_P(Layers, AHookThatUsesAWeight) {
-  play(GetParam(), {.model = [] { return seeded_model<HookWithWeight>(35); }, .same_data = true}, three_steps);
-}
-
 struct Convolutional : Net {
   Convolutional() { register_module("layers", layers), register_module("out", out); }
   at::Tensor forward(const at::Tensor& x) override {
@@ -494,389 +479,85 @@ TEST_P(Layers, ConvolutionsAndNorms) {
   play(GetParam(), {.model = [] { return seeded_model<Convolutional>(36); }}, three_steps);
 }
 
-// Sequences of several lengths.
-struct Packed : Net {
-  Packed() { register_module("lstm", lstm), register_module("out", out); }
+// In single precision, and compared so.
+struct Complex : Net {
+  Complex() { register_module("layer", layer); }
   at::Tensor forward(const at::Tensor& x) override {
-    const at::Tensor lengths = torch::arange(x.size(0)).remainder(3) + 2;
-    const auto packed = torch::nn::utils::rnn::pack_padded_sequence(x.view({x.size(0), 4, 2}), lengths, true, false);
-    return out(std::get<1>(std::get<1>(lstm->forward_with_packed_input(packed)))[0]);
+    const at::Tensor h = layer(x.to(at::kFloat)).to(at::kComplexFloat).matmul(weight);
+    return (torch::view_as_real(h).sum(-1) + h.abs()).to(at::kDouble);
   }
-  torch::nn::LSTM lstm{torch::nn::LSTMOptions(2, 5).batch_first(true)};
-  torch::nn::Linear out{5, kFeatures};
+  torch::nn::Linear layer{kFeatures, kFeatures};
+  at::Tensor weight = register_parameter("weight", torch::randn({kFeatures, kFeatures}, at::kComplexFloat));
 };
 
-TEST_P(Layers, SequencesOfSeveralLengths) {
-  play(GetParam(), {.model = [] { return seeded_model<Packed>(37); }, .same_data = true}, three_steps);
+TEST_P(Layers, ComplexWeight) {
+  auto complex = [] { return seeded(4, []() -> Model { return std::make_shared<Complex>(); }); };
+  play(GetParam(), {.model = complex}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
 }
 
-// ---- values and rates
+struct Lookup : Net {
+  explicit Lookup(double max_norm)
+      : table(torch::nn::EmbeddingOptions(10, kFeatures).max_norm(max_norm)), out(kFeatures, kFeatures) {
+    register_module("table", table);
+    register_module("out", out);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    return out(table((x.select(1, 0).abs() * 4).to(at::kLong).clamp_max(9)));
+  }
+  torch::nn::Embedding table;
+  torch::nn::Linear out;
+};
 
-TEST_P(Layers, ValuesClampedAfterEachStep) {
-  play(GetParam(), {}, [](Trainer& run) {
+// Forward itself changes the weight, in the rows that it is asked for.
+TEST_P(Layers, EmbeddingWithMaxNorm) {
+  auto lookup = [] { return seeded(5, []() -> Model { return std::make_shared<Lookup>(0.5); }); };
+  play(GetParam(), {.expect = Expect::kEither, .model = lookup, .same_data = true}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
+}
+
+struct Normed : Net {
+  Normed() {
+    register_module("fc1", fc1);
+    register_module("norm", norm);
+    register_module("fc2", fc2);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) override { return fc2(norm(fc1(x)).tanh()); }
+  torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures};
+  torch::nn::BatchNorm1d norm{kFeatures};
+};
+Model normed() {
+  return seeded(6, []() -> Model { return std::make_shared<Normed>(); });
+}
+
+// The second forward must not write into buffers that the first one's backward needs.
+TEST_P(Layers, BatchNormWithTwoForwardsBeforeOneBackward) {
+  play(GetParam(), {.model = normed, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      (run.loss(2 * step) + run.loss(2 * step + 1)).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Layers, BatchNormTrainedEvaluatedAndTrained) {
+  play(GetParam(), {.model = normed, .same_data = true}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.model->train();
       run.train(step);
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : run.parameters()) parameter.clamp_(-0.2, 0.2);
+      run.model->eval();
+      torch::NoGradGuard no_grad;
+      run.note(run.loss(9));
     }
-  });
-}
-
-TEST_P(Layers, RatesBySchedulers) {
-  play(GetParam(), {}, [](Trainer& run) {
-    torch::optim::StepLR by_steps(run.optimizer(), /*step_size=*/1, /*gamma=*/0.5);
-    for (int step = 0; step < 3; ++step) {
-      run.train(step);
-      by_steps.step();
-    }
-  });
-}
-
-// A summary before training, as it is printed.
-TEST_P(Layers, ParametersAreCountedAndPrinted) {
-  play(GetParam(), {}, [](Trainer& run) {
-    int64_t numel = 0;
-    std::ostringstream text;
-    for (const auto& entry : run.model->named_parameters()) {
-      numel += entry.value().numel();
-      text << entry.key() << " " << entry.value().sizes() << " " << entry.value().dtype() << "\n";
-    }
-    text << *run.model << "\n";
-    run.note(torch::tensor(static_cast<double>(numel)));
-    run.train(0);
-    for (const auto& entry : run.model->named_parameters()) text << entry.value() << "\n";
-    run.note(torch::tensor(static_cast<double>(text.str().size())));
-    run.train(1);
-  });
-}
-
-// ---- gradients cleared, and values written, by hand
-
-void put_zeros(Trainer& run) {
-  for (auto& parameter : run.model->parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
-}
-
-TEST_P(Layers, ZerosPutThereByHandBeforeEachForward) {
-  play(GetParam(), {}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      put_zeros(run);
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      loss.backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-// Momenta go on.
-TEST_P(Layers, AStepWithZerosPutThereByHand) {
-  play(GetParam(), {}, [](Trainer& run) {
-    run.train(0);
-    put_zeros(run);
-    run.optimizer().step();
-    run.train(1);
-    run.train(2);
-  });
-}
-
-TEST_P(Layers, ZerosPutThereByHandAfterAFailedBackward) {
-  play(GetParam(), {}, [](Trainer& run) {
-    run.train(0);
-    auto& net = mlp_of(*run.model);
-    net.hook = [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the user's hook"); };
-    try {
-      run.loss(1).backward();
-    } catch (const std::exception&) {
-      put_zeros(run);
-    }
-    net.hook = nullptr;
-    run.train(2);
+    // In evaluation mode, and with a gradient: statistics stay as they are.
     run.train(3);
-  });
-}
-
-TEST_P(Layers, LoadBetweenBackwardAndStep) {
-  play(GetParam(), {}, [](Trainer& run) {
-    std::stringstream saved;
-    torch::save(mlp_of(*another_mlp()).parameters(), saved);
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    std::vector<at::Tensor> values;
-    torch::load(values, saved);
-    {
-      const torch::NoGradGuard no_grad;
-      size_t i = 0;
-      for (auto& parameter : run.model->parameters()) parameter.set_data(values[i++].clone());
-    }
-    run.optimizer().step();
-    run.train(2);
-    run.train(3);
-  });
-}
-
-// Values that every rank writes alike, where the ranks have gradients of their own.
-TEST_P(Layers, SaliencyOfInputsThenOtherValues) {
-  play(GetParam(), {.unused = true}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      const at::Tensor x = run.x(step).requires_grad_();
-      run.note(torch::autograd::grad({run(x).sum()}, {x})[0].square().sum(1).mean());
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : run.parameters()) parameter.data().mul_(0.9);
-      const torch::AutoGradMode mode(true);
-      run.train(step + 10);
-    }
-  });
-}
-
-TEST_P(Layers, GivenUpUnderNoSyncThenOtherValues) {
-  play(GetParam(), {.expect = where_gradients_stay(GetParam()), .says = kDropped}, [](Trainer& run) {
-    run.train(0);
-    {
-      auto scope = run.no_sync();
-      run.loss(1).backward();
-    }
-    run.optimizer().zero_grad();
-    for (auto& parameter : run.parameters()) parameter.data().mul_(0.9);
-    run.train(2);
-    {
-      auto scope = run.no_sync();
-      run.loss(3).backward();
-    }
-    const torch::NoGradGuard no_grad;
-    for (auto& parameter : run.parameters()) parameter.mul_(0.9);
-    const torch::AutoGradMode mode(true);
-    const at::Tensor loss = run.loss(4);
-    run.note(loss);
-    loss.backward();
-    run.optimizer().step();
-  });
-}
-
-// One unit, of which a rank's rows may need either expert, or both.
-struct ExpertsImpl : torch::nn::LinearImpl {
-  ExpertsImpl() : torch::nn::LinearImpl(kFeatures, kFeatures) {
-    for (const char* name : {"low", "high"})
-      experts.push_back(register_parameter(name, at::randn({kFeatures, kFeatures}) * 0.3));
-  }
-  at::Tensor route(const at::Tensor& x) {
-    at::Tensor out = torch::nn::functional::linear(x, weight, bias).tanh();
-    for (const bool is_high : {false, true}) {
-      const at::Tensor rows = x.select(1, 0).gt(0.5).eq(is_high).nonzero().squeeze(1);
-      if (rows.numel() == 0) continue;
-      out = out.index_add(0, rows, torch::nn::functional::linear(x.index_select(0, rows), experts[is_high]));
-    }
-    return out;
-  }
-  std::vector<at::Tensor> experts;
-};
-
-struct MixtureOfExperts : Net {
-  MixtureOfExperts() {
-    for (int i = 0; i < 3; ++i) {
-      blocks.push_back(std::make_shared<ExpertsImpl>());
-      register_module("block" + std::to_string(i), blocks.back());
-    }
-  }
-  at::Tensor forward(const at::Tensor& x) override {
-    at::Tensor h = x;
-    for (const auto& block : blocks) h = block->route(h);
-    return h;
-  }
-  std::vector<std::shared_ptr<ExpertsImpl>> blocks;
-};
-
-Play mixture() {
-  return {.model = [] { return seeded_model<MixtureOfExperts>(22); }, .unused = true};
-}
-
-TEST_P(Layers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(), three_steps); }
-
-TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
-  play(GetParam(), mixture(), [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      const at::Tensor one = run.loss(2 * step), other = run.loss(2 * step + 1);
-      run.note(one.detach());
-      {
-        auto scope = run.no_sync();
-        one.backward();
-      }
-      other.backward();
-      run.optimizer().step();
-      run.optimizer().zero_grad();
-    }
-  });
-}
-
-// What a step or a norm must not take is known after new data, too.
-TEST_P(Layers, OtherDataBetweenNoSyncAndClipping) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    {
-      auto scope = run.no_sync();
-      run.loss(0).backward();
-    }
-    auto parameters = run.model->parameters();
-    torch::nn::utils::vector_to_parameters(0.9 * torch::nn::utils::parameters_to_vector(parameters), parameters);
-    run.notes.push_back(run.clip_grad_norm_(0.05));
-    run.optimizer().step();
-  });
-}
-
-TEST_P(Layers, OtherDataBetweenNoSyncAndAStep) {
-  for (const bool by_archive : {false, true})
-    play(GetParam(), {.expect = Expect::kEither}, [=](Trainer& run) {
-      run.train(0);
-      run.optimizer().zero_grad();
-      {
-        auto scope = run.no_sync();
-        run.loss(1).backward();
-      }
-      if (by_archive) {
-        std::stringstream file;
-        torch::save(seeded_model<Mlp>(24), file);
-        torch::load(run.model, file, run.device);
-      } else {
-        for (at::Tensor& parameter : run.model->parameters()) parameter.set_data(0.9 * parameter.detach());
-      }
-      run.optimizer().step();
-      run.train(2);
-    });
-}
-
-// So large that ranks which read each other's memory gather and reduce them when they are needed, not before.
-struct Large : Net {
-  Large() { register_module("in", in), register_module("wide", wide), register_module("again", again); }
-  at::Tensor forward(const at::Tensor& x) override {
-    const at::Tensor h = again(wide(in(x).tanh()).tanh()).tanh();
-    return torch::nn::functional::linear(h, in->weight.t());
-  }
-  torch::nn::Linear in{kFeatures, 264}, wide{264, 264}, again{264, 264};
-};
-
-Play large() {
-  return {.model = [] { return seeded_model<Large>(25); }};
-}
-
-TEST_P(Layers, LargeOnesInEveryOrder) {
-  play(GetParam(), large(), [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    const at::Tensor one = run.loss(1), other = run.loss(2);
-    {
-      const torch::NoGradGuard no_grad;
-      run.note(run.loss(3));
-    }
-    {
-      auto scope = run.no_sync();
-      other.backward({}, /*keep_graph=*/true);
-    }
-    (one + 0.5 * other).backward();
-    run.optimizer().step();
-    run.train(4);
-  });
-}
-
-TEST_P(Layers, LargeOnesAfterABackwardThatThrew) {
-  play(GetParam(), large(), [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    const auto weight = dynamic_cast<Large&>(*run.model).wide->weight;
-    bool throws = true;
-    weight.register_hook([&throws](const at::Tensor&) {
-      if (throws) throw std::runtime_error("the user's hook");
-    });
-    try {
-      run.loss(1).backward();
-    } catch (const std::runtime_error&) {
-    }
-    throws = false;
-    run.optimizer().zero_grad();
-    run.train(2);
-    run.train(3);
-  });
-}
-
-// Of so many large ones, which go as backward begins.
-struct ManyLarge : Net {
-  ManyLarge() {
-    register_module("in", in), register_module("middle", middle), register_module("out", out);
-    for (int i = 0; i < 8; ++i) middle->push_back(torch::nn::Linear(264, 264));
-  }
-  at::Tensor forward(const at::Tensor& x) override {
-    at::Tensor h = in(x).tanh();
-    for (const auto& layer : *middle) h = h + 0.1 * layer->as<torch::nn::Linear>()->forward(h).tanh();
-    return out(h);
-  }
-  torch::nn::Linear in{kFeatures, 264}, out{264, kFeatures};
-  torch::nn::ModuleList middle;
-};
-
-TEST_P(Layers, ManyLargeOnesWithAValidationBeforeBackwardAndValuesOfBefore) {
-  play(GetParam(), {.model = [] { return seeded_model<ManyLarge>(26); }}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      {
-        const torch::NoGradGuard no_grad;
-        run.note(run.loss(step + 5));
-      }
-      loss.backward();
-      run.optimizer().step();
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : run.parameters()) parameter.copy_(parameter * 0.99);
-    }
-  });
-}
-
-// By which a parameter that the pass did not seem to need gets a gradient after all.
-TEST_P(Layers, AHookThatGoesBackwardThroughAnotherLoss) {
-  Play play_of = mixture();
-  play_of.expect = Expect::kEither;
-  play(GetParam(), play_of, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor extra = run.loss(10 + step), out = run(run.x(step));
-      out.register_hook([extra](const at::Tensor&) {
-        const torch::AutoGradMode recording(true);
-        extra.backward();
-      });
-      torch::mse_loss(out, run.y(step)).backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-// Weights of a whole number of the rows that norms are taken by, and others.
-struct Narrower : Net {
-  Narrower() { register_module("narrow", narrow), register_module("wide", wide), register_module("last", last); }
-  at::Tensor forward(const at::Tensor& x) override { return last(wide(narrow(x).tanh()).tanh()); }
-  torch::nn::Linear narrow{torch::nn::LinearOptions(kFeatures, 6).bias(false)}, wide{6, kFeatures};
-  torch::nn::Linear last{kFeatures, kFeatures};
-};
-
-TEST_P(Layers, ClippedByAnyNorm) {
-  play(GetParam(), {.model = [] { return seeded_model<Narrower>(23); }}, [](Trainer& run) {
-    for (const double norm_type : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
-      run.loss(static_cast<int>(norm_type == 2.0)).backward();
-      run.notes.push_back(run.clip_grad_norm_(0.05, norm_type));
-      run.optimizer().step();
-      run.optimizer().zero_grad();
-    }
-  });
-}
-
-// The optimizer's step throws, is caught, and training goes on.
-TEST_P(Layers, AStepThatThrowsIsCaught) {
-  play(GetParam(), {}, [](Trainer& run) {
-    run.train(0);
-    try {
-      run.optimizer().step([]() -> at::Tensor { throw std::runtime_error("the user's closure"); });
-    } catch (const std::runtime_error&) {
-    }
-    run.train(1);
-    run.train(2);
   });
 }
 
 }  // namespace
-}  // namespace tessera::loops
+}  // namespace tessera::loops::layers_test

@@ -17,8 +17,6 @@
 #endif
 
 #include <tessera/optim/partial_step.h>
-#include "core/gradients/shard_norm.h"
-#include "core/layout/bucket_pieces.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
@@ -27,12 +25,10 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Models are small. Each gradient under FSDP travels from where it lies, as large ones do, but in a world of one; OSS
-// steps in turns; norms of shards are taken row by row.
+// Models are small. Their gradients are reduced without a copy, as large ones are, and OSS steps in turns.
+constexpr int64_t kZeroCopyBytes = 1;
 [[maybe_unused]] const bool all_are_large = [] {
-  least_piece_bytes = 1;
   least_step_bytes = 1;
-  norm_row_numel = 3;
   return true;
 }();
 
@@ -85,8 +81,8 @@ class OneProcess final : public Trainer {
   std::vector<at::Tensor> parameters() override { return unique_parameters(*model); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   void zero_grad(bool set_to_none) override { model->zero_grad(set_to_none); }
-  Scope no_sync() override {
-    return Scope([] {});
+  ScopeExit no_sync() override {
+    return ScopeExit([] {});
   }
   double clip_grad_norm_(double max_norm, double norm_type) override {
     return clip_by(*optimizer_, parameters(), max_norm, norm_type);
@@ -141,7 +137,7 @@ class Rank final : public Trainer {
     }
   }
   void zero_grad(bool set_to_none) override { wrapper_->zero_grad(set_to_none); }
-  Scope no_sync() override { return wrapper_->no_sync(); }
+  ScopeExit no_sync() override { return wrapper_->no_sync(); }
   double clip_grad_norm_(double max_norm, double norm_type) override {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()))
       return sharded->clip_grad_norm_(max_norm, norm_type);
@@ -170,6 +166,7 @@ auto make_ddp_with(DdpOptions options) {
   return [options](Model model, Comm comm, Optim kind, const Play& play) -> std::unique_ptr<Trainer> {
     DdpOptions of_play = options;
     of_play.find_unused_parameters = play.unused;
+    of_play.zero_copy_bytes = kZeroCopyBytes;
     auto ddp = std::make_unique<Ddp>(model, comm, of_play);
     auto optimizer = whole_optimizer(kind, ddp->parameters());
     return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
@@ -178,13 +175,14 @@ auto make_ddp_with(DdpOptions options) {
 
 auto make_ddp_oss(OssOptions oss) {
   return [oss](Model model, Comm comm, Optim kind, const Play& play) -> std::unique_ptr<Trainer> {
-    auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
+    const DdpOptions options{.find_unused_parameters = play.unused, .zero_copy_bytes = kZeroCopyBytes};
+    auto ddp = std::make_unique<Ddp>(model, comm, options);
     auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm, oss);
     return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
   };
 }
 
-// Nobody averages gradients: ranks have the same rows.
+// No wrapper averages gradients: the ranks have equal rows.
 std::unique_ptr<Trainer> make_oss_alone(Model model, Comm comm, Optim kind, const Play&) {
   auto optimizer = sharded_optimizer(kind, unique_parameters(*model), std::move(comm));
   return std::make_unique<OneProcess>(std::move(model), std::move(optimizer));
@@ -192,6 +190,7 @@ std::unique_ptr<Trainer> make_oss_alone(Model model, Comm comm, Optim kind, cons
 
 template <class Adam = torch::optim::Adam, class SGD = torch::optim::SGD>
 auto make_oss_sdp(OssOptions oss, SdpOptions options) {
+  options.zero_copy_bytes = kZeroCopyBytes;
   return [oss, options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
     auto optimizer = sharded_optimizer<Adam, SGD>(kind, unique_parameters(*model), comm, oss);
     auto sdp = std::make_unique<Sdp>(model, *optimizer, comm, options);
@@ -200,6 +199,7 @@ auto make_oss_sdp(OssOptions oss, SdpOptions options) {
 }
 
 auto make_fsdp(FsdpOptions options) {
+  options.zero_copy_bytes = kZeroCopyBytes;
   return [options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
     auto fsdp = std::make_unique<Fsdp>(model, comm, options);
     auto optimizer = whole_optimizer(kind, fsdp->parameters());
@@ -207,7 +207,7 @@ auto make_fsdp(FsdpOptions options) {
   };
 }
 
-// On a disk: in a folder that goes with the last of the ranks' wrappers.
+// On a disk: in a folder that is deleted with the last rank's wrapper.
 std::unique_ptr<Trainer> make_fsdp_on_disk(Model model, Comm comm, Optim kind, const Play& play) {
   FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}};
   auto folder = std::make_shared<TemporaryFolder>();
@@ -220,9 +220,11 @@ std::unique_ptr<Trainer> make_fsdp_on_disk(Model model, Comm comm, Optim kind, c
 template <class Options>
 std::unique_ptr<Trainer> make_zero_of(int stage, Model model, Comm comm, const Options& options, const Play& play) {
   using Stages = decltype(zero(model, options, comm));
-  const ZeroOptions of_play{.stage = stage,
-                            .ddp = {.find_unused_parameters = play.unused},
-                            .fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}};
+  const ZeroOptions of_play{
+      .stage = stage,
+      .ddp = {.find_unused_parameters = play.unused, .zero_copy_bytes = kZeroCopyBytes},
+      .sdp = {.zero_copy_bytes = kZeroCopyBytes},
+      .fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .zero_copy_bytes = kZeroCopyBytes}};
   return std::make_unique<Rank<Stages>>(model, std::make_unique<Stages>(model, options, comm, of_play));
 }
 
@@ -267,7 +269,7 @@ bool is_close(const at::Tensor& value, const at::Tensor& expected, double roundi
                          rounding * (fine ? 1e-9 : 1e-5));
 }
 
-// "" if the ranks have seen, as far as they came, what the one process did.
+// "" if the ranks' notes agree with those of the one process, as far as they ran.
 std::string difference(const Record& expected, const std::vector<Record>& ranks, double rounding) {
   std::ostringstream text;
   size_t notes = expected.notes.size();
@@ -302,7 +304,7 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks,
   return "";
 }
 
-// Whether the text says what it is about: a parameter or a unit of the model.
+// Whether the text names its subject: a parameter or a unit of the model.
 bool has_name(const std::string& text, const Net& model) {
   // Autograd's own words, where the wrapper left autograd to find the fault.
   // An optimizer knows parameters by their place in its groups.
@@ -371,7 +373,7 @@ std::string judge_reason(const Play& play, const Record& expected, const std::st
   return "refused as docs/loops.md does not say: " + first_line(error);
 }
 
-// What is wrong with what the ranks did, "" if nothing is.
+// The first error in the ranks' results; "" if there is none.
 std::string judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
                   const Net& model) {
   const std::string wrong = difference(expected, ranks, play.rounding);
@@ -552,8 +554,8 @@ static size_t place_among(const std::vector<Setup>& setups, const std::string& n
          setups.begin();
 }
 
-// Each sanitizer has one half of the loops in every setup, the other one the other half. They take ten times as long,
-// and setups share all that a loop does but for what they are there for.
+// Sanitizers take ten times as long. Each of the two plays one half of the loops in every setup, since setups differ in
+// few functions.
 static bool is_others_half([[maybe_unused]] size_t turn) {
 #if defined(__SANITIZE_ADDRESS__)
   return turn % 2 != 0;

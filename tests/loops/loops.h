@@ -10,10 +10,9 @@
 
 #include "tests/support/reference.h"
 
-// A training loop as its user writes it, who knows libtorch and nothing of Tessera's inside. The same text is
-// run by one process on the whole batch, with a torch optimizer, and by the ranks of every wrapper, each with
-// its part of the rows. Losses are means over rows, so the wrapper must do what the one process does, to
-// rounding in fp64, or refuse by name what it cannot do. Never anything else.
+// A training loop as a libtorch user writes it. One process runs it on the whole batch, with a torch optimizer, and the
+// ranks of every wrapper run it, each with its part of the rows. Losses are means over rows, so the ranks' results must
+// equal those of the one process, to rounding in fp64, or the wrapper must refuse the loop by name.
 namespace tessera::loops {
 using namespace internal;
 
@@ -51,7 +50,7 @@ inline Mlp& mlp_of(Net& net) { return dynamic_cast<Mlp&>(net); }
 
 enum class Optim { kSgd, kMomentum, kAdam };
 
-// What a loop has: one process alone, or one rank of a wrapper.
+// The interface of a loop: one process alone, or one rank of a wrapper.
 class Trainer {
  public:
   explicit Trainer(Model module) : model(std::move(module)) {}
@@ -64,7 +63,7 @@ class Trainer {
   virtual std::vector<at::Tensor> parameters() = 0;
   virtual torch::optim::Optimizer& optimizer() = 0;
   virtual void zero_grad(bool set_to_none = true) = 0;
-  virtual Scope no_sync() = 0;
+  virtual ScopeExit no_sync() = 0;
   virtual double clip_grad_norm_(double max_norm, double norm_type = 2) = 0;
   virtual torch::OrderedDict<std::string, at::Tensor> state() = 0;  // collective
   virtual void set_gradient_divide_factor(double factor) = 0;
@@ -92,7 +91,7 @@ class Trainer {
   bool same_data = false;
   std::vector<double> notes;
   std::function<std::unique_ptr<Trainer>(Model)> make_another;
-  std::shared_ptr<void> keeps;  // goes after it
+  std::shared_ptr<void> keeps;  // destroyed after it
 
  private:
   at::Tensor rows(int seed) const;
@@ -113,14 +112,14 @@ enum class Expect {
 struct Play {
   Expect expect = Expect::kEqual;
   std::function<Model()> model = mlp;
-  // Every rank has the whole batch: where the model looks at rows together, or changes what it finds there.
+  // Every rank has the whole batch: for models that look at rows together, or change their inputs.
   bool same_data = false;
   // Some parameters are not used in each step: DdpOptions::find_unused_parameters.
   bool unused = false;
   double rounding = 1;  // how many times the rounding of other loops
   // Of the error that it is refused with, one of these; of one that may be refused, else one that docs/loops.md has.
   std::vector<std::string> says = {};
-  // A world of one may do what is refused in others, if it does it right.
+  // A world of one may do an act that larger worlds refuse, if its result is right.
   bool equal_alone = false;
   // Empty: all, at some world.
   std::vector<Optim> optimizers = {};
@@ -144,7 +143,7 @@ std::vector<Setup> replicated_setups();  // stages 0 to 2
 // setup, but by one in four of those that take turns; at 2, 3 or 4 ranks by turns, and at one by every fourth.
 std::vector<int> worlds_of(const Setup& setup);
 
-// What came of a loop that one process and the setup's ranks ran.
+// The result of a loop that one process and the setup's ranks have run.
 struct Outcome {
   std::string wrong;           // "": equal, or refused by name before anything was wrong, as the play expects
   std::string error;           // that the ranks threw
@@ -158,13 +157,34 @@ inline Expect where_gradients_stay(const Setup& setup) {
   return setup.name == "oss_sdp_offload_grads" ? Expect::kRefused : Expect::kEqual;
 }
 
-// What some refusals say: of a gradient that a step has dropped, and of values that no step has changed.
 inline const std::vector<std::string> kDropped{"was dropped when a step had taken it"};
-inline const std::vector<std::string> kByOther{
-    "it was changed after a backward, by something else than the optimizer's step()"};
+// Why a loop that steps by itself is not supported under ShardedDataParallel.
+inline constexpr char kOwnersAlone[] = "only owners have gradients (docs/loops.md, Not supported)";
 
 // The same at the worlds of the setup, and fails if anything is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);
+
+inline bool is_sharded(const Setup& setup) { return setup.stage == 3; }
+inline bool is_at_owners(const Setup& setup) { return setup.stage == 2; }
+// Of a loop that FullyShardedDataParallel refuses.
+inline Expect unless_sharded(const Setup& setup) { return is_sharded(setup) ? Expect::kRefused : Expect::kEqual; }
+
+inline void step_with(Trainer& run, const at::Tensor& loss) {
+  run.note(loss.detach());
+  loss.backward();
+  run.optimizer().step();
+  run.optimizer().zero_grad();
+}
+inline void set_frozen(torch::nn::Module& module, bool frozen) {
+  for (auto& parameter : module.parameters()) parameter.requires_grad_(!frozen);
+}
+
+// Fewer numbers than ranks.
+struct Tiny : Net {
+  Tiny() { scale = register_parameter("scale", torch::tensor({0.5, 0.25})); }
+  at::Tensor forward(const at::Tensor& x) override { return x * scale[0] + scale[1]; }
+  at::Tensor scale;
+};
 
 inline std::string setup_name(const testing::TestParamInfo<Setup>& info) { return info.param.name; }
 

@@ -1,4 +1,4 @@
-// What users do with a module while its parameters are FullyShardedDataParallel's.
+// Uses of a module whose parameters FullyShardedDataParallel has sharded.
 #include <unistd.h>
 
 #include <chrono>
@@ -12,7 +12,7 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Sanitizers keep what was freed, and notes of it.
+// Sanitizers keep freed memory, and notes of it.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kIsSanitized = true;
 #else
@@ -123,7 +123,7 @@ TEST_P(Sharded, SavingTheModuleInsideSummonFullParams) {
     run.train(0);
     std::ostringstream file;
     {
-      auto scope = run.fsdp() != nullptr ? run.fsdp()->summon_full_params() : Scope([] {});
+      auto scope = run.fsdp() != nullptr ? run.fsdp()->summon_full_params() : ScopeExit([] {});
       torch::save(run.model, file);
     }
     Model loaded = another_mlp();
@@ -155,8 +155,8 @@ TEST_P(Sharded, AVisitorThatThrowsLeavesNothingGathered) {
 
 // ---- summon_full_params
 
-Scope summon(Trainer& run, SummonOptions options = {}) {
-  return run.fsdp() != nullptr ? run.fsdp()->summon_full_params(std::move(options)) : Scope([] {});
+ScopeExit summon(Trainer& run, SummonOptions options = {}) {
+  return run.fsdp() != nullptr ? run.fsdp()->summon_full_params(std::move(options)) : ScopeExit([] {});
 }
 
 TEST_P(Sharded, ValuesChangedInsideSummonFullParams) {
@@ -222,7 +222,7 @@ TEST_P(Sharded, ForwardAndBackwardInsideSummonFullParams) {
   });
 }
 
-// In a world of one full parameters may lie where the shards do.
+// In a world of one, full parameters may share the shards' memory.
 TEST_P(Sharded, AloneWithoutWriteback) {
   auto alone = GetParam();
   if (alone.worlds.front() != 1) return;  // needs more ranks
@@ -254,7 +254,7 @@ TEST_P(Sharded, AnObserverLooksAtMemoryAndAtParameters) {
   if (GetParam().name == "fsdp_ahead") return;  // it checks gradients, which is refused with observers
   play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
     auto observed = std::make_shared<int>(0);
-    std::optional<Scope> scope;
+    std::optional<ScopeExit> scope;
     if (run.fsdp() != nullptr)
       scope.emplace(run.fsdp()->on_gradients([&run, observed](const std::vector<at::Tensor>& leaves) {
         const torch::NoGradGuard no_grad;

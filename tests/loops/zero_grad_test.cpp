@@ -1,13 +1,50 @@
-// Clearing gradients, by whoever clears them and whenever.
+// zero_grad() of every form.
 #include "tests/loops/loops.h"
 
-namespace tessera::loops {
+#include <ATen/autocast_mode.h>
+#include <semaphore>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace tessera::loops::zero_grad_test {
 using namespace internal;
 namespace {
 
 TESSERA_LOOPS(ZeroGrad, all_setups);
 
-// ---- the optimizer's
+TEST_P(ZeroGrad, GradientsClearedOneByOne) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 6; ++step) {
+      for (auto& parameter : run.parameters()) {
+        if (!parameter.grad().defined()) continue;
+        switch (step % 3) {
+          case 0:
+            parameter.mutable_grad().reset();
+            break;
+          case 1:
+            parameter.mutable_grad().detach_().zero_();
+            break;
+          default:
+            parameter.mutable_grad() = at::zeros_like(parameter);
+        }
+      }
+      run.loss(step).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(ZeroGrad, GradientsDefinedAsZerosByHandOnTheWrappersParameters) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      for (auto& parameter : run.parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
+      run.loss(step).backward();
+      run.optimizer().step();
+    }
+  });
+}
 
 TEST_P(ZeroGrad, ByTheOptimizerToNone) {
   play(GetParam(), {}, [](Trainer& run) {
@@ -57,7 +94,7 @@ TEST_P(ZeroGrad, BetweenForwardAndBackward) {
   });
 }
 
-// A step without gradients does nothing, so the one after it starts from the same values.
+// A step without gradients changes nothing: the next one starts from equal values.
 TEST_P(ZeroGrad, ByTheOptimizerAfterBackwardLeavesNothingToStep) {
   play(GetParam(), {.expect = where_gradients_stay(GetParam()), .says = kDropped}, [](Trainer& run) {
     run.train(0);
@@ -68,8 +105,6 @@ TEST_P(ZeroGrad, ByTheOptimizerAfterBackwardLeavesNothingToStep) {
     run.train(2);
   });
 }
-
-// ---- the module's
 
 TEST_P(ZeroGrad, ByTheModuleAfterBackwardLeavesNothingToStep) {
   play(GetParam(), {.expect = where_gradients_stay(GetParam()), .says = kDropped}, [](Trainer& run) {
@@ -113,7 +148,7 @@ TEST_P(ZeroGrad, ByTheModuleAfterStep) {
   });
 }
 
-// What the next backward does not touch has no gradient then, and stays as it is.
+// A parameter that the next backward does not reach has no gradient then, and stays unchanged.
 TEST_P(ZeroGrad, ByTheModuleWhenOnlyABranchIsUsedNext) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
@@ -131,12 +166,10 @@ TEST_P(ZeroGrad, OfOneLayerOnly) {
     run.optimizer().zero_grad();
     run.loss(1).backward();
     mlp_of(*run.model).fc2->zero_grad();
-    run.loss(2).backward();  // adds to what the others have
+    run.loss(2).backward();  // adds to the gradients of the other layers
     run.optimizer().step();
   });
 }
-
-// ---- while gradients are accumulated
 
 TEST_P(ZeroGrad, DropsWhatNoSyncGathered) {
   for (int by : {0, 1, 2}) {
@@ -175,70 +208,5 @@ TEST_P(ZeroGrad, InTheMiddleOfNoSync) {
   });
 }
 
-TEST_P(ZeroGrad, Accumulation) {
-  play(GetParam(), {}, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) {
-      run.optimizer().zero_grad();
-      for (int part = 0; part < 3; ++part) (run.loss(3 * step + part) / 3).backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-TEST_P(ZeroGrad, AccumulationUnderNoSyncWithAValidationInTheMiddle) {
-  play(GetParam(), {}, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) {
-      run.optimizer().zero_grad();
-      {
-        auto scope = run.no_sync();
-        run.loss(3 * step).backward();
-        {
-          torch::NoGradGuard no_grad;
-          run.note(run.loss(9));
-        }
-        run.loss(3 * step + 1).backward();
-      }
-      run.loss(3 * step + 2).backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-// ---- gradients are tensors, and users write them
-
-TEST_P(ZeroGrad, GradientsScaledInPlaceAndReplaced) {
-  play(GetParam(), {}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      run.loss(step).backward();
-      for (auto& parameter : run.parameters()) {
-        if (!parameter.grad().defined()) continue;  // another rank owns it
-        parameter.mutable_grad().mul_(0.5);
-        if (step == 1) parameter.mutable_grad() = parameter.grad() * 0.5;
-      }
-      run.optimizer().step();
-    }
-  });
-}
-
-// Momentum of the user's own: handles of the last gradients, kept over zero_grad and the next backward.
-TEST_P(ZeroGrad, HandlesOfLastGradientsKeepTheirValues) {
-  play(GetParam(), {}, [](Trainer& run) {
-    std::vector<at::Tensor> last;
-    for (int step = 0; step < 4; ++step) {
-      run.optimizer().zero_grad();
-      run.loss(step).backward();
-      std::vector<at::Tensor> current;
-      auto parameters = run.parameters();
-      for (size_t i = 0; i < parameters.size(); ++i) {
-        current.push_back(parameters[i].grad());
-        if (!last.empty() && current[i].defined()) parameters[i].mutable_grad() = current[i] + 0.5 * last[i];
-      }
-      run.optimizer().step();
-      last = current;
-    }
-  });
-}
-
 }  // namespace
-}  // namespace tessera::loops
+}  // namespace tessera::loops::zero_grad_test

@@ -112,15 +112,10 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
   });
 }
 
-// The options have only fields that are supported.
-template <class Offload>
-concept HasADisk = requires(Offload offload) { offload.directory; };
-static_assert(HasADisk<decltype(FsdpOptions::offload)> && !HasADisk<decltype(OssOptions::offload)>);
-
 TEST(OssOffload, MistakesAreNamed) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Linear linear(2, 2);
-    auto make = [&](OssOffload offload) {
+    auto make = [&](OffloadOptions offload) {
       return OSS<torch::optim::Adam>(linear->parameters(), torch::optim::AdamOptions(1e-2), comm, {.offload = offload});
     };
     linear(torch::ones({1, 2})).sum().backward();
@@ -132,6 +127,8 @@ TEST(OssOffload, MistakesAreNamed) {
     pageable.step();
     EXPECT_EQ(pageable.pinned_bytes(), 0);
     EXPECT_EQ(pageable.host_bytes(), 24);
+    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "a/folder"}); }),
+                    "OssOptions::offload.directory is 'a/folder', but only FullyShardedDataParallel");
   });
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const auto linear = on_rank_device(torch::nn::Linear(2, 2));

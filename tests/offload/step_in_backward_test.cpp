@@ -314,7 +314,7 @@ TEST(StepInBackward, StepsEndOnOneRankSoonerThanOnOthers) {
     FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(40)});
     HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
     std::vector<at::Tensor> later;
-    const Scope scope = fsdp.on_gradients([&](const std::vector<at::Tensor>& parameters) {
+    const ScopeExit scope = fsdp.on_gradients([&](const std::vector<at::Tensor>& parameters) {
       if (comm->rank() == 0) return optimizer.step_parameters(parameters);
       later.insert(later.end(), parameters.begin(), parameters.end());
     });
@@ -617,7 +617,7 @@ TEST(Speculation, ValuesThatMayBeTakenBackAreRefused) {
         expect_contains(error, "StepInBackward::finish()");
       };
       refused("forward() on rank 0", [&] { layers.fsdp(torch::ones({2, kWidth})); });
-      refused("summon_full_params", [&] { const Scope scope = layers.fsdp.summon_full_params(); });
+      refused("summon_full_params", [&] { const ScopeExit scope = layers.fsdp.summon_full_params(); });
       refused("full_state_dict", [&] { layers.fsdp.full_state_dict(); });
     }
     EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);  // no finish(), no step

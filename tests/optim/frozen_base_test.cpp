@@ -48,7 +48,7 @@ void expect_adapters_train(const Options& options, double tolerance) {
           model.zero_grad();
           at::Tensor sum;
           for (int micro = 0; micro < micros; ++micro) {
-            std::optional<Scope> accumulating;
+            std::optional<ScopeExit> accumulating;
             if (micro + 1 < micros) accumulating.emplace(model.no_sync());
             const at::Tensor loss = loss_of(model, step, micro, comm->rank());
             loss.backward();

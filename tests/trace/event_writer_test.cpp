@@ -1,4 +1,4 @@
-// TensorBoard's files, read here byte by byte; tests/interop/tensorboard_test.py has TensorBoard read them.
+// Reads TensorBoard's files byte by byte; tests/interop/tensorboard_test.py reads them with TensorBoard.
 #include <tessera/event_writer.h>
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ Value take(std::string_view& bytes) {
   return value;
 }
 
-// Bit by bit, which is the definition; the writer's is by tables.
+// Bit by bit, as defined.
 uint32_t masked_crc32c(std::string_view bytes) {
   uint32_t crc = ~0U;
   for (const char byte : bytes) {
@@ -53,7 +53,7 @@ std::vector<std::string> records_in(std::string_view file) {
   return records;
 }
 
-// The message of a scalar, up to its tag, as protoc's encoder writes it.
+// The message of a scalar up to its tag, as protoc's encoder writes it.
 struct Point {
   int64_t step;
   std::string tag;
@@ -92,7 +92,8 @@ Point point_of(std::string_view event) {
 }
 
 TEST(EventWriter, WritesRecordsWithChecksums) {
-  EXPECT_EQ(masked_crc32c("123456789"), (0xe3069283U >> 15 | 0xe3069283U << 17) + 0xa282ead8U);  // RFC 3720's
+  // the example of RFC 3720
+  EXPECT_EQ(masked_crc32c("123456789"), (0xe3069283U >> 15 | 0xe3069283U << 17) + 0xa282ead8U);
   const TemporaryFolder folder;
   const auto runs = folder / "new/runs";
   std::filesystem::path path;
@@ -121,7 +122,7 @@ TEST(EventWriter, WritesRecordsWithChecksums) {
   EXPECT_EQ(third.value, -0.1F);
 }
 
-// A file that may not grow stands for a disk that is full: the training goes on, and so do the curves later.
+// A file that may not grow simulates a full disk: the training continues, and the curves continue later.
 TEST(EventWriter, AFullDiskIsToldOnceAndLeavesWholeRecords) {
   const TemporaryFolder folder;
   std::vector<std::string> problems;
@@ -130,7 +131,7 @@ TEST(EventWriter, AFullDiskIsToldOnceAndLeavesWholeRecords) {
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
   rlimit full = before;
-  full.rlim_cur = std::filesystem::file_size(events.path()) + 10;  // in the middle of a record
+  full.rlim_cur = std::filesystem::file_size(events.path()) + 10;  // within a record
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &full), 0);
   events.scalar("loss", 1, 1);
   const bool first = events.flush();

@@ -1,4 +1,4 @@
-// Traces of several hosts made one: by the function, and by `tessera trace merge`.
+// Merges traces of several hosts, by the function and by `tessera trace merge`.
 #include "core/trace/merge_traces.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ namespace {
 using namespace testing_support;
 using nlohmann::ordered_json;
 
-// What a rank writes first. Unix time is steady time and `boot_s`.
+// The first line of a rank. Unix time is steady time plus `boot_s`.
 struct Rank {
   std::string run;
   int rank;
@@ -76,7 +76,7 @@ std::vector<std::string> names_in_order(const ordered_json& merged) {
 class MergeTraces : public ::testing::Test {
  protected:
   MergeTraces() {
-    // b's clock is an hour behind a's: what came second has the smallest times.
+    // b's clock is an hour behind a's, so the second host has the smallest times.
     TraceAppender(a_).append(lines_of({"one", 0, "a", 0, 0, 100}, 0, {{"first", 4e9}, {"third", 4e9 + 20}}));
     TraceAppender(b_).append(
         lines_of({"one", 1, "b", 3'600'000'000'000, 2'500, 3'700}, 1, {{"second", 4e8 + 10}, {"fourth", 4e8 + 30.25}}));
@@ -121,7 +121,8 @@ TEST_F(MergeTraces, PutsHostsOnOneClock) {
 }
 
 TEST_F(MergeTraces, RunsFollowEachOtherAsUnixTimeHasIt) {
-  // A later run of both ranks, after a boot of a: its steady clock began again, and it is the second in b's file.
+  // A later run of both ranks, after a reboot of a: its steady clock has restarted, and it is the second run in b's
+  // file.
   TraceAppender(at("c.json")).append(lines_of({"two", 0, "a", 0, 0, 9'000}, 0, {{"fifth", 2e6}}));
   {
     TraceAppender b(b_);
@@ -160,7 +161,7 @@ TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
   folder_.write("broken.json", text + ",{\"name\":\"x\",\"ph\":\"X\",\"pid\":0}\n");
   expect_error({at("broken.json")}, {"broken.json, line 5", "'ts' not found"});
 
-  folder_.write("broken.json", text.substr(0, text.size() - 9));  // a kill's
+  folder_.write("broken.json", text.substr(0, text.size() - 9));  // as after a kill
   const auto merged = merge_traces(at("out.json"), {at("broken.json"), b_});
   ASSERT_EQ(merged.notes.size(), 1u);
   expect_contains(merged.notes[0], "broken.json: ends in a part of an event");
@@ -169,7 +170,7 @@ TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
   expect_error({at("out.json")}, {"out.json is a merged trace"}, "other.json");
 }
 
-// A file that may not grow stands for a disk that is full.
+// A file that may not grow simulates a full disk.
 TEST_F(MergeTraces, AppendsAllOrNothingAndToTracesAlone) {
   const auto before = file_bytes(a_);
   rlimit unlimited{};
@@ -193,7 +194,7 @@ TEST_F(MergeTraces, AppendsAllOrNothingAndToTracesAlone) {
   EXPECT_FALSE(may_hold_trace(notes));
   EXPECT_THROW(TraceAppender appender(notes), std::runtime_error);
   EXPECT_EQ(file_bytes(notes), "[{\"name\":\"my only copy\"}");
-  const auto begun = folder_.write("begun.json", "[{\"name\":\"tess");  // a kill's, in the first line
+  const auto begun = folder_.write("begun.json", "[{\"name\":\"tess");  // as after a kill during the first line
   EXPECT_TRUE(may_hold_trace(begun));
   TraceAppender appender(begun);
   EXPECT_TRUE(appender.is_empty());

@@ -88,7 +88,7 @@ void train_wrapped(Model& model, int kind, const Communicator& comm, Accumulatio
   train(kind, comm.size(), accumulation, [&](const std::vector<Data>& parts, bool set_to_none) {
     model.zero_grad(set_to_none);
     for (size_t pass = 0; pass < parts.size(); ++pass) {
-      std::optional<Scope> alone;
+      std::optional<ScopeExit> alone;
       if (accumulation == Accumulation::kNoSync && pass == 0) alone.emplace(model.no_sync());
       const at::Tensor loss = loss_of(model, parts[pass], comm.rank());
       if (loss.requires_grad()) loss.backward();

@@ -17,7 +17,7 @@ NOT_MEMBERS = {"using", "typedef", "friend", "static_assert", "template"}
 
 @dataclass
 class Type:
-    name: str  # with the names of the classes around it: "StallWatch::State"
+    name: str  # with the names of the classes around it: "Watchdog::Options"
     namespace: str
     kind: str  # class, struct, union or enum
     data: list = field(default_factory=list)

@@ -1,7 +1,5 @@
-// What joins a group, waits, closes and fails. Its collectives are in gloo_collectives.cpp.
 #include "core/comm/gloo/gloo_communicator.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -9,42 +7,32 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/comm/descriptors.h"
+#include "core/comm/gloo/gloo_collectives.h"
 #include "core/comm/gloo/gloo_connections.h"
-#include "core/runtime/in_time.h"
-#include "core/runtime/sigpipe_block.h"
+#include "core/runtime/call_with_timeout.h"
 
 namespace tessera::internal {
 namespace {
 
 constexpr char kNoAnswer[] = "the store, in rank 0's process, does not answer";
 
-std::string closed_text(int peer, const std::string& cause) {
-  return c10::str(peer < 0 ? "a connection" : c10::str("the connection to rank ", peer),
-                  " is closed, so that rank has ended or failed (", cause.substr(0, cause.find('\n')), ")");
-}
-
-// Of the tag of a message that nobody ever sends: no operation has so many steps.
-constexpr int kNoStep = 3;
-
-// With the other ranks.
-GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GlooOptions& options) {
-  GlooTransports made;
-  made.memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory, options.permits_tracing);
-  // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
-  if (!made.memory || !made.memory->reaches_all()) {
-    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"),
-                        options.raises_descriptor_limit);
-    made.group = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
+// The wait for other ranks that connect.
+class MeetingWait : public InterruptibleWait {
+ public:
+  MeetingWait(c10::intrusive_ptr<InterruptibleStore> meeting, const GlooTransports& transports)
+      : meeting_(std::move(meeting)), transports_(transports) {}
+  void interrupt() noexcept override { meeting_->interrupt(); }
+  std::string why_disconnected() override {
+    const int ended = transports_.ended_rank();
+    return ended >= 0 ? closed_connection_text(ended, "its process is gone") : "";
   }
-  // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
-  // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
-  if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
-  store->wait({"tessera/all_connected"}, options.timeout);
-  return made;
-}
 
-// The same, which may never return. Throws CommError.
+ private:
+  const c10::intrusive_ptr<InterruptibleStore> meeting_;
+  const GlooTransports& transports_;
+};
+
+// Connects to the other ranks within the timeout, even if the store does not answer. Throws CommError.
 GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                const GlooOptions& options) {
   const auto could_not_join = [&](const std::string& cause) {
@@ -53,7 +41,8 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
                               " s: ", cause));
   };
   try {
-    if (auto made = in_time(options.timeout + kAnswerGrace, [=] { return connect(store, rank, size, options); }))
+    if (auto made = call_with_timeout(options.timeout + kAnswerGrace,
+                                      [=] { return GlooTransports::connect(store, rank, size, options); }))
       return std::move(*made);
   } catch (const CommError&) {
     throw;
@@ -65,56 +54,40 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
 
 }  // namespace
 
-GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std::unique_ptr<PeerMemory> memory,
-                                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options,
-                                   RankWaits::Place place)
+GlooCommunicator::GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                   GlooOptions options, WaitRegistry::Place place)
     : Communicator(rank, size, at::kCPU, options.timeout),
       store_(std::move(store)),
       options_(std::move(options)),
-      memory_(std::move(memory)),
-      rounds_(memory_ && memory_->reaches_all() ? std::make_unique<SharedRounds>(*memory_) : nullptr),
-      group_(std::move(group)),
+      transports_(std::move(transports)),
       watch_(store_, rank, size,
-             {.interrupt =
-                  [this] {
-                    std::lock_guard lock(mutex_);
-                    interrupt_locked();
-                  },
-              .why_disconnected = [this] { return closed_connection(); }},
+             {.interrupt = [this] { in_flight_.interrupt(); },
+              .why_disconnected = [this] { return in_flight_.why_disconnected(); }},
              {.serves_store = options_.serves_store, .place = std::move(place)}) {}
 
 GlooCommunicator::~GlooCommunicator() {
   if (std::uncaught_exceptions() > 0) {
-    const std::string before = watch_.waits().failure();  // in another group, mostly what unwinds
+    const std::string before = watch_.waits().failure();  // usually of the group whose exception unwinds
     abort_this(before.empty() ? kUnwound : c10::str(kUnwound, ", after ", before));
   }
   pipelines_.stop();
-  std::lock_guard lock(mutex_);
-  close_locked();
-}
-
-int GlooCommunicator::ended_rank() const {
-  for (int peer = 0; memory_ && peer < size(); ++peer)
-    if (memory_->reaches(peer) && !memory_->is_alive(peer)) return peer;
-  return -1;
+  in_flight_.close(transports_);
 }
 
 void GlooCommunicator::abort_this(const std::string& reason) noexcept {
   if (!process_.is_this()) return;
   watch_.publish_failure(reason);
-  break_and_interrupt("this rank left the group: " + reason);
+  in_flight_.break_group("this rank left the group: " + reason);
+  in_flight_.interrupt();
   close_if_broken();
   watch_.await_readers();
 }
 
 GlooCommunicator::InCall::InCall(GlooCommunicator& comm, const std::string& what) : comm_(comm) {
-  call_.emplace(comm.one_caller());
+  call_.emplace(comm.single_thread_checker());
   if (call_->is_alone()) return;
-  {
-    std::lock_guard lock(comm.mutex_);
-    if (comm.broken_) throw CommError(c10::str(what, " on rank ", comm.rank(), ": ", *comm.broken_));
-  }
-  comm.refuse_second_thread(what);
+  comm.in_flight_.require_whole(c10::str(what, " on rank ", comm.rank()));
+  refuse_second_thread(comm, what);
 }
 
 GlooCommunicator::InCall::~InCall() {
@@ -123,47 +96,39 @@ GlooCommunicator::InCall::~InCall() {
   if (is_outermost) comm_.close_if_broken();
 }
 
-// Who breaks the group sees who is inside, or that one sees as it leaves that the group is broken.
+// If a call is in progress, it closes the group when it ends. No break is missed: either this function sees the call,
+// or the call sees that the group is broken.
 void GlooCommunicator::close_if_broken() noexcept {
-  {
-    std::lock_guard lock(mutex_);
-    if (!broken_ || is_closed_) return;
-  }
-  const OneCaller::Call call(one_caller());
+  if (!in_flight_.broken() || in_flight_.is_closed()) return;
+  const SingleThreadChecker::Call call(single_thread_checker());
   if (!call.is_outermost()) return;
   pipelines_.stop();
-  std::lock_guard lock(mutex_);
-  if (!is_closed_) close_locked();
+  in_flight_.close(transports_);
 }
 
-// What `connect` makes, which waits for other ranks in a store. That is a part of `op`: one that fails, leaves or
-// diverges ends it.
+// Returns the result of `connect`, which waits for other ranks in a store. The wait is part of `op`: a rank that fails,
+// leaves or diverges ends it.
 template <class Connect>
 auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
   const InCall call(*this, op.description());
   const auto meeting = c10::make_intrusive<InterruptibleStore>(prefix, store_);
-  const auto meets = [&](bool begins) {
-    std::lock_guard lock(mutex_);
-    meets_in_ = begins ? meeting : nullptr;
-    if (broken_) meeting->interrupt();
-  };
   const auto began = std::chrono::steady_clock::now();
   std::optional<decltype(connect(meeting))> made;
   std::string error;
   watch_.begin_wait(op.sequence());
-  meets(true);
+  if (!in_flight_.begin_wait(std::make_shared<MeetingWait>(meeting, transports_))) meeting->interrupt();
   try {
     made = connect(meeting);
   } catch (const std::exception& lost) {
     error = lost.what();
   }
-  meets(false);
+  in_flight_.end_wait();
   watch_.end_wait();
   count_wait(std::chrono::steady_clock::now() - began, op.description());
   if (made) return std::move(*made);
-  if (meeting->is_interrupted()) fail(op, -1, false, "");
-  if (meeting->has_timed_out()) fail(op, -1, false, "timed out");
-  // The others wait for this one; by a store that does not answer they cannot be told.
+  if (meeting->is_interrupted()) fail(op, {-1, false, ""});
+  if (meeting->has_timed_out()) fail(op, {-1, false, "timed out"});
+  // Tells the other ranks, which wait for this one, unless the store does not answer.
   if (!error.ends_with(kNoAnswer)) abort_this(error);
   throw CommError(error);
 }
@@ -172,9 +137,9 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                                           int position) {
   std::string what = "joining the groups of a split";
   if (!label().empty()) what += " in the group of " + label();
-  // On all ranks: one that is in no part counts it, too.
+  // Counted on all ranks, including those of no part.
   const GlooOperation joining(shared_from_this(), std::move(what));
-  RankWaits::Place place = watch_.part(name, members);
+  WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
   const int size = static_cast<int>(members.size());
   GlooTransports transports;
@@ -182,143 +147,46 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
     transports = meet(joining, name, [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
       return connect_in_time(meeting, position, size, options_);
     });
-  return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory),
-                                      c10::make_intrusive<c10d::PrefixStore>(name, store_), position, size, options_,
-                                      std::move(place));
+  return make_group<GlooCommunicator>(std::move(transports), c10::make_intrusive<c10d::PrefixStore>(name, store_),
+                                      position, size, options_, std::move(place));
 }
 
-// Where all ranks share memory, by the first operation that needs them, on every rank.
+// If all ranks share memory, the first operation that needs TCP connects it, on every rank.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
-  {
-    std::lock_guard lock(mutex_);
-    if (group_ || is_closed_) return;
-  }
-  auto made = meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
+  if (transports_.tcp().is_connected()) return;
+  transports_.tcp().connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
     std::string cause = kNoAnswer;
     try {
-      auto connected = in_time(timeout() + kAnswerGrace, [meeting, rank = rank(), size = size(), options = options_] {
-        return connect_by_tcp(meeting, rank, size, options, /*connections=*/1);
-      });
+      auto connected =
+          call_with_timeout(timeout() + kAnswerGrace, [meeting, rank = rank(), size = size(), options = options_] {
+            return connect_by_tcp(meeting, rank, size, options, /*connections=*/1);
+          });
       if (connected) return std::move(*connected);
     } catch (const std::exception& error) {
       cause = error.what();
     }
     throw CommError(c10::str(op.description(), " failed on rank ", rank(), " of ", size(), ": ", cause));
-  });
-  std::lock_guard lock(mutex_);
-  if (!is_closed_) group_ = std::move(made);
+  }));
 }
 
-c10::intrusive_ptr<c10d::Backend> GlooCommunicator::connections() {
-  std::lock_guard lock(mutex_);
-  if (is_closed_) throw std::runtime_error(broken_.value_or("the group is closed"));
-  return group_;
-}
-
-c10::intrusive_ptr<c10d::Work> GlooCommunicator::post(const at::Tensor& tensor, int peer, bool is_send, int tag) {
-  std::vector<at::Tensor> tensors{tensor};
-  const auto group = connections();
-  std::lock_guard lock(posting_);
-  const SigpipeBlock no_sigpipe;
-  return is_send ? group->send(tensors, peer, tag) : group->recv(tensors, peer, tag);
-}
-
-std::optional<MessageFailure> GlooCommunicator::wait_for(const ReductionPipeline& pipeline,
-                                                         PipelineThread::Deadline until) {
-  const auto waits = [this](bool begins) {
-    std::lock_guard lock(mutex_);
-    waits_for_pipeline_ = begins;
-    return !broken_;
-  };
-  if (!waits(true)) {
-    waits(false);
-    return MessageFailure{-1, false, ""};
+Pending GlooCommunicator::start(Collective collective) {
+  std::string description = collective.description();
+  if (collective.kind == Collective::kReduce) description += " to rank " + std::to_string(collective.root);
+  description += " (" + std::to_string(collective.numel) + " elements)";
+  if (!label().empty()) description += " in the group of " + label();
+  const InCall call(*this, description);
+  auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));
+  if (Transport* const carrier = transports_.carrier_of(collective)) {
+    if (carrier == &transports_.tcp()) make_connections(*op);
+    op->start_collective(*carrier, collective);
+  } else {
+    GlooCollectives(*op, rank(), size(), transports_.are_eager()).start(collective);
   }
-  auto failure = pipelines_.wait(pipeline, until);
-  waits(false);
-  return failure;
+  return Pending(std::move(op));
 }
 
-// False where the group is broken, and there is nothing to wait for.
-bool GlooCommunicator::begin_wait_for(const GlooMessage& message) {
-  std::lock_guard lock(mutex_);
-  waits_for_ = &message;
-  if (!message.work && !broken_) memory_->clear_interrupt();
-  return !broken_;
-}
-
-void GlooCommunicator::end_waits() {
-  std::lock_guard lock(mutex_);
-  waits_for_ = nullptr;
-}
-
-// Where a connection ends, gloo ends the waits for the messages that are announced on it, but not for the one that is
-// on its way (Pair::signalException): that wait would go on to its timeout. A further announcement does fail, so one is
-// made on behalf of a wait that takes long. What it announces never comes.
-std::string GlooCommunicator::closed_connection() {
-  int peer = -1;
-  bool is_send = false, is_met = false;
-  c10::intrusive_ptr<c10d::Backend> group;
-  {
-    std::lock_guard lock(mutex_);
-    group = group_;
-    is_met = meets_in_ != nullptr;
-    if (waits_for_pipeline_) {
-      peer = pipelines_.waits_for();
-    } else if (waits_for_ != nullptr && waits_for_->work) {
-      peer = waits_for_->peer;
-      is_send = waits_for_->is_send;
-    }
-  }
-  if (is_met && ended_rank() >= 0) return closed_text(ended_rank(), "its process is gone");
-  if (!group || peer < 0) return "";
-  std::vector<at::Tensor> nothing{at::empty({1}, at::TensorOptions(at::kCPU).dtype(at::kByte))};
-  std::lock_guard lock(posting_);
-  const SigpipeBlock no_sigpipe;
-  try {
-    group->recv(nothing, peer, kNoStep << 15 | connection_bit(rank(), peer, is_send));
-    return "";
-  } catch (const std::exception& error) {
-    const std::string cause = error.what();
-    // The wait has just ended by itself, at its timeout, and says so.
-    return cause.find("Application timeout") != std::string::npos ? "" : closed_text(peer, cause);
-  }
-}
-
-void GlooCommunicator::interrupt_locked() {
-  if (waits_for_pipeline_) pipelines_.interrupt();
-  if (meets_in_) meets_in_->interrupt();
-  if (waits_for_ != nullptr) waits_for_->work ? waits_for_->work->abort() : memory_->interrupt();
-}
-
-void GlooCommunicator::break_and_interrupt(const std::string& reason) {
-  std::lock_guard lock(mutex_);
-  if (!broken_) broken_ = reason;
-  interrupt_locked();
-}
-
-// Once the pipelines are stopped.
-void GlooCommunicator::close_locked() noexcept {
-  // First: the tensors below are then nobody's but ours. Unless a peer has stopped on its way to them: then their
-  // memory must never be anything else's.
-  static auto* const kept = new std::vector<at::Tensor>;
-  static std::mutex keeping;
-  const bool is_ours = !memory_ || memory_->close();
-  waits_for_ = nullptr;
-  is_closed_ = true;
-  {
-    std::lock_guard lock(keeping);
-    for (GlooOperation* operation : operations_) operation->drop_messages(is_ours ? nullptr : kept);
-    if (!is_ours) keep_memory(orphans_, *kept);
-  }
-  orphans_.clear();
-  orphan_pipelines_.clear();
-  // Closes the connections: the peers' waits end now. Without the lock: gloo waits for its thread to come by, up to 10
-  // ms for each of them, and ranks that are threads would do so one after the other.
-  group_.reset();
-}
-
-void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, const std::string& cause) {
+void GlooCommunicator::fail(const GlooOperation& op, const MessageFailure& failure) {
+  const auto& [peer, is_send, cause] = failure;
   std::string text = c10::str(op.description(), " failed on rank ", rank(), " of ", size());
   if (const std::string explanation = watch_.explanation(); !explanation.empty()) {
     text += ": " + explanation;
@@ -327,20 +195,16 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
                      peer < 0 ? "with all ranks" : c10::str(is_send ? "sending to" : "waiting for", " rank ", peer));
     if (const std::string others = watch_.who_waits(); !others.empty()) text += "; " + others;
   } else if (!cause.empty()) {
-    text += ": " + closed_text(peer, cause);
-  } else {
-    std::lock_guard lock(mutex_);
-    if (broken_) text += ": " + *broken_;
+    text += ": " + closed_connection_text(peer, cause);
+  } else if (const auto broken = in_flight_.broken()) {
+    text += ": " + *broken;
   }
-  if (const std::string failure = watch_.store_failure(); !failure.empty()) text += "; " + failure;
+  if (const std::string lost = watch_.store_failure(); !lost.empty()) text += "; " + lost;
   watch_.publish_failure(text);
   watch_.waits().note_failure(text);
   pipelines_.stop();
-  {
-    std::lock_guard lock(mutex_);
-    if (!broken_) broken_ = "the group is broken since: " + text;
-    close_locked();
-  }
+  in_flight_.break_group("the group is broken since: " + text);
+  in_flight_.close(transports_);
   watch_.await_readers();
   throw CommError(text);
 }
@@ -349,8 +213,7 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
                                                      GlooOptions options) {
   GlooTransports transports;
   if (size > 1) transports = connect_in_time(store, rank, size, options);
-  return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory), std::move(store), rank,
-                                      size, std::move(options));
+  return make_group<GlooCommunicator>(std::move(transports), std::move(store), rank, size, std::move(options));
 }
 
 }  // namespace tessera::internal

@@ -1,4 +1,4 @@
-// The only file that includes ProcessGroupGloo.hpp, and with it gloo's headers.
+// The only file that includes ProcessGroupGloo.hpp, and thus gloo's headers.
 #include "core/comm/gloo/gloo_connections.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -14,13 +14,13 @@ c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::
   const SigpipeBlock no_sigpipe;  // here, and in gloo's threads
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   gloo->timeout = options.timeout;
-  gloo->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
+  gloo->threads = 1;  // its pool is rarely used: gloo's I/O thread runs sends and receives
   gloo->devices.assign(connections, c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(gloo));
 }
 
 int64_t tcp_descriptors(int size) {
-  constexpr int64_t kOfDevice = 4;  // a socket that listens, what its thread waits with
+  constexpr int64_t kOfDevice = 4;  // a listening socket and its thread's event descriptors
   return kConnectionsOfPair * (size - 1 + kOfDevice);
 }
 

@@ -8,17 +8,17 @@
 namespace tessera::internal {
 
 // [Note: one way]
-// Two connections join each pair of ranks, and data goes one way on each: on one from the lower rank, on the other to
-// it. What comes the other way is small: announcements, without which gloo sends nothing. On one connection they would
-// queue behind the data, so that of two ranks that are not in step one would begin to receive when it has sent
-// everything; and while send() writes, holding the connection's lock, gloo's I/O thread would spin on what comes in.
+// Each pair of ranks has two connections, and data flows one way on each. The other direction carries only
+// announcements, without which gloo sends nothing. On one connection they would queue behind the data: a rank that is
+// out of step would begin to receive only after it has sent everything. Also, while send() writes under the
+// connection's lock, gloo's I/O thread would spin on incoming data.
 constexpr int kConnectionsOfPair = 2;
 
-// Which of them takes a message, as the last bit of its tag.
+// Selects the connection of a message, as the last bit of its tag.
 inline int connection_bit(int rank, int peer, bool is_send) { return is_send == (rank < peer) ? 1 : 0; }
 
-// c10d's group over gloo with so many connections of each pair of ranks, all served by one thread. Its send() and
-// recv() write to sockets and must be called under a SigpipeBlock. Collective.
+// Makes c10d's gloo group with so many connections between each pair of ranks, all served by one thread. Collective.
+// Its send() and recv() must be called under a SigpipeBlock: they write to sockets.
 c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  const GlooOptions& options, int connections);
 

@@ -10,7 +10,7 @@
 namespace tessera::internal {
 namespace {
 
-// gloo's waits end by themselves at a timeout, and then take all connections along: never, so far as we can wait.
+// A timeout of gloo closes all connections of the group, so these waits have none in effect.
 constexpr auto kUntilInterrupted = std::chrono::hours(24 * 365);
 
 }  // namespace
@@ -23,8 +23,8 @@ std::vector<at::Tensor> chunks_of(const at::Tensor& tensor) {
 }
 
 ReductionPipeline::ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out,
-                                     ReduceOp op, Transport transport)
-    : rank_(rank), world_(world), op_(op), transport_(std::move(transport)) {
+                                     ReduceOp op, Exchange exchange)
+    : rank_(rank), world_(world), op_(op), exchange_(std::move(exchange)) {
   std::fegetenv(&rounding_);
   int64_t begin = 0, most_numel = 0;
   for (const at::Tensor& segment : own) {
@@ -44,60 +44,65 @@ ReductionPipeline::ReductionPipeline(int rank, int world, const std::vector<at::
     rows.insert(rows.begin() + rank, at::Tensor());
     places_.push_back(std::move(rows));
   }
-  received_.assign(ahead, std::vector<Work>(world));
+  received_.assign(ahead, TransportMessages(world));
 }
 
 std::optional<MessageFailure> ReductionPipeline::announce() {
+  for (size_t chunk = 0; chunk < ahead(); ++chunk)
+    if (auto failure = receive(chunk)) return failure;
+  return std::nullopt;
+}
+
+std::optional<MessageFailure> ReductionPipeline::receive(size_t chunk) {
+  const size_t place = chunk % ahead();
+  int peer = -1;
   try {
-    for (size_t chunk = 0; chunk < ahead(); ++chunk) receive(chunk);
+    for (int step = 1; step < world_; ++step) {
+      peer = (rank_ - step + world_) % world_;
+      const at::Tensor tensor = places_[place][peer].narrow(0, 0, own_[chunk].numel());
+      received_[place][peer] = exchange_.receive(tensor, peer);
+    }
     return std::nullopt;
   } catch (const std::exception& error) {
-    return failure(error.what());
+    return MessageFailure{peer, /*is_send=*/false, error.what()};
   }
 }
 
-void ReductionPipeline::receive(size_t chunk) {
-  const size_t place = chunk % ahead();
-  is_send_ = false;
-  for (int step = 1; step < world_; ++step) {
-    peer_ = (rank_ - step + world_) % world_;
-    const at::Tensor tensor = places_[place][peer_].narrow(0, 0, own_[chunk].numel());
-    received_[place][peer_] = transport_.receive(tensor, peer_);
+std::optional<MessageFailure> ReductionPipeline::publish(size_t chunk) {
+  int peer = -1;
+  try {
+    for (int step = 1; exchange_.publish && step < world_; ++step) {
+      peer = (rank_ + step) % world_;
+      published_.push_back(exchange_.publish(out_[chunk], peer));
+    }
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    return MessageFailure{peer, /*is_send=*/true, error.what()};
   }
 }
 
 std::optional<MessageFailure> ReductionPipeline::run(const Wait& wait) {
   std::fesetenv(&rounding_);
-  try {
-    if (sum_up(wait)) return std::nullopt;
-    return failure("");
-  } catch (const std::exception& error) {
-    return failure(error.what());
-  }
-}
-
-// False where a wait was interrupted.
-bool ReductionPipeline::sum_up(const Wait& wait) {
   std::vector<at::Tensor> parts(world_);
   for (size_t chunk = 0; chunk < own_.size(); ++chunk) {
     const size_t place = chunk % ahead();
-    is_send_ = false;
-    for (peer_ = 0; peer_ < world_; ++peer_) {
-      if (peer_ == rank_) continue;
-      if (!wait(received_[place][peer_], peer_)) return false;
-      received_[place][peer_].reset();
-      parts[peer_] = places_[place][peer_];
+    for (int peer = 0; peer < world_; ++peer) {
+      if (peer == rank_) continue;
+      if (auto failure = wait(received_[place][peer])) return failure;
+      received_[place][peer].reset();
+      parts[peer] = places_[place][peer];
     }
     parts[rank_] = own_[chunk];
-    reduce_in_rank_order_here(out_[chunk], parts, op_);
-    is_send_ = true;
-    for (int step = 1; transport_.publish && step < world_; ++step) {
-      peer_ = (rank_ + step) % world_;
-      published_.push_back({transport_.publish(out_[chunk], peer_), peer_});
+    try {
+      reduce_in_rank_order_here(out_[chunk], parts, op_);
+    } catch (const std::exception& error) {
+      return MessageFailure{-1, /*is_send=*/false, error.what()};
     }
-    if (chunk + ahead() < own_.size()) receive(chunk + ahead());
+    if (auto failure = publish(chunk)) return failure;
+    if (chunk + ahead() >= own_.size()) continue;
+    if (auto failure = receive(chunk + ahead())) return failure;
   }
-  return true;
+  return std::nullopt;
 }
 
 void ReductionPipeline::let_go() {
@@ -121,8 +126,8 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
   std::optional<MessageFailure> failure;
   if (!stopped_) {
     lock.unlock();
-    failure = pipeline.run([this](const ReductionPipeline::Work& work, int peer) { return wait_for(work, peer); });
-    // Whoever waits has the last reference to the tensors when it is through, not this thread at some time after that.
+    failure = pipeline.run([this](const ReductionPipeline::Message& message) { return wait_for(message); });
+    // Releases the tensors before wait() returns, so that its caller has the last references.
     if (!failure) pipeline.let_go();
     lock.lock();
     pipeline.is_over_ = !failure;
@@ -132,26 +137,22 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
   changed_.notify_all();
 }
 
-bool PipelineThread::wait_for(const ReductionPipeline::Work& work, int peer) {
+std::optional<MessageFailure> PipelineThread::wait_for(const ReductionPipeline::Message& message) {
   {
     std::lock_guard lock(mutex_);
-    if (stopped_) return false;
-    waits_for_ = work;
-    peer_ = peer;
+    if (stopped_) return MessageFailure{message->peer(), message->is_send(), ""};
+    waits_for_ = message;
+    peer_ = message->peer();
   }
-  const auto forget = [this] {
-    std::lock_guard lock(mutex_);
-    waits_for_.reset();
-  };
-  bool is_done = false;
+  std::optional<MessageFailure> failure;
   try {
-    is_done = work->wait(kUntilInterrupted);
-  } catch (...) {
-    forget();
-    throw;
+    failure = message->wait(std::chrono::steady_clock::now() + kUntilInterrupted);
+  } catch (const std::exception& error) {
+    failure = MessageFailure{message->peer(), message->is_send(), error.what()};
   }
-  forget();
-  return is_done;
+  std::lock_guard lock(mutex_);
+  waits_for_.reset();
+  return failure;
 }
 
 std::optional<MessageFailure> PipelineThread::wait(const ReductionPipeline& pipeline, Deadline until) {
@@ -162,7 +163,7 @@ std::optional<MessageFailure> PipelineThread::wait(const ReductionPipeline& pipe
   return failure_.value_or(MessageFailure{peer_, false, ""});
 }
 
-std::vector<ReductionPipeline::Published> PipelineThread::published(ReductionPipeline& pipeline) {
+TransportMessages PipelineThread::published(ReductionPipeline& pipeline) {
   return std::exchange(pipeline.published_, {});
 }
 
@@ -171,15 +172,17 @@ void PipelineThread::drop(ReductionPipeline& pipeline) noexcept {
   pipeline.received_.clear();
 }
 
-int PipelineThread::waits_for() {
-  std::lock_guard lock(mutex_);
-  return waits_for_ ? peer_ : -1;
+std::string PipelineThread::why_disconnected() {
+  std::unique_lock lock(mutex_);
+  const ReductionPipeline::Message message = waits_for_;
+  lock.unlock();
+  return message ? message->why_disconnected() : "";
 }
 
 void PipelineThread::interrupt() noexcept {
   std::lock_guard lock(mutex_);
   stopped_ = true;
-  if (waits_for_) waits_for_->abort();
+  if (waits_for_) waits_for_->interrupt();
   changed_.notify_all();
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cfenv>
 #include <chrono>
@@ -14,116 +13,105 @@
 #include <string>
 #include <vector>
 
-#include <tessera/communicator.h>
+#include "core/comm/collective.h"
+#include "core/comm/gloo/transport.h"
+#include "core/runtime/guarded_by.h"
 #include "core/runtime/task_queue.h"
 
 namespace tessera::internal {
 
-// Messages between ranks that share no memory travel in pieces of this many bytes, the last one of what is left: the
-// same on both sides. Views of the tensor, which is flat, in order; none of an empty one.
+// Messages over TCP travel in chunks of this size; the last one may be smaller. Returns views of the flat tensor, in
+// order; none if it is empty.
 inline constexpr int64_t kChunkBytes = int64_t{1} << 20;
 std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 
-// Why a message did not come through.
-struct MessageFailure {
-  int peer;
-  bool is_send;
-  std::string cause;  // "": it was interrupted
-};
-
-// What one rank does in a reduction over ranks that share no memory: adds up its part chunk by chunk, in rank order,
-// while the next chunks travel, and passes each sum on as soon as it is there. It needs no thread of the caller's:
-// PipelineThread runs it. Between its construction and the end of that nobody else touches `own` and `out`.
+// One rank's part of a reduction over TCP. It reduces its part chunk by chunk, in rank order, while the next chunks
+// travel, and sends each sum as soon as it is complete. PipelineThread runs it, without the caller's thread. `own` and
+// `out` must not be accessed between construction and completion.
 //
-// Staging: of every other rank kStagingBytes / (ranks - 1), at least kLeastAhead chunks, at most the part. That many
-// chunks are announced ahead; a peer that has more to send waits with the rest.
+// Staging takes kStagingBytes / (ranks - 1) for each other rank, at least kLeastAhead chunks and at most the part. So
+// many chunks are announced ahead; a peer with more to send waits.
 class ReductionPipeline {
  public:
-  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Message = std::shared_ptr<TransportMessage>;
   static constexpr int64_t kStagingBytes = int64_t{32} << 20;
   static constexpr int64_t kLeastAhead = 4;
 
-  struct Published {
-    Work work;
-    int peer;
+  // Both start the message of one chunk and return. Called by the constructing thread and by PipelineThread's.
+  struct Exchange {
+    std::function<Message(const at::Tensor& chunk, int peer)> receive;
+    std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null: the sum stays here
   };
 
-  // Both start a message and return; of a chunk. Called by the constructor's thread and by PipelineThread's.
-  struct Transport {
-    std::function<Work(const at::Tensor& chunk, int peer)> receive;
-    std::function<Work(const at::Tensor& chunk, int peer)> publish;  // null: the sum stays here
-  };
-
-  // `own` is what this rank has of its part, in segments that every rank has, `out` where the sum comes (one segment's
-  // memory, or apart): flat, contiguous, of one dtype. No chunk is of two segments.
+  // `own` is this rank's contribution to its own part, in segments that all ranks have in common. The sum is written to
+  // `out`, which may be the memory of a single segment, and must not overlap otherwise. All are flat, contiguous and of
+  // one dtype. A chunk never spans two segments.
   ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
-                    Transport transport);
+                    Exchange exchange);
 
-  // Announces the first chunks; or why that failed. Once, before it is run.
+  // Announces the first chunks. Returns the failure, or nullopt. Must be called once, before the pipeline runs.
   std::optional<MessageFailure> announce();
 
  private:
   friend class PipelineThread;
-  using Wait = std::function<bool(const Work&, int peer)>;
+  using Wait = std::function<std::optional<MessageFailure>(const Message&)>;
   std::optional<MessageFailure> run(const Wait& wait);
-  bool sum_up(const Wait& wait);
-  void receive(size_t chunk);
+  std::optional<MessageFailure> receive(size_t chunk);
+  std::optional<MessageFailure> publish(size_t chunk);
   void let_go();
-  MessageFailure failure(std::string cause) const { return {peer_, is_send_, std::move(cause)}; }
   size_t ahead() const { return received_.size(); }
 
   const int rank_, world_;
   const ReduceOp op_;
-  const Transport transport_;
+  const Exchange exchange_;
   std::vector<at::Tensor> own_, out_;            // by chunk
   at::Tensor staging_;                           // [chunks ahead, ranks - 1, elements of a chunk]
-  std::vector<std::vector<at::Tensor>> places_;  // of it: by chunk modulo chunks ahead, and rank
-  std::vector<std::vector<Work>> received_;      // the same; announced and not waited for yet
-  std::vector<Published> published_;
-  int peer_ = -1;  // of the message that is started or waited for
-  bool is_send_ = false;
-  std::fenv_t rounding_;  // the caller's modes, denormals among them: sums are the same on any thread
-  bool is_over_ = false;  // PipelineThread's
+  std::vector<std::vector<at::Tensor>> places_;  // views of staging_, by chunk modulo chunks ahead, and rank
+  std::vector<TransportMessages> received_;      // in the same order; announced and not awaited
+  TransportMessages published_;
+  std::fenv_t rounding_;  // the caller's floating-point modes, which are part of the bits of a sum
+  bool is_over_ = false;  // used by PipelineThread
 };
 
-// The thread that runs a group's pipelines, one after the other in the order of add(). Waits are without a deadline:
-// whoever needs a result has one.
-class PipelineThread {
+// The thread that runs a group's pipelines, in the order of add(). Its waits for messages have no deadline; wait() has
+// one.
+class PipelineThread : public InterruptibleWait {
  public:
-  using Deadline = std::chrono::steady_clock::time_point;
+  using Deadline = TransportMessage::Deadline;
 
   PipelineThread() = default;
-  ~PipelineThread() { stop(); }
+  ~PipelineThread() override { stop(); }
 
   void add(const std::shared_ptr<ReductionPipeline>& pipeline);
 
-  // Returns when it is over, or why it will not be: what failed first in any pipeline, or "timed out". One thread.
+  // Blocks until the pipeline completes, and returns nullopt. Otherwise returns the first failure of any pipeline, or
+  // "timed out". For one thread.
   std::optional<MessageFailure> wait(const ReductionPipeline& pipeline, Deadline until);
-  // The messages of a pipeline that is over and may still be on their way, to be waited for.
-  static std::vector<ReductionPipeline::Published> published(ReductionPipeline& pipeline);
-  // Forgets the messages of a pipeline that is over, or was stopped.
+  // Returns the messages of a completed pipeline that may still be in flight. They must be awaited.
+  static TransportMessages published(ReductionPipeline& pipeline);
+  // Destroys the messages of a pipeline that has completed or was stopped.
   static void drop(ReductionPipeline& pipeline) noexcept;
 
-  // Whose message the thread waits for; -1: it does not wait. Any thread.
-  int waits_for();
-
-  // Nothing is run any more; wait() returns. Any thread.
-  void interrupt() noexcept;
-  // The same, and returns when nothing touches a tensor any more: after a chunk's sum at most.
+  // Starts no further work, and makes wait() return. Thread-safe.
+  void interrupt() noexcept override;
+  // About the message that the thread waits for. Thread-safe.
+  std::string why_disconnected() override;
+  // Interrupts, and blocks until the thread accesses no tensor: at most for one chunk's sum.
   void stop() noexcept;
 
  private:
   void run(ReductionPipeline& pipeline);
-  bool wait_for(const ReductionPipeline::Work& work, int peer);
+  std::optional<MessageFailure> wait_for(const ReductionPipeline::Message& message);
 
-  std::mutex mutex_;  // guards all but the last
+  std::mutex mutex_;
   std::condition_variable changed_;
-  ReductionPipeline::Work waits_for_;
-  int peer_ = -1;  // whose message was waited for last
-  int64_t added_ = 0, ended_ = 0;
-  bool stopped_ = false;
-  std::optional<MessageFailure> failure_;
-  std::unique_ptr<TaskQueue> thread_;  // made when there is something to run
+  ReductionPipeline::Message waits_for_ TESSERA_GUARDED_BY(mutex_);
+  int peer_ TESSERA_GUARDED_BY(mutex_) = -1;  // the peer of the last awaited message
+  int64_t added_ TESSERA_GUARDED_BY(mutex_) = 0;
+  int64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;
+  bool stopped_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<MessageFailure> failure_ TESSERA_GUARDED_BY(mutex_);
+  std::unique_ptr<TaskQueue> thread_;  // made by the first add()
 };
 
 }  // namespace tessera::internal

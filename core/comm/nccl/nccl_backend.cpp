@@ -1,4 +1,4 @@
-// The only file that includes ProcessGroupNCCL.hpp, built with TESSERA_CUDA: how NCCL's groups are made.
+// The only file that includes ProcessGroupNCCL.hpp. Built with TESSERA_CUDA. It makes NCCL's groups.
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "core/comm/nccl/nccl_communicator.h"
@@ -6,7 +6,7 @@
 namespace tessera::internal {
 namespace {
 
-// c10d's watchdog ends the process after its timeout; ours, which names who and what, comes first.
+// c10d's watchdog ends the process after its timeout. Ours, whose error names rank and operation, must come first.
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
 class NcclGroups : public NcclBackends {
@@ -18,7 +18,7 @@ class NcclGroups : public NcclBackends {
     group->eagerConnectSingleDevice(device);
     return group;
   }
-  // By ncclCommSplit: without another exchange of addresses.
+  // By ncclCommSplit, which needs no exchange of addresses.
   c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks, std::chrono::milliseconds timeout) override {
     auto group = parent.split(store, ranks, options(timeout));

@@ -12,30 +12,29 @@
 
 namespace tessera::internal {
 
-// Makes what an NcclCommunicator's groups run on: NCCL's own backends (core/comm/nccl/nccl_backend.cpp), or ones that
-// behave like those, in tests. Shared by a group and its parts. Registered memory is what they allocateTensor().
+// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or, in tests, ones that behave alike. A
+// group shares it with its parts. InitOptions::registered_memory uses the backends' allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
-  // Collective over the ranks that share `store`, which the backend keeps. Connected at once, on a stream of high
-  // priority. A backend's own watch over its operations, if it has one, waits longer than `timeout`.
+  // Collective over the ranks that share `store`, which the backend keeps. Connects at once, with streams of high
+  // priority. If the backend has a watchdog of its own, its timeout must be longer than `timeout`.
   virtual c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  at::Device device, std::chrono::milliseconds timeout) = 0;
-  // A group of these ranks of `parent`, in this order. Collective over `parent`, with other ranks for the ranks that
-  // are not in it; null where this one is in none.
+  // Makes a group of these ranks of `parent`, in this order. Collective over `parent`; ranks that are in no part pass
+  // other ranks, and get null.
   virtual c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                                   const std::vector<int>& ranks, std::chrono::milliseconds timeout) = 0;
 };
 
-// Joins ranks into a group over these backends; see backends.h.
+// Joins ranks into a group over these backends. See backends.h.
 std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackends> backends,
                                                      c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);
 
-// NCCL's own; null in a build without TESSERA_CUDA.
+// NCCL's backends; null in a build without TESSERA_CUDA.
 std::shared_ptr<NcclBackends> nccl_backends();
-// What make_nccl_communicator() of backends.h takes in place of NCCL, from now on: for tests, which have none. Null:
-// NCCL again.
+// Replaces NCCL in make_nccl_communicator() of backends.h, for tests. Null restores NCCL.
 void set_nccl_backends(std::shared_ptr<NcclBackends> backends);
 
 }  // namespace tessera::internal

@@ -1,4 +1,4 @@
-// Stands in for nccl_backend.cpp in builds without TESSERA_CUDA.
+// Replaces nccl_backend.cpp in builds without TESSERA_CUDA.
 #include "core/comm/nccl/nccl_communicator.h"
 
 namespace tessera::internal {

@@ -24,8 +24,8 @@
 
 namespace tessera::internal {
 
-// What a member says of its process, as it was when the group was made: the board is read once, so that whoever writes
-// there later makes this rank reach for no other process.
+// A member's process, as read once when the group was made. Later writes to the board cannot redirect this rank to
+// another process.
 struct PeerMemory::Process {
   explicit Process(const SharedBoard::Member& member)
       : pid(member.pid), magic(member.magic), magic_address(member.magic_address) {}
@@ -47,13 +47,13 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr char kNone[] = "none";  // no destructor: a thread that was left behind may use it while the process ends
+constexpr char kNone[] = "none";  // no destructor: a detached thread may use it while the process ends
 
-// How long close() gives a peer that is copying; too short for a large message costs memory, not correctness.
+// How long close() waits for a peer that is copying. A shorter time costs memory, not correctness.
 constexpr auto kCopyGrace = std::chrono::seconds(1);
 
-// What the others look for, to find out whether they reach this process: a number of its own, or it could be another
-// one that has got its process id.
+// A random number that peers read to test whether they reach this process, and not another one that reuses its process
+// id.
 const uint64_t& magic() {
   static const uint64_t number = [] {
     uint64_t random = 0;
@@ -73,7 +73,7 @@ std::string first_line(const char* path) {
   return line;
 }
 
-// Equal for two processes exactly if a process id names the same process for both: one boot, PID namespace and user.
+// Equal for two processes exactly if a process id means the same process to both: same boot, PID namespace and user.
 std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
@@ -81,7 +81,7 @@ std::string host_identity() {
   return boot.empty() ? kNone : c10::str(boot, "/", name, "/", ::geteuid());
 }
 
-// Texts that ranks show each other through the store, each under a key of its own.
+// Texts that ranks exchange through the store, under one key for each kind and rank.
 struct Notices {
   c10d::Store& store;
   const int rank;
@@ -96,8 +96,8 @@ struct Notices {
   static std::string key(const std::string& kind, int rank) { return c10::str("tessera/memory/", kind, "/", rank); }
 };
 
-// In their order; none where this rank is not to take part. Each rank reads the list of its host alone, which is whole
-// once all ranks of the group have signed in somewhere.
+// Returns the ranks of this host in order, or none if this rank does not take part. Each rank reads the list of its own
+// host, which is complete once all ranks of the group have signed in.
 std::vector<int> ranks_of_host(Notices& notices, int size, std::chrono::milliseconds timeout, bool is_wanted) {
   const bool is_switched_off = c10::utils::check_env("TESSERA_PEER_MEMORY") == false;
   const std::string identity = is_wanted && !is_switched_off ? host_identity() : kNone;
@@ -121,7 +121,7 @@ bool all_agree(Notices& notices, const std::string& kind, const std::vector<int>
   return std::all_of(answers.begin(), answers.end(), [](const std::string& text) { return text == "yes"; });
 }
 
-// The board of a host's ranks, if all of them have opened it and reach each other's memory, else null.
+// Returns the board of a host's ranks if all of them have opened it and reach each other's memory, else null.
 std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::vector<int>& host) {
   const int ranks = static_cast<int>(host.size());
   const auto self = std::find(host.begin(), host.end(), rank) - host.begin();
@@ -137,7 +137,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
     member.pid = ::getpid();
     member.magic = magic();
     member.magic_address = as_integer(&magic());
-  } catch (const std::runtime_error&) {  // not allowed here
+  } catch (const std::runtime_error&) {  // not permitted
     if (self == 0) notices.put("board", kNone);
   }
   bool reaches_all = all_agree(notices, "opened", host, board != nullptr);
@@ -148,7 +148,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
   return board;
 }
 
-// Permits the ranks of a host to read this process's memory; null if all of them are threads of it, or if it must not.
+// Permits the ranks of a host to access this process's memory. Null if all of them are threads of this process.
 std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host, bool permits_tracing) {
   notices.put("lineage", c10::Join(" ", lineage()));
   std::vector<std::vector<pid_t>> lineages;
@@ -163,8 +163,8 @@ std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int
 
 }  // namespace
 
-// The other rank's process by a descriptor, which never means another one, as its number may once it has ended; without
-// one (-1) where the kernel has none to give, and for the process itself.
+// A rank's process, with a pidfd, which unlike a process id is never reused. The descriptor is -1 for this process, or
+// if the kernel has no pidfd.
 struct PeerMemory::Peer {
   explicit Peer(const SharedBoard::Member& member) : process(member) {
     if (process.is_this()) return;
@@ -225,7 +225,7 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
     std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
     return;
   }
-  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // and its number may be another one's
+  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // its process id may be reused
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
@@ -256,7 +256,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     return made.slot != nullptr;
   };
   if (!try_to_announce()) {
-    // Full, of what this rank's peer has yet to match, of what nobody has copied, and of what either has yet to free.
+    // The channel is full of messages that are not matched, not copied or not freed.
     const auto outcome = watch(peer, SharedBoard::kNoOperation, until, [&] {
       copy_all_matched([&](const Announcement& message) { return message.peer == peer; });
       if (reap()) SharedBoard::notify(member(peer), self);
@@ -282,7 +282,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   return message;
 }
 
-// What this rank has claimed.
+// Copies a message that this rank has claimed.
 void PeerMemory::copy_claimed(Announcement& message) {
   const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(message.peer), local_[rank_]); });
   try {
@@ -301,7 +301,7 @@ void PeerMemory::copy_if_matched(const Announced& message) {
   if (message && message->slot != nullptr && SharedBoard::claim(*message->slot, message->kind)) copy_claimed(*message);
 }
 
-// What is received first: this rank needs it, and where the peer waits too, that one does the same.
+// Receives first: this rank needs them, and a waiting peer copies its own receives.
 template <class IsMeant>
 void PeerMemory::copy_all_matched(IsMeant is_meant) {
   for (const auto kind : {SharedBoard::kReceive, SharedBoard::kSend})
@@ -309,7 +309,7 @@ void PeerMemory::copy_all_matched(IsMeant is_meant) {
       if (message->kind == kind && is_meant(*message)) copy_if_matched(message);
 }
 
-// Frees the slots of messages that are over, and forgets those. Whether there were any.
+// Frees the slots of completed messages and forgets these. Returns whether there were any.
 bool PeerMemory::reap() {
   bool freed = false;
   std::erase_if(announced_, [&](const Announced& message) {
@@ -354,7 +354,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
   self.awaited.store(local_[peer]);
   self.awaited_operation.store(operation);
   for (;;) {
-    // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
+    // Reads has_left before is_over(): a peer completes its messages before it leaves, so none is missed.
     const uint32_t seen = self.events.load();
     const bool has_left = member(peer).has_left.load() != 0;
     if (is_over()) return Outcome::kDone;
@@ -392,7 +392,8 @@ bool PeerMemory::close() noexcept {
       try {
         return SharedBoard::take_back(channel, kind, until, while_copying);
       } catch (const std::exception&) {
-        return !is_alive(static_cast<int>(rank));  // it died, and touches nothing any more; or has stopped in there
+        // true: a dead peer accesses nothing; false: it is stopped while it holds the lock
+        return !is_alive(static_cast<int>(rank));
       }
     };
     const bool gives = take_back(board_->channel(self, other), SharedBoard::kSend);

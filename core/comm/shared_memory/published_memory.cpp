@@ -7,6 +7,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "core/runtime/guarded_by.h"
+
 namespace tessera::internal {
 namespace {
 
@@ -17,7 +19,7 @@ struct Published {
 };
 
 std::mutex ranges_mutex;
-uint64_t numbers_given = 0;
+uint64_t numbers_given TESSERA_GUARDED_BY(ranges_mutex) = 0;
 std::unordered_map<uint64_t, Published>& ranges() {
   static auto* const all = new std::unordered_map<uint64_t, Published>;
   return *all;

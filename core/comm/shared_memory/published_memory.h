@@ -4,24 +4,24 @@
 
 namespace tessera::internal {
 
-// Memory that a rank has announced to another one which is a thread of the same process. What stands on the board that
-// they share, where others may write, is a number and not an address: who follows it finds the memory here, if it has
-// been published, is still, and is meant to be read or written so. A process's memory is reached by its addresses, and
-// only through the kernel (process_vm_readv), which follows none that is not its.
+// Memory that a rank announces to a rank that is a thread of the same process. The shared board can be written by other
+// processes, so it has a number in place of the address. The reader looks the number up here, which checks that the
+// memory is published and may be read or written. (Memory of another process is accessed through the kernel, by
+// process_vm_readv, which checks addresses.)
 //
-// It is published for as long as this lives; moved, not copied. Thread-safe but for one object.
+// The memory is published until this object is destroyed. Movable. All objects together are thread-safe.
 class PublishedMemory {
  public:
-  PublishedMemory() = default;  // none
+  PublishedMemory() = default;  // publishes nothing
   PublishedMemory(void* data, uint64_t bytes, bool is_written);
   PublishedMemory(PublishedMemory&& other) noexcept;
   PublishedMemory& operator=(PublishedMemory&& other) noexcept;
   ~PublishedMemory();
 
-  uint64_t number() const { return number_; }  // unlike all others of this process; 0 for none
+  uint64_t number() const { return number_; }  // unique in this process; 0: nothing is published
 
-  // Throws std::runtime_error if no memory of that many bytes is published under the number, or to be written, not
-  // read.
+  // Returns the address. Throws std::runtime_error if no memory of at least so many bytes is published under the number
+  // for this access.
   static void* find(uint64_t number, uint64_t bytes, bool to_write);
 
  private:

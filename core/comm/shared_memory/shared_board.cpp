@@ -53,7 +53,7 @@ timespec as_timespec(std::chrono::nanoseconds time) {
   return {static_cast<time_t>(time.count() / 1000000000), static_cast<long>(time.count() % 1000000000)};
 }
 
-// Boards of this process that others of its threads may still open.
+// Boards of this process, for its other threads to open.
 std::mutex boards_mutex;
 std::map<std::string, std::weak_ptr<SharedBoard>>& boards() {
   static auto* const boards = new std::map<std::string, std::weak_ptr<SharedBoard>>;
@@ -79,11 +79,11 @@ class ChannelLock {
 
  private:
   int lock_until(SharedBoard::Deadline until) {
-#ifdef __SANITIZE_THREAD__  // which does not know clocklock, and would take each unlock for one too many
+#ifdef __SANITIZE_THREAD__  // ThreadSanitizer does not know clocklock, and would report each unlock
     const auto left = until - std::chrono::steady_clock::now();
     const auto time = as_timespec((std::chrono::system_clock::now() + left).time_since_epoch());
     return ::pthread_mutex_timedlock(&mutex_, &time);
-#else  // the clock of the wall may be set back
+#else  // the wall clock may be set back
     const auto time = as_timespec(until.time_since_epoch());
     return ::pthread_mutex_clocklock(&mutex_, CLOCK_MONOTONIC, &time);
 #endif
@@ -97,7 +97,7 @@ class ChannelLock {
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share them");
 
 std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
-  // The kernel would end the process (SIGXFSZ).
+  // A larger file would end the process (SIGXFSZ).
   if (rlimit files{}; ::getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < bytes_for(sizeof(Header), ranks)) {
     errno = EFBIG;
     fail("the limit of the size of files (ulimit -f)");
@@ -137,8 +137,7 @@ std::shared_ptr<SharedBoard> SharedBoard::open(const std::string& notice, int ra
   if (!(text >> pid >> fd >> number[0] >> number[1])) throw std::runtime_error("no board");
   std::shared_ptr<SharedBoard> board;
   if (pid == ::getpid()) {
-    // Not another mapping of it: what threads do there is ordered for those who watch (ThreadSanitizer) only under one
-    // address.
+    // Threads must share one mapping: ThreadSanitizer orders accesses by address.
     std::lock_guard lock(boards_mutex);
     const auto found = boards().find(notice);
     if (found != boards().end()) board = found->second.lock();
@@ -188,8 +187,8 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
 
 std::byte* SharedBoard::rounds_area() const { return base_ + bytes_before_rounds(sizeof(Header), ranks_); }
 
-// None is lost: this counts before it looks whether the member sleeps and for what, and the member says for what before
-// it reads the count, and that it sleeps before the system compares the count with `seen`.
+// No event is lost. This function increments the count before it reads `is_asleep` and `awaited`. The member sets
+// `awaited` before it reads the count, and `is_asleep` before the kernel compares the count with `seen`.
 void SharedBoard::notify(Member& member, int from, uint64_t operation) {
   member.events.fetch_add(1);
   const bool is_awaited = from == kAnyone || member.awaited.load() == from ||
@@ -205,7 +204,7 @@ void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds mo
   self.is_asleep.store(0);
 }
 
-// None is lost, for the same reason.
+// No ring is lost, for the same reason.
 void SharedBoard::ring() const {
   std::atomic<uint32_t>& rings = header().rings;
   rings.fetch_add(1);

@@ -13,25 +13,25 @@
 
 namespace tessera::internal {
 
-// Shared memory in which the ranks of one host announce messages to each other: a member for each rank, and slots for
-// each ordered pair of them. Plain data, all zero at first but for the locks. It has no name that could be left behind:
-// it is a memfd, which the others open through /proc, where the kernel asks for the same permission as for reading the
-// process's memory. A number that nobody can guess says which one is meant. Ranks that are threads of one process share
-// one mapping.
+// Shared memory in which the ranks of one host announce messages to each other. It has a member for each rank, and
+// slots for each ordered pair of ranks. It is plain data, zero at first except for the locks. It is a memfd, which
+// leaves no file behind; other ranks open it through /proc, where the kernel requires the permission to read the
+// process's memory. A random number identifies it. Ranks that are threads of one process share one mapping.
 //
-// A process may be stopped at any place, so nothing here waits without a deadline.
+// A process may be stopped at any point, so every wait here has a deadline.
 class SharedBoard {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
-  // Announced by one side; by the other too, and either may copy; copied by the sender or the receiver, who is through
-  // with it at kDone: the other side frees it. The last two end the group: nobody copies, and nobody frees.
+  // Announced by one side; matched by the other, so either may copy; copied by the sender (push) or the receiver
+  // (pull); done, so the other side frees the slot. The last two states end the group: the message is never copied, and
+  // the slot never freed.
   enum State : uint32_t { kFree, kSend, kReceive, kMatched, kPushing, kPulling, kDone, kOtherBytes, kBroken };
 
-  // What one side has announced: where, in its memory; to a peer of its process, PublishedMemory::number().
+  // The address of one side's tensor, or PublishedMemory::number() for a peer of the same process.
   struct Side {
     uint64_t address, bytes;
   };
-  // One message, and what became of it.
+  // A message and its state.
   struct Slot {
     std::atomic<uint32_t> state;
     uint64_t tag;
@@ -42,70 +42,72 @@ class SharedBoard {
   static constexpr State copying(State kind) { return kind == kSend ? kPushing : kPulling; }
 
   struct alignas(64) Member {
-    std::atomic<uint32_t> events;  // counts up at whatever this rank may wait for
+    std::atomic<uint32_t> events;  // incremented by every event that this rank may wait for
     std::atomic<uint32_t> is_asleep;
-    std::atomic<int32_t> awaited;             // the rank on whose doing it wakes up
-    std::atomic<uint64_t> awaited_operation;  // or of what messages, if there is something to copy
+    std::atomic<int32_t> awaited;             // the rank whose events wake this one
+    std::atomic<uint64_t> awaited_operation;  // or the operation whose messages do
     std::atomic<uint32_t> has_left;
     int32_t pid;
-    uint64_t magic;  // a number that lies in its memory, where the next says: whether it can be reached
+    uint64_t magic;  // the number stored at magic_address, which proves that the memory is reachable
     uint64_t magic_address;
   };
 
-  // What goes from one rank to another.
+  // The messages from one rank to another.
   struct alignas(64) Channel {
     static constexpr size_t kSlots = 1024;
-    pthread_mutex_t mutex;  // robust: a process that dies does not take it along
-    uint32_t used;          // slots beyond were never used
+    pthread_mutex_t mutex;  // robust: its owner may die
+    uint32_t used;          // slots from here on were never used
     Slot slots[kSlots];
   };
 
-  // A new one for that many ranks. Throws std::system_error.
+  // Makes a board for that many ranks. Throws std::system_error.
   static std::shared_ptr<SharedBoard> create(int ranks);
-  // The one of that many ranks for which a rank gave this notice, in this process or another one. Throws
-  // std::runtime_error if it cannot be opened, or is none.
+  // Opens the board that has this notice, of this process or another one. Throws std::runtime_error if it cannot be
+  // opened, or is not a board of that many ranks.
   static std::shared_ptr<SharedBoard> open(const std::string& notice, int ranks);
   ~SharedBoard();
   SharedBoard(const SharedBoard&) = delete;
   SharedBoard& operator=(const SharedBoard&) = delete;
 
-  std::string notice() const;  // for open()
-  void close_fd();             // once all have opened it
+  std::string notice() const;  // the argument of open()
+  void close_fd();             // called when all ranks have opened the board
   int ranks() const { return ranks_; }
   Member& member(int rank) const;
   Channel& channel(int from, int to) const;
-  // For their SharedRounds: SharedRoundsPlan(ranks()).bytes(), on a page of its own.
+  // The memory for SharedRounds: SharedRoundsPlan(ranks()).bytes(), aligned to pages.
   std::byte* rounds_area() const;
 
-  // The slot of what the peer announced with this tag and the opposite kind, and what it is now: kMatched; up to
-  // `at_once_bytes` copying(kind), so the caller has to copy; kOtherBytes. Else a new one, in the state `kind`, or none
-  // if there is no room. Throws std::runtime_error if the peer died in here, or has stopped in here until then.
+  // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns that slot and
+  // its new state: kMatched; copying(kind) for at most `at_once_bytes`, which the caller must copy; or kOtherBytes.
+  // Otherwise returns a new slot in the state `kind`, or no slot if there is no room. Throws std::runtime_error if the
+  // peer has died, or is stopped until the deadline, while it holds the channel's lock.
   struct Announced {
     Slot* slot = nullptr;
     State state = kFree;
   };
   static Announced announce(Channel& channel, State kind, uint64_t tag, Side own, uint64_t at_once_bytes,
                             Deadline until);
-  // Whether the caller, who announced it in this kind, is now the one to copy it.
+  // Returns whether the caller, who announced this kind, must copy the message now.
   static bool claim(Slot& slot, State kind);
-  // Frees what was announced in this kind and not matched yet, and breaks what was and nobody copies. `while_copying`
-  // is called for as long as something is being copied, until it returns false. False if it still was at the deadline.
+  // Frees all slots of this kind that are not matched, and breaks those that are matched and not being copied. Calls
+  // `while_copying` while a message is being copied, until it returns false. Returns false if a message is still being
+  // copied at the deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
-  // Lets the member look again at what it waits for, if it is something of rank `from` (kAnyone: of any) or of that
-  // operation: of many ranks each has news for each, and who wakes up for other news does so in vain.
+  // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. With many
+  // ranks, a rank that woke up for every event would mostly do so in vain.
   static constexpr int kAnyone = -1;
   static constexpr uint64_t kNoOperation = UINT64_MAX;
   static void notify(Member& member, int from, uint64_t operation = kNoOperation);
-  // Returns when `events` is not `seen` any more, unless that was of nothing `awaited`, or after that time, or for no
-  // reason. The caller has set what is awaited before it read `events`.
+  // Blocks until `events` differs from `seen` through an awaited event, or that time has passed; may return spuriously.
+  // The caller must set `awaited` before it reads `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
-  // Wakes all that listen; with the second, where one of them waits for room.
+  // ring() wakes all listeners. ring_for_room() does so if one of them waits for room.
   void ring() const;
   void ring_for_room() const;
-  // For as long as it lives a rank hears the bell: sleep() returns once it has rung more often than `rings` says, after
-  // that time, or for no reason.
+  // Registers a listener while it lives. sleep() blocks until the bell has rung more often than `rings`, or that time
+  // has passed; it may return spuriously.
   class Listener {
    public:
     explicit Listener(const SharedBoard& board);
@@ -118,7 +120,7 @@ class SharedBoard {
    private:
     const SharedBoard& board_;
   };
-  // For as long as it lives a rank waits for room.
+  // Registers a wait for room while it lives.
   class WaitForRoom {
    public:
     explicit WaitForRoom(const SharedBoard& board);
@@ -131,7 +133,7 @@ class SharedBoard {
   };
 
  private:
-  // At the start of the memory.
+  // The first bytes of the memory.
   struct alignas(64) Header {
     uint64_t number[2];
     int32_t ranks;

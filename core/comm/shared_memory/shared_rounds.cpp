@@ -10,7 +10,7 @@ namespace tessera::internal {
 using std::chrono::steady_clock;
 
 struct SharedRounds::Participant {
-  std::atomic<uint64_t> begun, left;  // rounds before these
+  std::atomic<uint64_t> begun, left;  // all rounds before these
 };
 
 struct SharedRounds::Round {
@@ -69,7 +69,7 @@ std::shared_ptr<SharedRounds::Round> SharedRounds::begin(uint64_t tag, const Con
   if (behind < own.bytes) std::memcpy(place + behind, data + behind, own.bytes - behind);
   at<SharedRoundsPlan::Entry>(plan_.entry(begun_, rank_)) = {tag, own.bytes, slot, 0};
   rounds_[begun_ % SharedRoundsPlan::kRounds] = round;
-  // A rank that dies between these two has come, and is not taken for one that has not.
+  // A rank that dies between these two lines has contributed, and must not be blamed.
   const auto arrivals = at<std::atomic<uint64_t>>(plan_.arrivals(begun_)).fetch_add(1) + 1;
   at<Participant>(plan_.participant(rank_)).begun.store(++begun_);
   if (arrivals % static_cast<uint64_t>(ranks_) == 0) board_->ring();
@@ -127,7 +127,7 @@ void SharedRounds::leave(Round& round) {
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-// One bell wakes all ranks: the last that comes rings it, so that is once a round for each of them.
+// One bell wakes all ranks. The last rank of a round rings it, so it rings once for each round.
 template <class IsOver, class IsAwaited>
 SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_over, IsAwaited is_awaited) const {
   peer = -1;
@@ -144,7 +144,7 @@ SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_o
   const SharedBoard::Listener listener(*board_);
   auto asked = began;
   for (bool is_first = true;; is_first = false) {
-    // is_over() is asked after what ranks have left: one that has was here first.
+    // Reads has_left before is_over(): a rank contributes before it leaves.
     const uint32_t rings = listener.rings();
     const bool has_left = !is_first && find([this](int rank) { return memory_.has_left(rank); });
     if (is_over()) return Outcome::kDone;

@@ -5,11 +5,11 @@
 namespace tessera::internal {
 namespace {
 
-// Above, one copy from memory to memory takes less time than two by way of a slot.
+// Beyond this size, one copy between two memories is faster than two copies through a slot.
 constexpr int64_t kMostNumel = 1 << 16;
-// Of all ranks, for memory's sake.
+// For all ranks together; limits the memory.
 constexpr int64_t kMostNumelOfAll = 1 << 21;
-// Above, with more than two ranks, all-reduces send less in two steps.
+// Beyond this size, with more than two ranks, an all-reduce of two steps sends less.
 constexpr int64_t kMostReducedNumel = 1 << 14;
 
 }  // namespace

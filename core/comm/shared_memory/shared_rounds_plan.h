@@ -7,29 +7,28 @@
 
 namespace tessera::internal {
 
-// Where things lie in the memory of a SharedRounds, and what is small enough to be
-// exchanged there. Integers alone, the same on all ranks: counts of elements decide, which are part of what an
-// operation says it is, so that ranks which would decide differently have diverged anyway.
+// The layout of the memory of SharedRounds, and the limits of small operations. Limits compare numbers of elements,
+// which are part of the description of an operation. So ranks that decide differently have diverged.
 class SharedRoundsPlan {
  public:
-  // So many rounds may be under way; also a rank's slots.
+  // The most rounds in flight, and the number of a rank's slots.
   static constexpr uint64_t kRounds = 32;
   static constexpr size_t kLineBytes = 64, kPageBytes = 4096;
   static constexpr int64_t kMostElementBytes = 16;
 
-  // In offsets of the memory, which begins on a page: whatever several ranks write has lines of the cache for itself,
-  // but for entries, which are read all together.
+  // Offsets into the memory, which starts at a page. Data that several ranks write has its own cache lines, except for
+  // entries, which are read together.
   struct Entry {
     uint64_t tag, bytes;
-    uint64_t slot;  // of the rank that wrote it
+    uint64_t slot;  // of the rank that wrote the entry
     uint64_t unused;
   };
 
   explicit SharedRoundsPlan(int ranks);
 
-  // Elements of the full tensor, at most, of an all-gather or a reduce-scatter: what a rank gives or gets.
+  // Largest full tensor of an all-gather or reduce-scatter, in elements.
   int64_t most_numel() const { return most_numel_; }
-  // Of an all-reduce, or a reduce: each rank reads as much of every other one.
+  // Of an all-reduce or reduce. Each rank reads that much of every other rank.
   int64_t most_reduced_numel() const { return most_reduced_numel_; }
 
   size_t arrivals(uint64_t round) const { return kLineBytes * (round % kRounds); }
@@ -44,17 +43,17 @@ class SharedRoundsPlan {
   const int64_t most_numel_, most_reduced_numel_;
 };
 
-// Which of a rank's slots a round uses: the lowest that nobody may read any more, so that of the memory little is ever
-// touched where few rounds are under way.
+// Assigns rounds to a rank's slots. It takes the lowest free slot, so a rank with few rounds in flight touches little
+// memory.
 class RoundSlots {
  public:
-  // A free one for this round, the last to begin. Slots are free whose rounds all other ranks have left, that is those
-  // before `left`; if there is none among those that were ever used, `ask` says anew what they have left.
+  // Returns a free slot for this round, the last to begin. A slot is free when all other ranks have left its round. If
+  // no slot that was used before is known to be free, `ask` returns the round before which all others have left.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 
  private:
-  std::vector<uint64_t> rounds_;  // the last of each slot
+  std::vector<uint64_t> rounds_;  // the last round of each slot
   uint64_t left_ = 0;
 };
 

@@ -14,13 +14,13 @@ using Json = nlohmann::json;
 
 constexpr size_t kMostNamed = 8;
 
-// Depth first. What it has left does not lead to a cycle.
+// A depth-first search. Waits that it has left lead to no cycle.
 class WaitSearch {
  public:
   WaitSearch(int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of)
       : size_(size), waits_of_(waits_of) {}
 
-  // The ranks of a cycle and their waits; none if `wait` of `rank` is of none and waits for none.
+  // Returns the cycle that `wait` of `rank` is part of or leads to, or an empty one.
   WaitCycle find(int rank, const GroupWait& wait) {
     const auto same = [&](const auto& visited) { return visited.first == rank && visited.second.group == wait.group; };
     const auto begin = std::find_if(path_.begin(), path_.end(), same);

@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What travels.
+// The record that each rank sends.
 struct Own {
   double elapsed_s, wait_s, longest_s;
   char operation[WaitReport::kOperationBytes];
@@ -58,13 +58,13 @@ std::string WaitReport::text() const {
   return text.str();
 }
 
-WaitReporter::WaitReporter(Communicator& comm) : comm_(comm), since_(Clock::now()) { comm_.take_waits(); }
+WaitReporter::WaitReporter(Communicator& comm) : comm_(comm), since_(Clock::now()) { comm_.reset_wait_times(); }
 
 WaitReport WaitReporter::report() {
   const auto now = Clock::now();
   Own own{.elapsed_s = std::chrono::duration<double>(now - since_).count()};
   since_ = now;
-  for (const auto& [operation, wait_s] : comm_.take_waits()) {
+  for (const auto& [operation, wait_s] : comm_.reset_wait_times()) {
     own.wait_s += wait_s;
     if (wait_s <= own.longest_s) continue;
     own.longest_s = wait_s;

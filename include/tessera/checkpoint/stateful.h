@@ -11,30 +11,30 @@
 
 namespace tessera {
 
-// Values of a state that are no tensors, by name: {"position", 7}. Real ones are finite, texts UTF-8.
+// The values of a state, other than tensors, by name: {"position", 7}. Numbers must be finite, texts UTF-8.
 using StateValue = std::variant<bool, int64_t, double, std::string>;
 using StateValues = std::map<std::string, StateValue>;
 
-// What is saved and loaded beside the model and its optimizer, by the same call: a sampler, a scaler of gradients, a
-// schedule, averaged weights. Nothing here is collective.
+// State that is saved and loaded with the model and its optimizer: a sampler, a gradient scaler, a schedule, averaged
+// weights. Not collective.
 class Stateful {
  public:
   virtual ~Stateful() = default;
-  // What a checkpoint calls it: letters, digits and '_', the same on all ranks, no other's of the training state.
+  // Its name in a checkpoint: letters, digits and '_', equal on all ranks, and unique in the training state.
   virtual std::string state_name() const = 0;
-  // Rank 0's are saved.
+  // Only rank 0's values are saved.
   virtual StateValues state_values() const = 0;
-  // Throws std::invalid_argument unless load_state_values() can take these.
+  // Throws std::invalid_argument unless load_state_values() accepts the values.
   virtual void check_state_values(const StateValues& values) const = 0;
-  // Goes on from there. The same values on all ranks, checked before.
+  // Restores the state. The values are checked, and equal on all ranks.
   virtual void load_state_values(const StateValues& values) = 0;
-  // Its tensors, as a model shows its parameters: the same names on all ranks, this rank's part of each. Loading writes
-  // to them. Replicas and shards as of NamedShard.
+  // Its tensors: this rank's part of each, with the same names on all ranks. Loading writes to them. Replicas and
+  // shards are as in NamedShard.
   virtual std::vector<NamedShard> state_shards() const { return {}; }
 };
 
-// For check_state_values(): throws std::invalid_argument, which names them, unless the values are of these names and
-// of the types of `expected`'s values.
+// For check_state_values(): throws std::invalid_argument, naming the values, unless they have the names and types of
+// `expected`.
 inline void require_same_form(const StateValues& values, const StateValues& expected, const std::string& whose) {
   constexpr const char* kTypes[] = {"true or false", "an integer", "a number", "a text"};
   for (const auto& [name, value] : expected) {

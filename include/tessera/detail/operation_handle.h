@@ -5,34 +5,34 @@
 
 namespace tessera::internal {
 
-// What goes on while its caller does something else, implemented by whoever does it: a collective, a copy. Destroyed
-// before finish(), it keeps what it uses alive as long as it must.
+// An operation that runs while its caller continues, such as a collective or a copy. If it is destroyed before
+// finish(), it must keep the resources alive that are still in use.
 class AsyncOperation {
  public:
   AsyncOperation() = default;
   AsyncOperation(const AsyncOperation&) = delete;
   AsyncOperation& operator=(const AsyncOperation&) = delete;
   virtual ~AsyncOperation() = default;
-  // Returns when it is over, and throws what went wrong. Called at most once, by the handle.
+  // Blocks until the operation completes. Throws its error. Called at most once, by the handle.
   virtual void finish() = 0;
 };
 
-// A caller's handle of an operation that is under way; derived handles name the wait. Move-only; used from the thread
+// The caller's handle of an operation in flight. Derived handles define the wait. Move-only; must be used by the thread
 // that started the operation.
 template <class OperationType>
 class [[nodiscard]] OperationHandle {
  public:
-  using Operation = OperationType;  // what goes on
+  using Operation = OperationType;
 
-  OperationHandle() = default;  // of an operation that is over
-  // Of one that has begun: for those who start operations.
+  OperationHandle() = default;  // of a completed operation
+  // Of an operation in flight. For implementations of operations.
   explicit OperationHandle(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
-  // Whether there is nothing left to wait for.
+  // Whether there is nothing to wait for.
   bool done() const noexcept { return operation_ == nullptr; }
 
  protected:
-  // The handle is done() afterwards, also if the operation failed; a second call returns at once.
+  // Afterwards the handle is done(), even if the operation failed. A second call is a no-op.
   void finish() {
     if (auto operation = std::exchange(operation_, nullptr)) operation->finish();
   }

@@ -8,26 +8,26 @@
 
 #include <tessera/model/grad_norm.h>
 #include <tessera/model/model_shards.h>
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 
 namespace tessera {
 
-// What a wrapper holds on this rank, in bytes of tensors. FlatLayout predicts each figure.
+// Bytes of tensors that a wrapper holds on this rank. FlatLayout predicts each number.
 struct MemoryReport {
   int64_t shard_bytes = 0;           // this rank's part of the parameters
-  int64_t grad_bytes = 0;            // its part of the gradients, with memory that is kept for the next ones
+  int64_t grad_bytes = 0;            // its part of the gradients, with memory that is kept for the next step
   int64_t gathered_bytes = 0;        // full parameters of the units gathered or being gathered now
-  int64_t peak_gathered_bytes = 0;   // the most of that at one time
-  int64_t secondary_bytes = 0;       // parts of gathered ones that are kept for backward (hybrid sharding) now
-  int64_t peak_secondary_bytes = 0;  // the most of that at one time
-  int64_t bucket_bytes = 0;          // full gradients waiting for, or in, their reduce-scatter now
-  int64_t peak_bucket_bytes = 0;     // the most of that at one time
+  int64_t peak_gathered_bytes = 0;   // the peak of gathered_bytes
+  int64_t secondary_bytes = 0;       // parts of gathered parameters kept for backward (hybrid sharding), now
+  int64_t peak_secondary_bytes = 0;  // the peak of secondary_bytes
+  int64_t bucket_bytes = 0;          // gradients in buckets, before or in their reduction, now
+  int64_t peak_bucket_bytes = 0;     // the peak of bucket_bytes
   int64_t largest_unit_bytes = 0;    // full parameters of the largest unit
   int64_t unsharded_bytes = 0;       // the parameters of the whole model
-  int64_t staging_bytes = 0;         // with offload: shards on their way to the device or from it, now
-  int64_t peak_staging_bytes = 0;    // the most of that at one time
+  int64_t staging_bytes = 0;         // with offload: shards that are copied to or from the device, now
+  int64_t peak_staging_bytes = 0;    // the peak of staging_bytes
 
-  // All of the above by where it lies; what is page-locked is counted in host_bytes, too.
+  // The sum of the current numbers, by place. host_bytes includes page-locked memory.
   int64_t device_bytes = 0;
   int64_t host_bytes = 0;
   int64_t pinned_bytes = 0;
@@ -38,43 +38,43 @@ namespace internal {
 class BackwardPass;
 }
 
-// Those of the module's buffers that are defined, under each of their names.
+// The defined buffers of a module, under each of their names.
 torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Module& module);
 
-// What a loop asks of a wrapped module beside forward(), whatever the wrapper shards.
+// A wrapped module, as a training loop uses it beside forward().
 class DataParallel : public ModelShards {
  public:
-  // While the scope lives, backward adds up this rank's own gradients, of all parameters, in full, which takes their
-  // memory; the next backward outside it reduces the sum. (Without it, each backward reduces, and the averages add
-  // up.) Open, or not, in forward and backward alike, on all ranks. Throws std::logic_error inside a backward pass.
-  Scope no_sync();
+  // While the scope exists, backward adds up this rank's own gradients, of all parameters, in full. The next backward
+  // outside it reduces the sum. (Without the scope, each backward reduces, and the averages add up.) Must be open, or
+  // not, in forward and backward alike, on all ranks. Throws std::logic_error inside a backward pass.
+  ScopeExit no_sync();
 
-  // From the next backward on, sums of gradients over ranks are divided by this instead of the number of ranks (FSDP2's
-  // set_gradient_divide_factor): the number of tokens of all ranks, say, where losses are sums over tokens. The same on
-  // all ranks. Throws std::invalid_argument unless it is above 0.
+  // Sets the divisor of sums over ranks, from the next backward on, in place of the number of ranks (FSDP2's
+  // set_gradient_divide_factor). Example: the number of tokens of all ranks, if losses are sums over tokens. Must be
+  // equal on all ranks. Throws std::invalid_argument unless it is above 0.
   void set_gradient_divide_factor(double factor);
 
-  // The same by the sum of `own` over the ranks, which it returns: for losses that are sums over tokens, `own` is how
-  // many tokens count in this rank's part of the step, all micro-batches together, before the first backward of the
-  // step. The gradients are then those of the mean over all tokens, wherever they are. Collective: one small
-  // all-reduce. Throws std::invalid_argument, on all ranks, for a negative number on any and a sum of 0.
+  // Sets the divisor to the sum of `own` over the ranks, and returns it. For losses that are sums over tokens: `own` is
+  // the number of tokens in this rank's part of the step, all micro-batches together, and the gradients are those of
+  // the mean over all tokens. Must be called before the first backward of the step. Collective, one small all-reduce.
+  // Throws std::invalid_argument, on all ranks, if a number is negative or the sum is 0.
   int64_t divide_gradients_by_sum(int64_t own);
 
-  // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, as
-  // torch::nn::utils::clip_grad_norm_ does, and returns the norm before. norm_type may be infinity. Between backward
-  // and step. Collective, unless every rank has all gradients (DistributedDataParallel). Throws std::invalid_argument
-  // for max_norm < 0 or norm_type <= 0; std::runtime_error if error_if_nonfinite and the norm is not finite;
-  // std::logic_error where gradients are not ready for a step.
+  // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, and returns the norm
+  // before, like torch::nn::utils::clip_grad_norm_. norm_type may be infinity. Must be called between backward and
+  // step. Collective, unless every rank has all gradients (DistributedDataParallel). Throws std::invalid_argument for
+  // max_norm < 0 or norm_type <= 0; std::runtime_error if error_if_nonfinite and the norm is not finite;
+  // std::logic_error if gradients are not ready for a step.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
-  // The same without waiting for a device to compute the norm.
+  // Does not wait for a device to compute the norm.
   virtual GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0,
                                              bool error_if_nonfinite = false) = 0;
 
-  // Bytes that the wrapper holds now, and at most since the last reset_peak_memory(). Not collective.
+  // Bytes that the wrapper holds now, and their peaks since the last reset_peak_memory(). Not collective.
   virtual MemoryReport memory() const = 0;
-  // Starts the peaks of memory() again from what is held now.
+  // Resets the peaks of memory() to the current values.
   virtual void reset_peak_memory() = 0;
 
  private:

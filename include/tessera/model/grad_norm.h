@@ -7,14 +7,14 @@
 
 namespace tessera {
 
-// The norm of gradients: a double, which on a device is still being computed. Converting it waits for it, so a loop
-// that only clips never stops the host; look at it every so many steps.
+// The norm of gradients, which a device may still be computing. Conversion to double waits for it. So a loop that only
+// clips never blocks the host; read the norm every few steps.
 class GradNorm {
  public:
   GradNorm(double value) : value_(value) {}                             // NOLINT(google-explicit-constructor): a double
   explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // of one element, on any device
 
-  // Waits for it, the first time.
+  // Blocks at the first call.
   operator double() const {  // NOLINT(google-explicit-constructor)
     if (tensor_.defined()) value_ = std::exchange(tensor_, at::Tensor()).item<double>();
     return value_;
@@ -24,7 +24,7 @@ class GradNorm {
   mutable double value_ = 0;
   mutable at::Tensor tensor_;
 };
-// As a number: waits for it.
+// Blocks for the value.
 inline std::ostream& operator<<(std::ostream& out, const GradNorm& norm) { return out << static_cast<double>(norm); }
 
 }  // namespace tessera

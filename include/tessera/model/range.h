@@ -4,11 +4,10 @@
 
 namespace tessera {
 
-// Elements from `begin` up to, and without, `end`.
+// Elements in [begin, end).
 struct Range {
-  int64_t begin = 0;  // the first
-  int64_t end = 0;    // the one after the last
-  // How many.
+  int64_t begin = 0;
+  int64_t end = 0;
   int64_t numel() const { return end - begin; }
 };
 

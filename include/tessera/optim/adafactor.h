@@ -14,7 +14,7 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   static constexpr const char* kName = "Adafactor";
 
   // Sets the learning rate.
-  explicit AdafactorOptions(double lr = 1e-2) : internal::ListedDecay(lr, 0.0) {}
+  explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
 
   TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
   TORCH_ARG(double, eps1) = 0;              // lower bound of an average's root; 0: the epsilon of the parameter's dtype
@@ -27,7 +27,7 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    internal::ListedDecay::visit(visit);
+    ListedDecay::visit(visit);
     visit("beta2_decay", beta2_decay());
     visit("eps1", eps1());
     visit("eps2", eps2());
@@ -61,7 +61,7 @@ struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
 // equal states of matrices.
 class Adafactor : public internal::ListedOptimizer<AdafactorOptions, AdafactorParamState, internal::Sees::kParameters> {
  public:
-  using internal::ListedOptimizer::ListedOptimizer;
+  using ListedOptimizer::ListedOptimizer;
   // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 

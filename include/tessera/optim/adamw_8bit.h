@@ -15,7 +15,7 @@ struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
   static constexpr const char* kName = "AdamW8bit";
 
   // Sets the learning rate.
-  explicit AdamW8bitOptions(double lr = 1e-3) : internal::ListedBetas(lr, 0.9, 0.999, 1e-2) {}
+  explicit AdamW8bitOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.999, 1e-2) {}
 
   TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
   // false: Adam, which adds weight decay to the gradient.
@@ -30,7 +30,7 @@ struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    internal::ListedBetas::visit(visit);
+    ListedBetas::visit(visit);
     visit("eps", eps());
     visit("decoupled", decoupled());
     auto least = static_cast<double>(min_8bit_numel());
@@ -76,7 +76,7 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 // processes a million elements at a time, in fp32.
 class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
  public:
-  using internal::ListedOptimizer::ListedOptimizer;
+  using ListedOptimizer::ListedOptimizer;
   // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 

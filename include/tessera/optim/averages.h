@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 
 namespace tessera {
 
@@ -11,7 +11,7 @@ class Averages {
   // Replaces the parameters by their averages until the scope ends, then restores their bits. Allocates a copy of the
   // parameters that this rank steps. Under OSS, both the call and the end of the scope are collective. Throws
   // std::logic_error if a scope is already open, and under OSS if the optimizer keeps no averages.
-  virtual Scope swap_in_averages() = 0;
+  virtual ScopeExit swap_in_averages() = 0;
   // Whether a scope is open; step() must not be called then.
   virtual bool are_swapped_in() const = 0;
   // false: under OSS, if the optimizer has no averages.

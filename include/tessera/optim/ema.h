@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <tessera/model/model_shards.h>
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 
 namespace tessera {
 
@@ -51,7 +51,7 @@ class Ema : public ModelShards {
   // Replaces the parameters by their averages until the scope ends, then restores them. Allocates a copy of the
   // parameters that this rank holds. Is collective if ranks hold equal parameters: one all-gather for each parameter;
   // the end of the scope is not. Throws std::logic_error if a scope is already open.
-  Scope swap_in();
+  ScopeExit swap_in();
 
   // Returns the model and its averages as one: "ema.<name>" for each average, and the buffer "ema.updates". Valid as
   // long as this object. For checkpoints it is equivalent to the list {model, ema}.

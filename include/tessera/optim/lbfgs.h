@@ -99,7 +99,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 // owns. OSS<Lbfgs> publishes all parameters at each point of the search.
 class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, internal::Sees::kParameters> {
  public:
-  using internal::ListedOptimizer::ListedOptimizer;
+  using ListedOptimizer::ListedOptimizer;
   // Runs up to max_iter iterations; returns this rank's loss of the closure's first call. Throws CommError. Throws
   // std::invalid_argument without a closure, for several groups, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;

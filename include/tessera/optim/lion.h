@@ -10,7 +10,7 @@ struct LionOptions : internal::ListedBetas<LionOptions> {
   static constexpr const char* kName = "Lion";
 
   // Sets the learning rate.
-  explicit LionOptions(double lr = 1e-4) : internal::ListedBetas(lr, 0.9, 0.99, 0.0) {}
+  explicit LionOptions(double lr = 1e-4) : ListedBetas(lr, 0.9, 0.99, 0.0) {}
 };
 
 // Lion's state of one parameter.
@@ -30,7 +30,7 @@ struct LionParamState : internal::ListedState<LionParamState> {
 // much larger. Elementwise: bit-equal under any sharding.
 class Lion : public internal::ListedOptimizer<LionOptions, LionParamState, internal::Sees::kElements> {
  public:
-  using internal::ListedOptimizer::ListedOptimizer;
+  using ListedOptimizer::ListedOptimizer;
   // Takes one step; one foreach call for each operation. Is not collective. Throws std::invalid_argument for sparse
   // gradients.
   at::Tensor step(LossClosure closure = nullptr) override;

@@ -15,7 +15,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
   static constexpr const char* kName = "Muon";
 
   // Sets the learning rate.
-  explicit MuonOptions(double lr = 1e-3) : internal::ListedBetas(lr, 0.9, 0.95, 0.1) {}
+  explicit MuonOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.95, 0.1) {}
   // Returns options for embeddings, heads, biases and norms.
   static MuonOptions adamw(double lr) { return MuonOptions(lr).use_muon(false); }
 
@@ -36,7 +36,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    internal::ListedBetas::visit(visit);
+    ListedBetas::visit(visit);
     visit("use_muon", use_muon());
     visit("momentum", momentum());
     visit("nesterov", nesterov());
@@ -84,7 +84,7 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 // rank's parts.
 class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
-  using internal::ListedOptimizer::ListedOptimizer;
+  using ListedOptimizer::ListedOptimizer;
   // Throws CommError. Throws std::invalid_argument for sparse gradients and matrices of fewer than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 

@@ -15,7 +15,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   static constexpr const char* kName = "ScheduleFreeAdamW";
 
   // Sets the learning rate.
-  explicit ScheduleFreeOptions(double lr = 2.5e-3) : internal::ListedBetas(lr, 0.9, 0.999, 0.0) {}
+  explicit ScheduleFreeOptions(double lr = 2.5e-3) : ListedBetas(lr, 0.9, 0.999, 0.0) {}
 
   TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
   TORCH_ARG(int64_t, warmup_steps) = 0;  // steps of linear warm-up, the only schedule
@@ -29,7 +29,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    internal::ListedBetas::visit(visit);
+    ListedBetas::visit(visit);
     visit("eps", eps());
     auto steps = static_cast<double>(warmup_steps());
     visit("warmup_steps", steps);
@@ -72,12 +72,12 @@ class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
       public Averages {
  public:
-  using internal::ListedOptimizer::ListedOptimizer;
+  using ListedOptimizer::ListedOptimizer;
   // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped
   // in.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  Scope swap_in_averages() override;  // not collective
+  ScopeExit swap_in_averages() override;  // not collective
   bool are_swapped_in() const override { return is_swapped_in_; }
 
  private:

@@ -89,13 +89,13 @@ class StepInBackward {
   const std::unique_ptr<RevocableSteps> speculation_;   // null: not speculative
   std::vector<at::Tensor> deferred_;                    // with max_norm: parameters of this backward
   std::unordered_set<const c10::TensorImpl*> arrived_;  // in this backward
-  std::optional<Scope> refusal_;                        // set while speculative steps are unconfirmed
+  std::optional<ScopeExit> refusal_;                    // set while speculative steps are unconfirmed
   bool must_be_taken_back_ = false;                     // abandon() could not roll back
   int64_t times_taken_back_ = 0;
 
   std::vector<std::future<void>> steps_;               // of this backward
   const std::unique_ptr<internal::TaskQueue> worker_;  // after what its tasks use
-  std::optional<Scope> subscription_;
+  std::optional<ScopeExit> subscription_;
 };
 
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include <tessera/options/cpu_offload.h>
+#include <tessera/options/offload_options.h>
 #include <tessera/options/wire_format.h>
 #include <tessera/wrap.h>
 
@@ -135,6 +135,10 @@ struct FsdpOptions {
   // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or
   // NaN, and names units and ranks. Costs one pass over the gradient shards, and a flag that ranks gather and wait for.
   bool check_finite = false;
+
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo).
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // The options. Throws std::invalid_argument, naming the field, for values that cannot be meant.

@@ -5,26 +5,26 @@
 
 namespace tessera {
 
-// What the memory of tensors is for.
+// The purpose of a tensor's memory.
 enum class MemoryKind : uint8_t {
-  kUnknown,      // nobody has said
-  kParameters,   // this rank's shards; whole parameters, and buffers, where those are not sharded
-  kGathered,     // full parameters of units in use
-  kSecondary,    // parts of those that are kept for backward, in hybrid sharding
-  kBuckets,      // gradients on their way to the ranks that get them
-  kGradients,    // reduced ones
-  kOptimizer,    // what an optimizer keeps from step to step
+  kUnknown,      // outside of any scope
+  kParameters,   // this rank's shards; replicated parameters and buffers
+  kGathered,     // full parameters of unsharded units
+  kSecondary,    // secondary shards that are kept for backward, in hybrid sharding
+  kBuckets,      // gradients that are not reduced yet
+  kGradients,    // reduced gradients
+  kOptimizer,    // optimizer state
   kActivations,  // made in forward and kept for backward
-  kTemporaries,  // everything else that operators make
-  kStaging,      // with offload: on the way to the device or from it
-  kHost,         // with offload: in host memory, page-locked on accelerators
-  kDisk,         // with offload: claimed in a file, and no memory
-  kTransport,    // of a communicator's own, while it moves data
-  kScratch,      // taken and given back inside one operator
+  kTemporaries,  // other results of operators
+  kStaging,      // offload: buffers of transfers
+  kHost,         // offload: host memory, page-locked on accelerators
+  kDisk,         // offload: bytes of a file, no memory
+  kTransport,    // a communicator's own, during operations
+  kScratch,      // allocated and freed inside one operator
 };
 inline constexpr size_t kMemoryKinds = 14;
 
-// "gathered"; of a static string.
+// The name of a kind ("gathered"), a static string.
 std::string_view name_of(MemoryKind kind);
 
 }  // namespace tessera

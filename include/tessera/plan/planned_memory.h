@@ -4,14 +4,14 @@
 
 namespace tessera {
 
-// A program that has planned says what a rank takes at the peak of a step, with optimizer and activations: while this
-// lives, wrappers of this thread hold that against free memory, in place of what they can count themselves.
+// The memory of a planned training step on one rank, with optimizer and activations. While an object of this class
+// exists, wrappers of this thread compare this number with free memory, in place of their own estimate.
 //
 //   const PlannedMemoryScope planned(record.peak_bytes());  // of a dry_run()
 //   auto model = zero(Gpt(config), options, comm, {.stage = 3});
 class PlannedMemoryScope {
  public:
-  explicit PlannedMemoryScope(int64_t peak_bytes);  // on the device that the wrapper will be on
+  explicit PlannedMemoryScope(int64_t peak_bytes);  // on the device of the wrapper
 
   ~PlannedMemoryScope();
   PlannedMemoryScope(const PlannedMemoryScope&) = delete;

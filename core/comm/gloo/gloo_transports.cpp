@@ -1,0 +1,76 @@
+#include "core/comm/gloo/gloo_transports.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/comm/descriptors.h"
+#include "core/comm/gloo/gloo_connections.h"
+#include "core/comm/gloo/memory_transport.h"
+#include "core/comm/gloo/rounds_transport.h"
+
+namespace tessera::internal {
+
+GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                       const GlooOptions& options) {
+  GlooTransports made;
+  const std::shared_ptr<PeerMemory> memory =
+      PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory, options.permits_tracing);
+  const bool is_one_host = memory && memory->reaches_all();
+  if (memory) made.all_.push_back(std::make_unique<MemoryTransport>(memory, size));
+  if (is_one_host) made.all_.push_back(std::make_unique<RoundsTransport>(memory));
+  c10::intrusive_ptr<c10d::Backend> connections;
+  if (!is_one_host) {  // else sockets and their thread would rarely be used
+    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"),
+                        options.raises_descriptor_limit);
+    connections = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
+  }
+  auto tcp = std::make_unique<TcpTransport>(std::move(connections), rank, size);
+  made.tcp_ = tcp.get();
+  made.all_.push_back(std::move(tcp));
+  made.assign_peers(rank, size);
+  // A rank that has nothing to exchange must not leave while others are still connecting. This barrier uses the store:
+  // c10d's collectives use its flight recorder, which ranks that are threads would share.
+  if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
+  store->wait({"tessera/all_connected"}, options.timeout);
+  return made;
+}
+
+void GlooTransports::assign_peers(int rank, int size) {
+  for (int peer = 0; peer < size; ++peer) {
+    const auto first = std::ranges::find_if(all_, [&](const auto& transport) { return transport->reaches(peer); });
+    by_peer_.push_back(peer == rank ? nullptr : first->get());
+  }
+  for (const auto& transport : all_) {
+    const bool has_peers = std::ranges::find(by_peer_, transport.get()) != by_peer_.end();
+    if (has_peers && transport->max_eager_numel() == 0) are_eager_ = false;
+    // TCP is connected later, for one collective alone, if no peer needs it.
+    if (has_peers || transport.get() != tcp_)
+      max_eager_numel_ = std::max(max_eager_numel_, transport->max_eager_numel());
+  }
+}
+
+Transport* GlooTransports::carrier_of(const Collective& collective) const {
+  const auto carrier =
+      std::ranges::find_if(all_, [&](const auto& transport) { return transport->carries(collective); });
+  return carrier == all_.end() ? nullptr : carrier->get();
+}
+
+int GlooTransports::ended_rank() const {
+  for (const auto& transport : all_)
+    if (const int rank = transport->ended_rank(); rank >= 0) return rank;
+  return -1;
+}
+
+bool GlooTransports::withdraw() noexcept {
+  bool are_withdrawn = true;
+  for (const auto& transport : all_) are_withdrawn &= transport->withdraw();
+  return are_withdrawn;
+}
+
+void GlooTransports::disconnect() noexcept {
+  for (const auto& transport : all_) transport->disconnect();
+}
+
+}  // namespace tessera::internal

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/comm/backends.h"
+#include "core/comm/gloo/tcp_transport.h"
+#include "core/comm/gloo/transport.h"
+
+namespace tessera::internal {
+
+// The transports of one rank of a gloo group. A new one is registered in connect().
+class GlooTransports {
+ public:
+  // Those of a world of one.
+  GlooTransports() = default;
+  // Connects to the other ranks. Collective. `store` is where they meet. Throws std::exception.
+  static GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                const GlooOptions& options);
+
+  // The transport of messages to and from this rank.
+  Transport& to(int peer) const { return *by_peer_[peer]; }
+  // The transport that carries the whole collective; null if it is exchanged as messages.
+  Transport* carrier_of(const Collective& collective) const;
+
+  // Whether all messages move data before they are awaited.
+  bool are_eager() const { return are_eager_; }
+  // Whether operations on full tensors of so many elements move no data until they are awaited.
+  bool are_lazy(int64_t full_numel) const { return !by_peer_.empty() && full_numel > max_eager_numel_; }
+
+  // See Transport.
+  int ended_rank() const;
+  bool withdraw() noexcept;
+  void disconnect() noexcept;
+
+  // Connected only if a rank is not reached otherwise.
+  TcpTransport& tcp() const { return *tcp_; }
+
+ private:
+  void assign_peers(int rank, int size);
+
+  std::vector<std::unique_ptr<Transport>> all_;  // a message takes the first that reaches its peer
+  TcpTransport* tcp_ = nullptr;
+  std::vector<Transport*> by_peer_;  // null for this rank
+  bool are_eager_ = true;
+  int64_t max_eager_numel_ = 0;
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/comm/gloo/transport.h"
+#include "core/comm/shared_memory/peer_memory.h"
+
+namespace tessera::internal {
+
+// Carries messages between the ranks of one host through PeerMemory.
+class MemoryTransport : public Transport {
+ public:
+  MemoryTransport(std::shared_ptr<PeerMemory> memory, int size) : memory_(std::move(memory)), size_(size) {}
+
+  bool reaches(int peer) const override { return memory_->reaches(peer); }
+  void start(const at::Tensor& tensor, int peer, bool is_send, const MessageTag& tag,
+             TransportMessages& started) override;
+  int64_t max_eager_numel() const override { return 0; }
+  int ended_rank() const override;
+  bool withdraw() noexcept override { return memory_->close(); }
+
+ private:
+  class Message;
+  const std::shared_ptr<PeerMemory> memory_;
+  const int size_;
+};
+
+// Tags of PeerMemory. Messages match by tag alone, in any order, so the parts of a step have different tags.
+uint64_t memory_tag(const MessageTag& tag);
+
+// The text of an outcome other than kDone; "" if the watchdog knows more.
+std::string cause_of(PeerMemory::Outcome outcome);
+
+}  // namespace tessera::internal

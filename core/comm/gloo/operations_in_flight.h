@@ -1,0 +1,67 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "core/comm/gloo/gloo_transports.h"
+#include "core/comm/gloo/reduction_pipeline.h"
+#include "core/comm/gloo/transport.h"
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// The resources that one operation holds while it is in flight.
+struct OperationResources {
+  TransportMessages messages;  // of the current step
+  std::vector<at::Tensor> staging;
+  std::shared_ptr<ReductionPipeline> pipeline;
+  bool is_aborted = false;  // the group was closed before the messages were complete
+
+  // Adds tensors to `keeper` that a peer may still access, unless it is null, and destroys the messages.
+  void drop(std::vector<at::Tensor>* keeper) noexcept;
+};
+
+// The operations of a group that are in flight on this rank, the current wait of the rank's thread, and whether the
+// group is broken or closed. Thread-safe.
+class OperationsInFlight {
+ public:
+  // Throws CommError if the group is broken; it begins with `what`.
+  void require_whole(const std::string& what) const;
+  std::optional<std::string> broken() const;
+  bool is_closed() const;
+  // The first reason counts.
+  void break_group(const std::string& reason);
+
+  // Throws as require_whole() does. `operation` must stay alive until remove().
+  void add(OperationResources& operation, const std::string& what);
+  // Of an operation that was not awaited, peers may still need the messages. Messages that complete without waiting are
+  // completed, unless this is a child of fork() (`may_complete` is false). The group keeps the others until it closes.
+  void remove(OperationResources& operation, bool may_complete) noexcept;
+
+  // Registers the wait that interrupt() ends. Returns false if the group is broken, and the wait is in vain.
+  bool begin_wait(std::shared_ptr<InterruptibleWait> wait);
+  bool begin_message_wait(const std::shared_ptr<TransportMessage>& message);
+  void end_wait();
+  void interrupt() noexcept;
+  // Of the current wait; "" if there is none.
+  std::string why_disconnected();
+
+  // Ends all operations and disconnects the transports. A second call is a no-op. No pipeline may be running.
+  void close(GlooTransports& transports) noexcept;
+
+ private:
+  bool begin_wait_locked(std::shared_ptr<InterruptibleWait> wait);
+
+  mutable std::mutex mutex_;
+  bool is_closed_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<std::string> broken_ TESSERA_GUARDED_BY(mutex_);
+  std::unordered_set<OperationResources*> operations_ TESSERA_GUARDED_BY(mutex_);
+  std::shared_ptr<InterruptibleWait> current_wait_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // of operations that were never awaited
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <stop_token>
+#include <string>
+
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// The operations of an NCCL group, which a device runs in the order in which they are started, and the end of the
+// group: it begins once, and has a reason when it is complete. Thread-safe.
+class NcclQueue {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Clock = std::chrono::steady_clock;
+  struct Operation {
+    Work work;
+    std::string description;
+    Clock::time_point began;
+  };
+
+  void push(Work work, const std::string& description);
+
+  // The state of the queue after completed operations were removed from it.
+  struct Look {
+    std::string error;  // of the oldest operation; "": it has none
+    std::optional<Operation> oldest;
+    bool ends;                    // the group does
+    uint64_t ended_count;         // operations that were removed so far
+    std::deque<Operation> ended;  // removed now; destroyed by the caller, without the lock
+  };
+  Look look();
+
+  // Blocks for that long. Returns false as soon as `stop` is requested.
+  bool sleep(const std::stop_token& stop, std::chrono::milliseconds duration);
+  // Wakes wait_until_empty().
+  void notify();
+  // Blocks until the queue is empty or the group has ended.
+  void wait_until_empty();
+
+  // Begins the end of the group. Returns the description of the oldest operation, or nullopt if the end had begun.
+  std::optional<std::string> begin_end();
+  // `is_told`: this rank knows the reason.
+  void complete_end(std::string reason, bool is_told);
+  // The reason, of an end that is complete. The caller tells it.
+  std::optional<std::string> reason_to_tell();
+  struct End {
+    std::string reason;
+    bool is_told;
+  };
+  // Blocks while the group is ending. nullopt: it has not ended.
+  std::optional<End> wait_for_end();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<Operation> operations_ TESSERA_GUARDED_BY(mutex_);  // the oldest first
+  uint64_t ended_count_ TESSERA_GUARDED_BY(mutex_) = 0;
+  bool ends_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<End> end_ TESSERA_GUARDED_BY(mutex_);
+};
+
+}  // namespace tessera::internal

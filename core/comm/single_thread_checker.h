@@ -1,0 +1,47 @@
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <thread>
+
+#include <tessera/communicator.h>
+
+namespace tessera::internal {
+
+// Detects a second thread that calls an object while another thread is in a call. Ranks number the operations that they
+// start. Two threads that start operations concurrently can do so in different orders on different ranks, which would
+// mix up data of operations that look alike.
+class SingleThreadChecker {
+ public:
+  // A call of this thread. Calls nest.
+  class Call {
+   public:
+    explicit Call(SingleThreadChecker& caller) : caller_(caller) {
+      std::thread::id inside;
+      is_outermost_ = caller.inside_.compare_exchange_strong(inside, std::this_thread::get_id());
+      is_alone_ = is_outermost_ || inside == std::this_thread::get_id();
+    }
+    ~Call() {
+      if (is_outermost_) caller_.inside_ = std::thread::id();
+    }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+    // Whether no other thread is in a call.
+    bool is_alone() const { return is_alone_; }
+    // Whether this call is not nested.
+    bool is_outermost() const { return is_outermost_; }
+
+   private:
+    SingleThreadChecker& caller_;
+    bool is_outermost_, is_alone_;
+  };
+
+ private:
+  std::atomic<std::thread::id> inside_;
+};
+
+// Aborts the group, and throws CommError that begins with `what`: a call that is not alone.
+[[noreturn]] void refuse_second_thread(Communicator& comm, const std::string& what);
+
+}  // namespace tessera::internal

@@ -1,0 +1,54 @@
+#include "core/comm/store_mailbox.h"
+
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <utility>
+
+namespace tessera::internal {
+namespace {
+
+const HasStore& owner_of_store(const Communicator& comm) {
+  const auto* owner = dynamic_cast<const HasStore*>(&comm);
+  if (owner == nullptr) throw std::logic_error("StoreMailbox: this backend keeps no store");
+  return *owner;
+}
+
+}  // namespace
+
+StoreMailbox::StoreMailbox(const Communicator& comm, std::string topic)
+    : owner_(owner_of_store(comm)), store_(owner_.store()), topic_(std::move(topic)) {}
+
+int StoreMailbox::ended_rank() const { return owner_.ended_rank(); }
+
+template <class Act>
+auto StoreMailbox::reach(const std::string& name, Act act) const {
+  const std::string key = "tessera/notes/" + topic_ + "/" + name;
+  try {
+    return act(key);
+  } catch (const c10::Error& error) {
+    throw CommError("the group's store, in rank 0's process or the launcher's, does not answer about '" + topic_ + "/" +
+                    name + "': " + error.what_without_backtrace());
+  }
+}
+
+void StoreMailbox::leave(const std::string& name, const std::string& text) const {
+  reach(name, [&](const std::string& key) { store_->set(key, text); });
+}
+
+std::optional<std::string> StoreMailbox::find(const std::string& name) const {
+  return reach(name, [&](const std::string& key) -> std::optional<std::string> {
+    if (!store_->check({key})) return std::nullopt;  // get() would block
+    return store_->get_to_str(key);
+  });
+}
+
+int64_t StoreMailbox::add(const std::string& name, int64_t amount) const {
+  return reach(name, [&](const std::string& key) { return store_->add(key, amount); });
+}
+
+void StoreMailbox::remove(const std::string& name) const {
+  reach(name, [&](const std::string& key) { store_->deleteKey(key); });
+}
+
+}  // namespace tessera::internal

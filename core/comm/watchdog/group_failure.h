@@ -1,0 +1,57 @@
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// Why a group has failed, as far as this rank knows. Thread-safe.
+class GroupFailure {
+ public:
+  // Why the last wait was interrupted; "" if none was.
+  std::string explanation() const {
+    std::lock_guard lock(mutex_);
+    return explanation_;
+  }
+  // The first explanation counts. `is_published`: all ranks can read it.
+  void explain(const std::string& explanation, bool is_published) {
+    std::lock_guard lock(mutex_);
+    if (explanation_.empty()) explanation_ = explanation;
+    is_published_ |= is_published;
+  }
+  void set_published() {
+    std::lock_guard lock(mutex_);
+    is_published_ = true;
+  }
+  // Whether this rank must publish its failure: only once, and not without a store.
+  bool begin_publishing() {
+    std::lock_guard lock(mutex_);
+    return !std::exchange(is_published_, true) && store_failure_.empty();
+  }
+
+  // Why the store does not answer; "" if it does.
+  std::string store_failure() const {
+    std::lock_guard lock(mutex_);
+    return store_failure_;
+  }
+  void set_store_failure(std::string text) {
+    std::lock_guard lock(mutex_);
+    store_failure_ = std::move(text);
+  }
+
+  bool has_failed() const {
+    std::lock_guard lock(mutex_);
+    return is_published_ || !explanation_.empty() || !store_failure_.empty();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::string explanation_ TESSERA_GUARDED_BY(mutex_);
+  bool is_published_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::string store_failure_ TESSERA_GUARDED_BY(mutex_);
+};
+
+}  // namespace tessera::internal

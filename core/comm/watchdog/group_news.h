@@ -1,0 +1,56 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace tessera::internal {
+
+// Messages of the ranks of a group in its store: failures, the ranks that have left, and those that have read the news.
+// All functions ask the store, so they may block, or throw if the store is lost. Thread-safe.
+class GroupNews {
+ public:
+  // `serves_store`: the store is in this process.
+  GroupNews(c10::intrusive_ptr<c10d::Store> store, int rank, int size, bool serves_store)
+      : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
+
+  bool serves_store() const { return serves_store_; }
+
+  // Publishes that this rank has failed.
+  void publish_failure(const std::string& reason);
+  // The first failures, in the order in which they were published; "" if there are none.
+  std::string read_failures() const;
+  // Whether there is something to read: a failure, or that the store will end.
+  bool has_news() const;
+
+  // Says that this rank needs the store no more. The first call counts.
+  void say_informed();
+  bool has_said_informed() const { return said_informed_; }
+  // Says that this rank starts no operation after its first `started_count`, and is informed. The first call counts.
+  // Of the ranks that leave, the store keeps the one that has started the fewest operations. It keeps none once
+  // `has_failed` returns true: in a failed group no rank misses another.
+  void say_left(uint64_t started_count, const std::function<bool()>& has_failed);
+  struct Leaver {
+    int rank;
+    uint64_t started_count;
+  };
+  std::optional<Leaver> find_leaver() const;
+
+  // Blocks until all other ranks are informed, at most `most_after_failure` if the group has failed or there is news,
+  // else `most`. Tells the others that there is news.
+  void await_readers(bool has_failed, std::chrono::milliseconds most, std::chrono::milliseconds most_after_failure);
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+  const bool serves_store_;
+  std::atomic<bool> said_informed_ = false, said_left_ = false;
+};
+
+}  // namespace tessera::internal

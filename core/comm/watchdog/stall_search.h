@@ -1,0 +1,63 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <deque>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/comm/watchdog/group_news.h"
+#include "core/comm/watchdog/started_operations.h"
+#include "core/comm/watchdog/wait_registry.h"
+
+namespace tessera::internal {
+
+// Searches the store for the reason why a stalled operation does not end. All functions ask the store, so they may
+// block, or throw if the store is lost. Used by one thread.
+class StallSearch {
+ public:
+  StallSearch(c10::intrusive_ptr<c10d::Store> store, int rank, GroupNews& news, const WaitRegistry::Place& place)
+      : store_(std::move(store)), rank_(rank), news_(news), place_(place) {}
+
+  struct Reason {
+    std::string text;  // "": none was found
+    bool is_published = false;
+  };
+  // A failure that another rank has published. Else, that this rank has started another operation than the rank that
+  // was the first to stall and publishes its operations.
+  Reason find_failure_or_divergence(const std::deque<StartedOperation>& own);
+  // A rank that has left and takes no part in an operation that this one has started; "" if there is none. Asks the
+  // store once a second.
+  std::string find_leaver(const std::deque<StartedOperation>& own);
+  // A cycle of waits in different groups that includes `wait`; "" if there is none. One rank of the group searches, as
+  // the others wait for the members of the cycle, too. A rank learns of its cycle before other ranks can miss the
+  // members that have gone on in other groups.
+  std::string find_cycle(const std::optional<WaitRegistry::Wait>& wait);
+
+  // Whether the store has traces of the search, which end() removes.
+  bool is_active() const { return is_active_; }
+  void end();
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  GroupNews& news_;
+  const WaitRegistry::Place& place_;
+  bool is_active_ = false;
+  std::string published_;  // this rank's operations, if it was the first to stall
+  std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
+};
+
+// The text of an error about two ranks that have started different operations under one number, the first such; "" if
+// `published`, another rank's operations, agree with this rank's.
+std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
+// A rank's operations as they are published.
+std::string published_text(int rank, const std::deque<StartedOperation>& operations);
+
+// The ranks among `ranks` that do not stall. Asks the store.
+std::vector<int> ranks_not_stalled(c10d::Store& store, const std::vector<int>& ranks);
+
+}  // namespace tessera::internal

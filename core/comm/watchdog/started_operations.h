@@ -1,0 +1,60 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "core/comm/watchdog/wait_registry.h"
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+struct StartedOperation {
+  uint64_t sequence;
+  std::string description;
+};
+
+// The operations that a rank has started lately, and the current wait of its thread. Thread-safe.
+class StartedOperations {
+ public:
+  // A wait that takes longer is a stall.
+  static constexpr std::chrono::seconds kStall{1};
+  // More than can be in flight at once. Earlier operations have ended on all ranks.
+  static constexpr size_t kMostRecent = 64;
+
+  void add(uint64_t sequence, std::string description);
+  // The last ones, oldest first.
+  std::deque<StartedOperation> recent() const;
+  WaitRegistry::Progress progress() const;
+
+  // Without a sequence number the wait is not for an operation that this thread has started.
+  void begin_wait(std::optional<uint64_t> sequence);
+  void end_wait();
+  bool is_stalled() const;
+  // The current wait, if it is a stall and for a known operation.
+  std::optional<WaitRegistry::Wait> long_wait() const;
+
+  // Calls `act` if the thread waits, and returns whether it does. The wait cannot end meanwhile.
+  template <class Act>
+  bool if_waiting(Act act) {
+    std::lock_guard lock(mutex_);
+    if (is_waiting_) act();
+    return is_waiting_;
+  }
+
+ private:
+  bool is_stalled_locked() const { return is_waiting_ && std::chrono::steady_clock::now() - wait_began_ > kStall; }
+
+  mutable std::mutex mutex_;
+  std::deque<StartedOperation> recent_ TESSERA_GUARDED_BY(mutex_);
+  uint64_t starting_thread_ TESSERA_GUARDED_BY(mutex_) = thread_number();  // 0: several threads
+  bool is_waiting_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<uint64_t> awaited_ TESSERA_GUARDED_BY(mutex_);
+  uint64_t waiting_thread_ TESSERA_GUARDED_BY(mutex_) = 0;
+  std::chrono::steady_clock::time_point wait_began_ TESSERA_GUARDED_BY(mutex_);
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/comm/watchdog/wait_graph.h"
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// The waits of one rank in all of its groups. The rank publishes them in the store of the group of all ranks.
+// Thread-safe.
+class WaitRegistry {
+ public:
+  // A group's identity among the groups of this rank.
+  struct Place {
+    std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks, whose watchdog makes it
+    std::string name;
+    std::vector<int> ranks;  // as numbered in the group of all ranks; empty for that group
+  };
+
+  struct Wait {
+    uint64_t sequence = 0;
+    std::string operation;
+    uint64_t thread = 0;  // see thread_number()
+  };
+  struct Progress {
+    uint64_t started_count = 0;  // operations
+    uint64_t thread = 0;         // that made the group and started all of them; 0: several threads
+  };
+  // A group of this rank. Its functions must be thread-safe.
+  class Group {
+   public:
+    virtual ~Group() = default;
+    virtual const Place& place() const = 0;
+    virtual std::optional<Wait> long_wait() = 0;
+    virtual Progress progress() = 0;
+  };
+
+  WaitRegistry(c10::intrusive_ptr<c10d::Store> store_of_all, int rank, int size)
+      : store_(std::move(store_of_all)), rank_(rank), size_(size) {}
+
+  void add(std::weak_ptr<Group> group);
+  // Returns the place of a group of `members` of the group at `place`. Must also be called on ranks that are not
+  // members.
+  Place split(const Place& place, const std::string& name, const std::vector<int>& members);
+
+  // The failure of the first of this rank's groups to fail, which may be the cause of the others' end; "" if there is
+  // none.
+  void note_failure(const std::string& text);
+  std::string failure() const;
+
+  // The following functions ask the store, so they may block or throw. Before any split() they are no-ops.
+  void show();
+  std::string find_cycle();  // cycle_text() of a cycle that includes this rank, which is published for its members
+  // The text of a cycle that another rank has found, and that includes this rank's wait in a group; "" if there is
+  // none.
+  std::string told_of(const std::string& group, uint64_t sequence) const;
+  std::string wait_of(int other) const;  // wait_text() of that rank of all ranks; "" if it publishes none
+  int size() const noexcept { return size_; }
+
+ private:
+  bool is_split() const;
+  std::vector<GroupWait> waits() const;
+  std::vector<GroupWait> shown_by(int other) const;
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+
+  mutable std::mutex mutex_;
+  std::vector<std::weak_ptr<Group>> groups_ TESSERA_GUARDED_BY(mutex_);
+  bool is_split_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::string failure_ TESSERA_GUARDED_BY(mutex_);
+
+  std::mutex showing_;  // also orders writes to the store
+  std::string shown_ TESSERA_GUARDED_BY(showing_);
+};
+
+// A number of the calling thread, at least 1. Unlike std::thread::id it is never reused.
+uint64_t thread_number();
+
+}  // namespace tessera::internal

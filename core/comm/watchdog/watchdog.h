@@ -1,0 +1,130 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/comm/watchdog/wait_registry.h"
+
+namespace tessera::internal {
+
+class WatchdogLoop;
+
+// Finds the reason why an operation does not end, through the store. Its thread does nothing while operations end
+// within a second. Then a waiting rank searches for these reasons, and ends the wait long before the timeout, with an
+// error that names the rank and the operation:
+// - A rank has failed: it has published its reason in the store.
+// - The ranks have diverged: the first rank to stall publishes its last operations, and the others compare them with
+//   their own.
+// - A rank has left: it has published how many operations it started.
+// - The transport reports that the data cannot arrive.
+// - Ranks wait for each other in different groups, such as the group of all ranks and one that was split from it. Every
+//   rank of split groups publishes its waits, and the rank that publishes its operations searches for a cycle
+//   (wait_graph.h).
+// - A rank is dead and no transport reports it: NCCL's kernels wait forever for a killed process. So ranks send
+//   heartbeats to the store, and a waiting rank checks those of the next rank.
+//
+// A waiting rank calls the store nine times a second, or thirteen times with split groups, whatever the number of
+// ranks. A heartbeat is one call, or two during a wait.
+//
+// The store lives in one process (usually rank 0's). If that process exits first, published failures are lost. So ranks
+// that do not wait ask for news four times a second (ask_every()). After a failure, the process of the store waits
+// until all ranks have read it or have left, at most kReaders: await_readers(), ~Watchdog. Without a failure it waits
+// for two such questions at most, so that the others learn that the store ends: c10d would log the third one.
+//
+// That process may also be stopped, and c10d's calls of the store then have no timeout. So only threads that can be
+// detached call the store, and all other functions wait at most kPatience for an answer. Thread-safe.
+class Watchdog {
+ public:
+  static constexpr std::chrono::milliseconds kPatience{2000};
+  static constexpr std::chrono::milliseconds kLookEvery{250};
+  // Many ranks ask less often, at most once a second, to limit the load of the store.
+  static constexpr std::chrono::milliseconds ask_every(int ranks) {
+    return std::clamp(std::chrono::milliseconds(ranks), kLookEvery, std::chrono::milliseconds(1000));
+  }
+  static constexpr std::chrono::milliseconds kReaders{3000};
+
+  // Called by the watchdog's thread every quarter of a second during a stall.
+  struct Callbacks {
+    std::function<void()> interrupt;  // ends the wait, which is in vain: see explanation()
+    // Returns why the transport cannot complete the wait; "" if it can.
+    std::function<std::string()> why_disconnected = {};
+  };
+
+  struct Options {
+    std::chrono::milliseconds beat_every{};  // 0: no heartbeats; else at least kLookEvery; the same on all ranks
+    bool serves_store = false;               // the store is in this process
+    WaitRegistry::Place place = {};
+  };
+
+  // A world of one has no thread.
+  Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options);
+  Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
+      : Watchdog(std::move(store), rank, size, std::move(callbacks), Options()) {}
+  ~Watchdog();  // afterwards no callback is called
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+  // Returns the place for the watchdog of a group of these ranks. `name` must be unique among the parts of this group.
+  // Must also be called on ranks that are not members.
+  WaitRegistry::Place part(const std::string& name, const std::vector<int>& members);
+
+  // Records that this rank starts operation number `sequence`.
+  void started(uint64_t sequence, std::string description);
+  // The calling thread waits, and starts nothing until the wait ends. With a sequence number, it waits until all ranks
+  // have started that operation.
+  void begin_wait(std::optional<uint64_t> sequence = {});
+  void end_wait();
+
+  // Publishes that this rank starts no more operations, and that all of its own have ended. Must precede calls that
+  // wait for other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
+  void leave() noexcept;
+
+  // Publishes that this rank has failed. The first reason counts. A no-op if explanation() has returned failures of
+  // other ranks, which are published already.
+  void publish_failure(const std::string& reason) noexcept;
+
+  // Publishes the failure in all groups of this process, which is about to end. Does not close the groups, so the other
+  // ranks do not see closed connections before they can read the reason. Then waits as await_readers() does.
+  static void publish_failure_of_process(const std::string& reason) noexcept;
+
+  // If the store is in this process, blocks until the other ranks have read the failure or left the group, at most
+  // kReaders; if the group has not failed, at most two intervals of ask_every(). Must be called after the other ranks
+  // were woken. Only the first call counts.
+  void await_readers() noexcept;
+
+  // Returns why the last wait was interrupted. If the transport has failed, returns the failures that other ranks have
+  // published; "" if there are none.
+  std::string explanation();
+
+  WaitRegistry& waits() noexcept;  // of this rank in all groups
+
+  // Lists the ranks that wait and those that do not, for the text of a timeout; "" if the store does not answer.
+  std::string who_waits();
+
+  // For how long the thread's current call of the store has been unanswered.
+  std::chrono::milliseconds unanswered();
+
+  // Why the store did not answer; "" if it did.
+  std::string store_failure();
+
+ private:
+  template <class Ask>
+  auto ask_store(Ask ask) -> std::optional<decltype(ask())>;
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+  const std::shared_ptr<WatchdogLoop> loop_;
+  std::thread thread_;
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,160 @@
+#include "core/comm/watchdog/watchdog_loop.h"
+
+#include <deque>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "core/runtime/call_with_timeout.h"
+
+namespace tessera::internal {
+namespace {
+
+using std::chrono::steady_clock;
+
+// The group of all ranks makes the registry of its rank.
+WaitRegistry::Place with_registry(WaitRegistry::Place place, const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                  int size) {
+  if (!place.waits) place.waits = std::make_shared<WaitRegistry>(store, rank, size);
+  return place;
+}
+
+}  // namespace
+
+std::string lost_store_text(const std::exception& error) {
+  const std::string reason = error.what();
+  return "the store cannot be reached any more, so the process of rank 0 has probably ended (" +
+         reason.substr(0, reason.find('\n')) + ")";
+}
+
+bool LoopControl::sleep(std::chrono::milliseconds duration) {
+  std::unique_lock lock(mutex_);
+  return !changed_.wait_for(lock, duration, [this] { return must_stop_; });
+}
+
+void LoopControl::begin_calls() {
+  std::lock_guard lock(mutex_);
+  calls_since_ = steady_clock::now();
+}
+
+void LoopControl::end_calls() {
+  std::lock_guard lock(mutex_);
+  calls_since_.reset();
+}
+
+void LoopControl::end_loop() {
+  std::lock_guard lock(mutex_);
+  has_ended_ = true;
+  changed_.notify_all();
+}
+
+bool LoopControl::stop(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  must_stop_ = true;
+  changed_.notify_all();
+  return changed_.wait_for(lock, patience, [this] { return has_ended_; });
+}
+
+std::chrono::milliseconds LoopControl::unanswered() const {
+  std::lock_guard lock(mutex_);
+  if (!calls_since_) return {};
+  return std::chrono::duration_cast<std::chrono::milliseconds>(steady_clock::now() - *calls_since_);
+}
+
+WatchdogLoop::WatchdogLoop(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Watchdog::Callbacks called,
+                           const Watchdog::Options& options)
+    : news(store, rank, size, options.serves_store),
+      callbacks(std::move(called)),
+      place_(with_registry(options.place, store, rank, size)),
+      size_(size),
+      search_(store, rank, news, place_),
+      heartbeat_(store, rank, size, options.beat_every) {}
+
+void WatchdogLoop::publish_failure(const std::string& reason) noexcept {
+  try {
+    if (!failure.begin_publishing()) return;
+    call_with_timeout(Watchdog::kPatience, [self = shared_from_this(), reason] {
+      self->news.publish_failure(reason);
+      return true;
+    });
+  } catch (const std::exception&) {
+    // The store is in rank 0's process. If that has ended, so has the group, and the connections of every rank close.
+  }
+}
+
+void WatchdogLoop::await_readers() noexcept {
+  if (!news.serves_store() || size_ == 1) return;
+  std::call_once(awaited_readers_, [this] {
+    try {
+      call_with_timeout(Watchdog::kReaders, [self = shared_from_this(), has_failed = failure.has_failed()] {
+        self->news.await_readers(has_failed, 2 * Watchdog::ask_every(self->size_), Watchdog::kReaders);
+        return true;
+      });
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is lost, so no rank reads it
+    }
+  });
+}
+
+void WatchdogLoop::look_at_stall() {
+  if (const std::string known = failure.explanation(); !known.empty())
+    return interrupt(known, false);  // again: the wait may have moved on to the next message
+  const auto own = operations.recent();
+  const std::string disconnected = callbacks.why_disconnected();  // first: if rank 0 has ended, so has the store
+  StallSearch::Reason reason;
+  try {
+    reason = search_.find_failure_or_divergence(own);
+  } catch (const std::exception&) {
+    // Rank 0's process is ending, and the store with it. So are the connections to it, which ends the wait.
+    if (disconnected.empty()) throw;
+  }
+  if (reason.text.empty()) reason.text = disconnected;
+  if (reason.text.empty()) reason.text = search_.find_leaver(own);
+  if (reason.text.empty()) {
+    place_.waits->show();
+    reason.text = search_.find_cycle(operations.long_wait());
+  }
+  if (!reason.text.empty()) interrupt(reason.text, reason.is_published);
+}
+
+void WatchdogLoop::interrupt(const std::string& reason, bool is_published) {
+  if (operations.if_waiting([&] { failure.explain(reason, is_published); })) callbacks.interrupt();
+}
+
+// On behalf of a rank that does not wait, and may need the store after it has ended.
+void WatchdogLoop::ask_for_news() {
+  if (!news.has_news()) return;
+  const std::string found = news.read_failures();
+  failure.explain(found, !found.empty());
+  if (found.empty() && !news.serves_store())
+    failure.set_store_failure("rank 0, whose process has the store, has left the group");
+  news.say_informed();
+}
+
+void WatchdogLoop::run() {
+  while (control.sleep(Watchdog::kLookEvery)) {
+    const auto now = steady_clock::now();
+    const bool is_stalled = operations.is_stalled();
+    const bool beats = heartbeat_.is_due();
+    const bool asks = !is_stalled && !news.has_said_informed() && failure.store_failure().empty() &&
+                      now - asked_for_news_ >= Watchdog::ask_every(size_);
+    if (!is_stalled && !search_.is_active() && !beats && !asks) continue;
+    if (asks) asked_for_news_ = now;
+    control.begin_calls();
+    try {
+      if (is_stalled) look_at_stall();
+      if (!is_stalled && search_.is_active()) search_.end();
+      if (asks) ask_for_news();
+      if (beats)
+        if (const std::string dead = heartbeat_.beat(is_stalled); !dead.empty()) interrupt(dead, false);
+    } catch (const std::exception& error) {
+      // The store does not answer. The next turn asks again, and a transport knows whether its process has ended.
+      if (is_stalled && heartbeat_.is_on()) interrupt(lost_store_text(error), false);
+      // c10d logs every call that fails.
+      if (asks && failure.store_failure().empty()) failure.set_store_failure(lost_store_text(error));
+    }
+    control.end_calls();
+  }
+  control.end_loop();
+}
+
+}  // namespace tessera::internal

@@ -1,0 +1,112 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/comm/group_process.h"
+#include "core/comm/watchdog/group_failure.h"
+#include "core/comm/watchdog/group_news.h"
+#include "core/comm/watchdog/heartbeat.h"
+#include "core/comm/watchdog/stall_search.h"
+#include "core/comm/watchdog/started_operations.h"
+#include "core/comm/watchdog/wait_registry.h"
+#include "core/comm/watchdog/watchdog.h"
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// The turns of a thread that calls the store and may be stuck in a call. Thread-safe.
+class LoopControl {
+ public:
+  // Blocks for that long. Returns false as soon as the loop must stop.
+  bool sleep(std::chrono::milliseconds duration);
+  // Around calls of the store.
+  void begin_calls();
+  void end_calls();
+  void end_loop();
+
+  // Stops the loop. Returns false if it has not ended after `patience`.
+  bool stop(std::chrono::milliseconds patience);
+  // For how long the calls have lasted by now.
+  std::chrono::milliseconds unanswered() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool must_stop_ TESSERA_GUARDED_BY(mutex_) = false;
+  bool has_ended_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<std::chrono::steady_clock::time_point> calls_since_ TESSERA_GUARDED_BY(mutex_);
+};
+
+// The callbacks of a Watchdog, until it is destroyed. Thread-safe.
+class WatchdogCallbacks {
+ public:
+  explicit WatchdogCallbacks(Watchdog::Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
+  void interrupt() {
+    std::lock_guard lock(mutex_);
+    if (callbacks_.interrupt) callbacks_.interrupt();
+  }
+  std::string why_disconnected() {
+    std::lock_guard lock(mutex_);
+    return callbacks_.why_disconnected ? callbacks_.why_disconnected() : "";
+  }
+  // Returns when no callback is running.
+  void clear() {
+    std::lock_guard lock(mutex_);
+    callbacks_ = {};
+  }
+
+ private:
+  std::mutex mutex_;
+  Watchdog::Callbacks callbacks_ TESSERA_GUARDED_BY(mutex_);
+};
+
+// The part of a Watchdog that its thread uses. Detached threads share its ownership.
+class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_this<WatchdogLoop> {
+ public:
+  WatchdogLoop(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Watchdog::Callbacks callbacks,
+               const Watchdog::Options& options);
+
+  void run();
+
+  // See Watchdog.
+  void publish_failure(const std::string& reason) noexcept;
+  void await_readers() noexcept;
+
+  const WaitRegistry::Place& place() const override { return place_; }
+  std::optional<WaitRegistry::Wait> long_wait() override { return operations.long_wait(); }
+  WaitRegistry::Progress progress() override { return operations.progress(); }
+
+  // Thread-safe.
+  const GroupProcess process;
+  StartedOperations operations;
+  GroupFailure failure;
+  GroupNews news;
+  LoopControl control;
+  WatchdogCallbacks callbacks;
+
+ private:
+  void look_at_stall();
+  void interrupt(const std::string& reason, bool is_published);
+  void ask_for_news();
+
+  const WaitRegistry::Place place_;
+  const int size_;
+  std::once_flag awaited_readers_;
+  StallSearch search_;
+  Heartbeat heartbeat_;
+  std::chrono::steady_clock::time_point asked_for_news_;
+};
+
+// The text of an error about a store that throws.
+std::string lost_store_text(const std::exception& error);
+
+}  // namespace tessera::internal

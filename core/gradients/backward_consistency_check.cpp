@@ -1,0 +1,131 @@
+#include "core/gradients/backward_consistency_check.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "core/comm/agreement.h"
+
+namespace tessera::internal {
+namespace {
+
+constexpr const char* kSubject = "what was gathered and reduced since the last backward";
+
+}  // namespace
+
+PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool()>& meanwhile) {
+  if (!first_.used.empty()) {
+    require_first_use(own);
+    meanwhile();
+    return first_;
+  }
+  ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");
+  const bool must_know = meanwhile() || options_.refuse_uneven_use;
+  report.finish();
+  if (mesh_.world->device().is_cpu()) {
+    if (report.unlike_ranks()) require_same_work(report);
+    own = read(report);
+  } else {
+    const std::string subject = std::string(kSubject) + ", in this one or a few before";
+    if (must_know) {  // on this rank
+      report.require_alike(subject);
+      own.used = read(report).used;
+    } else {
+      late_reports_.add(std::move(report), [subject](ReducedReport& earlier) { earlier.require_alike(subject); });
+    }
+    late_reports_.look();
+  }
+  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // torch::autograd::grad() uses none
+  if (options_.is_static && is_any_used) first_ = own;
+  return own;
+}
+
+// Called when fingerprints differ. Returns if only the doubtful entries differ in a way that is allowed. Collective.
+void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
+  const CollectiveLog::Doubtful& own = log_.doubtful();
+  std::ostringstream text;
+  text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
+  bool is_alike = true;
+  uint64_t first = 0;
+  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // forwards, of which some failed
+  std::vector<std::string> kept;
+  for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
+    std::istringstream words(of_rank);
+    uint64_t certain = 0;
+    int64_t forwards = 0, failed = 0;
+    words >> certain >> forwards >> failed >> kept.emplace_back();
+    if (kept.size() == 1) first = certain;
+    is_alike = is_alike && certain == first && kept.back().size() == kept[0].size();
+    most = std::max(most, forwards), least = std::min(least, forwards + failed);
+  }
+  if (!is_alike || most > least) {
+    require_agreement(*mesh_.world, kSubject, log_.lines());
+    report.require_alike(kSubject);  // in entries that the log has dropped
+  }
+  require_same_gradients(kept);
+}
+
+// Compares each rank's kept gradients, pass by pass.
+void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::string>& of_ranks) const {
+  for (size_t i = 0; i < of_ranks[0].size(); ++i) {
+    const auto rank_with = [&](char kept) {
+      return std::ranges::find_if(of_ranks, [&](const std::string& text) { return text[i] == kept; }) -
+             of_ranks.begin();
+    };
+    const auto with = rank_with(CollectiveLog::kKept), without = rank_with(CollectiveLog::kNotKept);
+    if (std::max(with, without) == std::ssize(of_ranks)) continue;
+    throw std::invalid_argument(c10::str("the ranks disagree about ", kSubject, ": parameter '",
+                                         parameters_[i % parameters_.size()].fqn, "' has a gradient to add to on rank ",
+                                         with, ", but none on rank ", without,
+                                         " (zero_grad() on one rank alone, say)"));
+  }
+}
+
+// Numbers of which the ranks exchange the largest: whether a parameter was used, whether a bucket had recomputed
+// gradients and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
+std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
+  std::vector<int64_t> numbers(own.used.begin(), own.used.end());
+  numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());
+  if (options_.refuse_uneven_use)
+    for (const bool used : own.used) numbers.push_back(used ? 0 : mesh_.world->size() - mesh_.world->rank());
+  return numbers;
+}
+
+PassUse BackwardConsistencyCheck::read(ReducedReport& report) const {
+  const int64_t* used = report.largest();
+  const int64_t* recomputed = used + parameters_.size();
+  const int64_t* missing_by = recomputed + buckets_.size();
+  PassUse use{std::vector<bool>(used, recomputed), std::vector<bool>(recomputed, missing_by)};
+  if (options_.refuse_uneven_use) check_even_use(missing_by, use);
+  return use;
+}
+
+void BackwardConsistencyCheck::check_even_use(const int64_t* missing_by, const PassUse& use) const {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
+    for (const size_t i : buckets_[bucket].members)
+      if (use.used[i] && missing_by[i] > 0)
+        throw std::invalid_argument("parameter '" + parameters_[i].fqn + "' of " + buckets_[bucket].name +
+                                    " had no gradient on rank " + std::to_string(mesh_.world->size() - missing_by[i]) +
+                                    ", but had one on others (refuse_uneven_use)");
+}
+
+// With a static graph each rank checks its own use.
+void BackwardConsistencyCheck::require_first_use(const PassUse& own) const {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
+    if (own.recomputed[bucket] && !first_.recomputed[bucket])
+      throw std::logic_error(buckets_[bucket].name + " on rank " + std::to_string(mesh_.world->rank()) +
+                             " came in several parts, but in one on every rank in the first backward, and a static "
+                             "graph promises that every iteration is the same");
+  for (size_t i = 0; i < own.used.size(); ++i)
+    if (own.used[i] && !first_.used[i])
+      throw std::logic_error("parameter '" + parameters_[i].fqn + "' on rank " + std::to_string(mesh_.world->rank()) +
+                             " has a gradient, but had none on any rank in the first backward, and a static graph "
+                             "promises that every iteration is the same");
+}
+
+}  // namespace tessera::internal

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/comm/reduced_report.h"
+#include "core/gradients/collective_log.h"
+#include "core/gradients/gradient_bucket.h"
+#include "core/layout/mesh.h"
+#include "core/layout/unit_plan.h"
+
+namespace tessera::internal {
+
+// The use of parameters and buckets in a pass, on this rank or on any.
+struct PassUse {
+  std::vector<bool> used;        // by parameter: had a gradient
+  std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
+};
+
+// The ranks' consistency check at the end of a pass. In one small all-reduce, whose size does not depend on the number
+// of ranks, they exchange their use of parameters and a fingerprint of all collectives since the last check, which must
+// be equal. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
+//
+// On a device the host blocks only for results that it needs now. A rank without a gradient for some parameter waits
+// for the marks of the other ranks. A rank with all gradients reads the marks in a later pass. All ranks must then
+// have recomputed gradients for the same buckets. Used by one thread at a time.
+class BackwardConsistencyCheck {
+ public:
+  struct Options {
+    bool refuse_uneven_use = false;  // see FsdpOptions
+    bool is_static = false;          // see ReducerOptions
+  };
+  // All references must outlive the check. After the buckets change, forget_first_pass() must be called.
+  BackwardConsistencyCheck(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
+                           const Mesh& mesh, const CollectiveLog& log, Options options)
+      : parameters_(parameters), buckets_(buckets), mesh_(mesh), log_(log), options_(options) {}
+
+  void forget_first_pass() { first_ = {}; }
+
+  // Returns the use of any rank. `meanwhile` is called once, during the exchange, and returns whether the use of the
+  // other ranks must be known now. Collective. Throws CommError; std::invalid_argument, on all ranks, if their
+  // collectives differ, or their use does and that is refused; std::logic_error if a static graph has changed.
+  PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
+
+ private:
+  std::vector<int64_t> encoded(const PassUse& own) const;
+  PassUse read(ReducedReport& report) const;
+  void check_even_use(const int64_t* missing_by, const PassUse& use) const;
+  void require_same_work(ReducedReport& report) const;
+  void require_same_gradients(const std::vector<std::string>& of_ranks) const;
+  void require_first_use(const PassUse& own) const;
+
+  const std::vector<PlannedParameter>& parameters_;
+  const std::vector<GradientBucket>& buckets_;
+  const Mesh& mesh_;
+  const CollectiveLog& log_;
+  const Options options_;
+  LateReports late_reports_;  // of earlier passes, on a device
+  PassUse first_;             // of the first pass, with a static graph
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include <tessera/communicator.h>
+#include "core/gradients/bucket_content.h"
+#include "core/gradients/bucket_memory.h"
+#include "core/gradients/gradient_bucket.h"
+#include "core/gradients/reducer_options.h"
+#include "core/layout/mesh.h"
+#include "core/runtime/copy_engine.h"
+
+namespace tessera::internal {
+
+// The reduction of a bucket's content, which is in flight.
+struct PendingReduction {
+  size_t bucket;
+  BucketContent content;
+  BucketContent::Memory memory;  // of the content's first part
+  at::Tensor wire{};             // the encoded bytes that this rank sends
+  at::Tensor received{};         // encoded parts of all ranks
+  at::Tensor reduced{};          // this rank's part; undefined if it gets none
+  at::Tensor staging{};          // on the device, of a result for the host
+  Pending pending{};
+  Copy copy{};
+  // The memory on the device that the collectives write to.
+  const at::Tensor& target() const { return staging.defined() ? staging : reduced; }
+};
+
+// Encodes the content of a bucket, starts the collective that its layout needs, and decodes the result. Used by one
+// thread at a time, under no autograd.
+class BucketCollectives {
+ public:
+  // All of these must outlive the object.
+  BucketCollectives(const Mesh& mesh, BucketMemory& memory, const ReducerOptions& options)
+      : mesh_(mesh), memory_(memory), options_(options) {}
+
+  // Sums over ranks are divided by it; empty: by the number of ranks.
+  void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
+  const std::optional<double>& divisor() const { return divisor_; }
+
+  // Starts to reduce over the ranks of a copy. `is_busy`: another reduction of the bucket may use the result's memory.
+  void start(PendingReduction& reduction, const GradientBucket& plan, bool is_busy);
+  // After the collective: leaves the average, or the sum if there is a divisor, and frees all other memory.
+  void decode(PendingReduction& reduction, const GradientBucket& plan) const;
+  // Starts to average the result over the copies of the model.
+  void start_over_copies(PendingReduction& reduction, const GradientBucket& plan) const;
+
+ private:
+  Pending all_reduce(PendingReduction& reduction, const GradientBucket& plan) const;
+  Pending reduce_to_owner(PendingReduction& reduction, const GradientBucket& plan, bool is_busy);
+  Pending reduce_apart(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) const;
+  Pending reduce_scatter(PendingReduction& reduction, const GradientBucket& plan, bool is_busy);
+  Pending exchange_encoded(PendingReduction& reduction, const GradientBucket& plan);
+  void add_encoded(PendingReduction& reduction, const WireCodec& codec) const;
+  ReduceOp op() const { return divisor_ ? ReduceOp::kSum : ReduceOp::kAverage; }
+
+  const Mesh& mesh_;
+  BucketMemory& memory_;
+  const ReducerOptions& options_;
+  std::optional<double> divisor_;
+};
+
+}  // namespace tessera::internal

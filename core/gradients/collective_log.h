@@ -1,0 +1,90 @@
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/comm/fingerprint.h"
+
+namespace tessera::internal {
+
+// The collectives of one rank since the last backward, for a comparison with the other ranks: a rolling fingerprint,
+// and for errors the text of each.
+class CollectiveLog {
+ public:
+  // `operation` must be a literal; `unit` must outlive the log. `divisor`: of the sums, if it is not the world size.
+  void add(const char* operation, const std::string& unit, int64_t numel, std::optional<double> divisor = {}) {
+    fingerprint_.add(operation).add(unit).add(numel);
+    if (divisor) fingerprint_.add(std::bit_cast<int64_t>(*divisor));
+    add_entry({operation, &unit, numel, divisor.value_or(0)});
+  }
+  // An operation on the whole model.
+  void add(const char* operation) { add(operation, model(), -1); }
+  // A forward whose backward will reduce. Without this entry, a rank that skips one backward would from then on average
+  // its gradients with those of the other ranks' previous step.
+  void add_forward() {
+    add_entry({"forward", &model(), -1});
+    ++doubtful_.forwards;
+  }
+  // A forward that threw: the other ranks may have completed it, or only this rank may repeat it.
+  void add_failed_forward() { ++doubtful_.failed_forwards; }
+  // Whether the next parameter has a gradient that backward adds to. An empty gradient matches any other: an optimizer
+  // may skip empty parameters when it clears gradients.
+  void add_kept(bool is_kept, bool is_empty) {
+    doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
+  }
+  static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
+
+  // Entries that may differ between ranks that did the same work. The fingerprint counts kUnknown as kKept.
+  struct Doubtful {
+    int64_t forwards = 0, failed_forwards = 0;
+    std::string kept;
+  };
+  const Doubtful& doubtful() const { return doubtful_; }
+  uint64_t fingerprint() const {
+    std::string kept = doubtful_.kept;
+    std::ranges::replace(kept, kUnknown, kKept);
+    return Fingerprint(fingerprint_).add(doubtful_.forwards).add(kept).value();
+  }
+  uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all other entries
+  std::vector<std::string> lines() const {
+    std::vector<std::string> lines;
+    if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
+    for (const Entry& entry : entries_)
+      lines.push_back(std::string(entry.operation) + " of " + *entry.unit +
+                      (entry.numel < 0 ? "" : " (" + std::to_string(entry.numel) + " elements)") +
+                      (entry.divisor == 0 ? "" : " divided by " + std::to_string(entry.divisor)));
+    return lines;
+  }
+  void clear() { *this = CollectiveLog(); }
+
+ private:
+  struct Entry {
+    const char* operation;
+    const std::string* unit;
+    int64_t numel;
+    double divisor = 0;  // none
+  };
+  static constexpr size_t kEntries = 4096;
+
+  static const std::string& model() {
+    static const std::string name = "the model";
+    return name;
+  }
+  void add_entry(Entry entry) {
+    entries_.push_back(entry);
+    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation
+  }
+
+  Fingerprint fingerprint_;
+  Doubtful doubtful_;
+  std::deque<Entry> entries_;
+  int64_t dropped_ = 0;
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/layout/unit_plan.h"
+#include "core/paging/residency.h"
+
+namespace tessera::internal {
+
+// A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
+//
+// It has the shape, dtype and device of a gradient, but no data: any operator that gets it throws std::logic_error with
+// the reason. zero_grad() may clear it, in either form. The owner is told at once, even if `.grad` is only dropped,
+// since the placeholder dies with its last reference. So a step without a gradient is an error, and a step after
+// zero_grad() does the same as on ordinary tensors.
+//
+// Events are called on the thread that clears the gradient.
+class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
+ public:
+  struct Events {
+    std::function<std::string(size_t index)> reason;  // the text of the error
+    std::function<void(size_t index)> cleared;        // .grad was dropped; must not throw
+    std::function<void(size_t index)> zeroed;         // .grad.zero_() was called
+  };
+  explicit GradPlaceholder(Events events) : events_(std::move(events)) {}
+  ~GradPlaceholder() override;
+
+  // The reason for a gradient that a failed backward has lost. `label`: see Binding::label().
+  static std::string lost(const std::string& label);
+
+  // Replaces leaf.grad by a placeholder.
+  void put(size_t index, const std::string& name, const at::Tensor& leaf);
+  // Whether leaf.grad is the placeholder of this object.
+  bool is_in(size_t index, const at::Tensor& leaf) const;
+  // Throws the reason.
+  [[noreturn]] void refuse_step(size_t index) const { throw std::logic_error(events_.reason(index)); }
+  // Removes the placeholder, so that leaf.grad is undefined. A no-op if leaf.grad is another tensor.
+  void take_out(size_t index, const at::Tensor& leaf);
+
+  void use(const std::vector<Page*>& pages) override;
+  bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+
+ private:
+  struct Notice;
+  struct Slot {
+    std::unique_ptr<Page> page;
+    std::shared_ptr<std::atomic<bool>> is_awaited;  // whether to tell the owner when the placeholder dies
+  };
+  Slot& slot(size_t index);
+
+  const Events events_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace tessera::internal

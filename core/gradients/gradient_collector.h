@@ -1,0 +1,92 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+#include "core/gradients/backward_consistency_check.h"
+#include "core/gradients/bucket_content.h"
+#include "core/gradients/bucket_memory.h"
+#include "core/gradients/gradient_bucket.h"
+#include "core/layout/unit_plan.h"
+
+namespace tessera::internal {
+
+// Places the gradients of a pass in buckets, and knows which buckets are full. Without ranks: ReductionQueue reduces
+// the contents. Used by one thread at a time, under no autograd.
+class GradientCollector {
+ public:
+  // Whether a reduction of the bucket is in flight.
+  using IsBusy = std::function<bool(size_t bucket)>;
+  struct Options {
+    int rank = 0;                 // for errors
+    bool may_fill_result = true;  // gradients may be placed in the result's memory
+  };
+  // The lists and the memory must outlive the collector.
+  GradientCollector(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
+                    BucketMemory& memory, IsBusy is_busy, Options options);
+
+  // Must be called when the list of buckets was replaced. Forgets all gradients.
+  void rebuild();
+  void begin_pass();
+
+  // Whether a member of the bucket requires a gradient.
+  bool trains(size_t bucket) const { return slots_[bucket].expected > 0; }
+  bool is_full(size_t bucket) const { return slots_[bucket].missing == 0; }
+  bool has_content(size_t bucket) const { return slots_[bucket].content.is_begun(); }
+  size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
+
+  // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has begun. It is of a part of the
+  // model that backward recomputes, say.
+  void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
+  // The parameter needs no more gradients for its bucket to be full.
+  void note_arrival(size_t parameter);
+
+  // Removes the content of a bucket, in which absent gradients are zeros.
+  BucketContent take(size_t bucket);
+  BucketContent take_recomputed(size_t bucket);
+  // Copies gradients that belong to autograd, so that the next pass can add to them.
+  void keep_for_next_pass();
+
+  // Whether a bucket has a gradient of the parameter; and forgets it.
+  bool keeps(size_t parameter) const;
+  void forget(size_t parameter);
+  void forget_recomputed();
+  void forget_all();
+
+  // This rank's use in the pass: parameters that have a gradient, buckets that have recomputed ones.
+  PassUse use() const;
+  // Parameters in the order in which their gradients arrived.
+  const std::vector<size_t>& arrivals() const { return arrivals_; }
+
+ private:
+  static constexpr size_t kNowhere = static_cast<size_t>(-1);
+  struct Place {
+    size_t bucket = kNowhere, member = 0;
+    bool has_arrived = false;
+  };
+  struct Slot {
+    BucketContent content, recomputed;
+    size_t expected = 0, missing = 0;  // gradients of this pass
+  };
+
+  void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
+  void make_room(BucketContent& content, size_t bucket, size_t piece);
+  void copy_borrowed(BucketContent& content, size_t bucket, size_t piece);
+  void copy_waiting(BucketContent& content, size_t bucket) const;
+  void adopt(BucketContent& content, size_t bucket);
+  BucketContent sealed(BucketContent content, size_t bucket);
+
+  const std::vector<PlannedParameter>& parameters_;
+  const std::vector<GradientBucket>& buckets_;
+  BucketMemory& memory_;
+  const IsBusy is_busy_;
+  const Options options_;
+  std::vector<Place> places_;  // by parameter
+  std::vector<Slot> slots_;    // by bucket
+  std::vector<bool> used_;     // by parameter
+  std::vector<size_t> arrivals_;
+};
+
+}  // namespace tessera::internal

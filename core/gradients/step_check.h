@@ -1,0 +1,30 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+namespace tessera::internal {
+
+// Lets a wrapper check its gradients before a step of an optimizer that was not given the wrapper (OSS): the check
+// hangs on the parameters themselves. A later wrapper's check replaces it; set_data() removes it, so that each forward
+// attaches it again.
+class StepCheck {
+ public:
+  // `check` throws if the gradients must not be used by a step. It may outlive the wrapper.
+  explicit StepCheck(std::function<void()> check);
+
+  // Attaches the check to the parameter. A no-op if it is attached.
+  void attach(const at::Tensor& parameter) const;
+
+ private:
+  friend void check_before_step(const std::vector<at::Tensor>& parameters);
+  struct Mark;
+  const c10::intrusive_ptr<c10::BackendMeta> mark_;  // a Mark
+};
+
+// Calls the checks that are attached to these parameters, each once. Throws what they throw.
+void check_before_step(const std::vector<at::Tensor>& parameters);
+
+}  // namespace tessera::internal

@@ -1,0 +1,13 @@
+#pragma once
+
+namespace tessera::internal {
+
+// Installs a std::terminate() handler that first publishes the exception's text in all groups of this process
+// (Watchdog::publish_failure_of_process()), and then calls the previous handler. An uncaught exception ends the process
+// without destructors, so the other ranks would not learn the reason. Thread-safe.
+void tell_when_terminated();
+
+// Restores the previous handler, unless the program has set another one since, which may call this one. Thread-safe.
+void stop_telling_when_terminated();
+
+}  // namespace tessera::internal

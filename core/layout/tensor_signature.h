@@ -1,0 +1,44 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/StringUtil.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/layout/geometry.h"
+
+// Checks that a parameter still has the properties that it had when it was wrapped. Used by every wrapper.
+namespace tessera::internal {
+
+// The type of a tensor, without its values and its place in memory.
+struct TensorSignature {
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  std::optional<at::Device> device = {};  // empty: any
+
+  static TensorSignature of(const at::Tensor& parameter) {
+    return {parameter.scalar_type(), parameter.sizes().vec(), parameter.device()};
+  }
+  bool is_of(const at::Tensor& parameter) const {
+    return parameter.layout() == at::kStrided && parameter.scalar_type() == dtype &&
+           parameter.sizes() == at::IntArrayRef(sizes) && (!device || parameter.device() == *device);
+  }
+  // For errors, if there is a device: "is Half [3] on cpu now, but was Float [3] on cpu".
+  std::string change_of(const at::Tensor& parameter) const {
+    return c10::str("is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
+                    " now, but was ", dtype, " ", at::IntArrayRef(sizes), " on ", *device);
+  }
+};
+
+// Whether the parameter is the view of its storage that begins at element `offset`. With other sizes or strides, it
+// would show the values in another order.
+inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
+}
+inline bool is_view_at(const at::Tensor& parameter, const ParameterGeometry& geometry, int64_t offset) {
+  return is_view_at(parameter, geometry.sizes, geometry.strides, offset);
+}
+
+}  // namespace tessera::internal

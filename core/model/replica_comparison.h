@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <tessera/communicator.h>
+#include "core/layout/unit_plan.h"
+
+namespace tessera::internal {
+
+// A debugging aid: compares a checksum of every replicated parameter over all ranks, once in so many steps. It finds
+// replicas that have drifted apart, whatever the cause. If it is off, count_step() does nothing.
+class ReplicaComparison {
+ public:
+  // `every`: steps from one comparison to the next. 0: the environment variable TESSERA_DEBUG decides, see
+  // steps_between_comparisons(). Throws std::invalid_argument for less, and for another value of the variable.
+  explicit ReplicaComparison(int64_t every);
+
+  // Steps from one comparison to the next; 0 if it is off. Must be equal on all ranks.
+  int64_t every() const { return every_; }
+
+  // Counts a step. Every `every()`-th call is collective, blocks, and throws std::runtime_error on all ranks if a
+  // parameter's bits differ: it names the first such parameter and the ranks that differ from rank 0.
+  void count_step(const std::vector<PlannedParameter>& parameters, Communicator& comm);
+
+ private:
+  const int64_t every_;
+  int64_t steps_ = 0;
+};
+
+// Of a value of TESSERA_DEBUG: "replicas:N" gives N, "replicas" gives 100, null or "" gives 0. Throws
+// std::invalid_argument for any other text.
+int64_t steps_between_comparisons(const char* debug);
+
+}  // namespace tessera::internal

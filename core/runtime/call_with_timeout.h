@@ -1,0 +1,26 @@
+#pragma once
+
+#include <chrono>
+#include <future>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace tessera::internal {
+
+// Added to the timeout that a call has itself and should keep.
+inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
+
+// Calls `ask` on a new thread. Returns its result or throws its exception, or returns nullopt after `patience`; the
+// thread is then detached. So `ask` must own the data that it uses.
+template <class Ask>
+auto call_with_timeout(std::chrono::milliseconds patience, Ask ask) -> std::optional<decltype(ask())> {
+  std::packaged_task<decltype(ask())()> task(std::move(ask));
+  auto answer = task.get_future();
+  std::thread thread(std::move(task));
+  const bool is_answered = answer.wait_for(patience) == std::future_status::ready;
+  is_answered ? thread.join() : thread.detach();
+  return is_answered ? std::optional(answer.get()) : std::nullopt;
+}
+
+}  // namespace tessera::internal

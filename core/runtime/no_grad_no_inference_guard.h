@@ -1,0 +1,30 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
+
+namespace tessera::internal {
+
+// While it lives, operations of the manager on its own tensors make no inference tensors and are not recorded, although
+// hooks and fallbacks may run under InferenceMode or in a recorded forward.
+struct NoGradNoInferenceGuard {
+  c10::InferenceMode ordinary{false};
+  at::NoGradGuard no_grad;
+};
+
+// While it lives, `target` may be written to even if it is an inference tensor, which forbids writes outside
+// InferenceMode.
+class WritesTo {
+ public:
+  explicit WritesTo(const at::Tensor& target) {
+    if (target.is_inference()) as_made_.emplace();
+  }
+
+ private:
+  std::optional<c10::InferenceMode> as_made_;
+};
+
+}  // namespace tessera::internal

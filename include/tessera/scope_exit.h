@@ -1,0 +1,33 @@
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <utility>
+
+namespace tessera {
+
+// A scope that changes what a wrapper does, and ends with it: no_sync(), summon_full_params(). Move-only.
+class [[nodiscard]] ScopeExit {
+ public:
+  // For those who open a scope: what ends it.
+  explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
+  ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
+  ScopeExit& operator=(ScopeExit&&) = delete;
+  // Ends the scope now; throws what ending it may throw.
+  void leave() {
+    if (auto leave = std::exchange(leave_, nullptr)) leave();
+  }
+  // The same; but an exception that is on its way already says more than one of ending the scope.
+  ~ScopeExit() noexcept(false) {
+    try {
+      leave();
+    } catch (const std::exception&) {
+      if (std::uncaught_exceptions() == 0) throw;
+    }
+  }
+
+ private:
+  std::function<void()> leave_;
+};
+
+}  // namespace tessera

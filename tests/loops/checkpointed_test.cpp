@@ -1,0 +1,74 @@
+// Parts that backward computes again.
+#include "tests/loops/loops.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/library.h>
+#include <future>
+#include <optional>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+namespace tessera::loops::checkpointed_test {
+using namespace internal;
+namespace {
+
+TESSERA_LOOPS(CheckpointedParts, all_setups);
+
+struct Checkpointed : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = fc1(x).tanh();
+    const at::Tensor out = checkpointed(fc2, h);
+    if (changes && h.requires_grad()) h.add_(1);
+    return fc3(out.tanh() + h);
+  }
+  bool changes = false;
+};
+
+TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlace) {
+  play(GetParam(), {.expect = Expect::kThrows, .model = [] { return seeded_model<Checkpointed>(57); }},
+       [](Trainer& run) {
+         run.train(0);
+         dynamic_cast<Checkpointed&>(*run.model).changes = true;
+         run.train(1);
+       });
+}
+
+TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlaceAndCaught) {
+  play(GetParam(), {.model = [] { return seeded_model<Checkpointed>(58); }}, [](Trainer& run) {
+    for (int step = 0; step < 4; ++step) {
+      run.optimizer().zero_grad();
+      dynamic_cast<Checkpointed&>(*run.model).changes = step == 1;
+      try {
+        run.loss(step).backward();
+      } catch (const std::exception&) {
+        continue;
+      }
+      run.optimizer().step();
+    }
+  });
+}
+
+// Autograd itself throws if a saved tensor was changed; recomputing must not hide that.
+TEST(CheckpointedOfPrograms, InputChangedAfterTheCall) {
+  for (bool with_offload : {false, true}) {
+    for (bool checkpoint : {false, true}) {
+      if (with_offload && !checkpoint) continue;
+      auto layer = seeded(1, [] { return torch::nn::Linear(kFeatures, kFeatures); });
+      ActivationOffload offload(at::kCPU, {.min_bytes = 0});
+      const at::Tensor x = torch::ones({4, kFeatures}).requires_grad_();
+      at::Tensor h = x * 2, y;
+      {
+        std::optional<ActivationOffload::Scope> use;
+        if (with_offload) use.emplace(offload);
+        y = checkpoint ? checkpointed(layer, h) : layer->forward(h);
+      }
+      h.mul_(3);
+      EXPECT_NE(error_of<std::exception>([&] { y.square().sum().backward(); }), "")
+          << (checkpoint ? "checkpointed" : "plain") << (with_offload ? " with offload" : "");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::loops::checkpointed_test
