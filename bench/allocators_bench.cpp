@@ -136,7 +136,7 @@ double peak_mib(Which which) {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
-  cache_memory();
+  start_caching_memory();
   static Chosen allocator(memory_cache_allocator());
   constexpr uint8_t kAnyPriority = 255;
   c10::SetCPUAllocator(&allocator, kAnyPriority);

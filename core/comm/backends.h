@@ -11,19 +11,20 @@
 
 namespace tessera::internal {
 
+// The last three are for init() and run_ranks(): without them a group changes nothing process-wide.
 struct GlooOptions {
   std::string address;  // or host name, of this rank's network interface
   std::chrono::milliseconds timeout;
-  bool peer_memory = true;    // see InitOptions::peer_memory
-  bool serves_store = false;  // the store is in this process, which must outlive its readers: see Watchdog
+  bool peer_memory = true;               // see InitOptions::peer_memory
+  bool serves_store = false;             // the store is in this process, which must outlive its readers: see Watchdog
+  bool permits_tracing = false;          // ProcessSetup::permit_tracing
+  bool raises_descriptor_limit = false;  // ProcessSetup::raise_descriptor_limit
+  std::shared_ptr<const void> process_setup;  // held by the group and those split from it
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, over peer memory.
 // Collective. The ranks meet in `store`, which the group uses until it is destroyed. All ranks must pass the same
 // store, and no other group may use it: wrap it in a PrefixStore. Throws CommError if the ranks do not meet in time.
-//
-// If SIGPIPE has its default action, it is ignored from now on. gloo does not guard its writes, so a dead peer would
-// end this process.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
@@ -35,7 +36,8 @@ struct NcclOptions {
   bool registered_memory = false;  // see InitOptions
   // The interval of heartbeats. A rank that misses ten of them counts as dead, and ends the waits of the others.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
-  bool serves_store = false;  // as above
+  bool serves_store = false;                            // as above
+  std::shared_ptr<const void> process_setup = nullptr;  // as above
 };
 
 // Joins ranks into a group over NCCL, for tensors on `device`. Otherwise as make_gloo_communicator(). Throws

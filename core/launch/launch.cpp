@@ -17,6 +17,7 @@
 #include "core/launch/device_choice.h"
 #include "core/launch/launch_environment.h"
 #include "core/launch/local_address.h"
+#include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
@@ -81,32 +82,40 @@ std::string given_address(bool nccl) {
 bool launched() { return read_launch_environment().launched(); }
 
 std::shared_ptr<Communicator> init(InitOptions options) {
-  open_standard_descriptors();
   const auto environment = read_launch_environment();
+  ProcessSetup& process = options.process;
+  process.terminate_handler &= environment.world_size > 1;
+  // First, since CUDA opens files.
+  const auto effects = std::make_shared<ProcessEffects>(process);
   const auto [nccl, device] = choose(options, environment);
   if (!environment.note.empty()) {
     TORCH_WARN("tessera::init: ", environment.note);
   }
 
-  if (options.cache_memory) cache_memory();
   const int rank = environment.rank, size = environment.world_size;
   Trace::set_rank_of_process(rank);
   // A pidfd for each rank of the host, and the store's connection to every rank.
   const bool serves_store = rank == 0 && !environment.agent_serves_store;
   if (size > 1)
-    require_descriptors(environment.local_world_size + (serves_store ? size : 0),
-                        c10::str("rank ", rank, " of ", size));
+    require_descriptors(environment.local_world_size + (serves_store ? size : 0), c10::str("rank ", rank, " of ", size),
+                        process.raise_descriptor_limit);
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
   if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
   if (found.traced_run) Trace::active()->join(*found.traced_run);
   if (nccl && visible_cuda_devices() > 0) use_cuda_device(device);
-  if (size > 1) tell_when_terminated();
   return nccl ? make_nccl_communicator(found.store, rank, size, device,
                                        {.timeout = options.timeout,
                                         .registered_memory = options.registered_memory,
-                                        .serves_store = serves_store})
+                                        .serves_store = serves_store,
+                                        .process_setup = effects})
               : make_gloo_communicator(found.store, rank, size,
-                                       {found.address, options.timeout, options.peer_memory, serves_store});
+                                       {.address = found.address,
+                                        .timeout = options.timeout,
+                                        .peer_memory = options.peer_memory,
+                                        .serves_store = serves_store,
+                                        .permits_tracing = process.permit_tracing,
+                                        .raises_descriptor_limit = process.raise_descriptor_limit,
+                                        .process_setup = effects});
 }
 
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body) {
@@ -128,10 +137,12 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   require(!nccl || visible_cuda_devices() == 0 || world <= visible_cuda_devices(), "run_ranks: ", world,
           " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
 
+  ProcessSetup& process = options.process;
+  process.terminate_handler = process.permit_tracing = false;  // for several processes
+  const auto effects = std::make_shared<ProcessEffects>(process);
   if (!nccl && (!options.peer_memory || c10::utils::check_env("TESSERA_PEER_MEMORY") == false))
-    require_descriptors(world * tcp_descriptors(world),
-                        c10::str("the connections of ", world, " ranks in one process"));
-  if (options.cache_memory) cache_memory();
+    require_descriptors(world * tcp_descriptors(world), c10::str("the connections of ", world, " ranks in one process"),
+                        process.raise_descriptor_limit);
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex;
   std::exception_ptr first_error;
@@ -143,9 +154,16 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
       if (nccl) {
         const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
         if (visible_cuda_devices() > 0) use_cuda_device(device);
-        comm = make_nccl_communicator(store, rank, world, device, {options.timeout, options.registered_memory});
+        comm = make_nccl_communicator(
+            store, rank, world, device,
+            {.timeout = options.timeout, .registered_memory = options.registered_memory, .process_setup = effects});
       } else {
-        comm = make_gloo_communicator(store, rank, world, {"127.0.0.1", options.timeout, options.peer_memory});
+        comm = make_gloo_communicator(store, rank, world,
+                                      {.address = "127.0.0.1",
+                                       .timeout = options.timeout,
+                                       .peer_memory = options.peer_memory,
+                                       .raises_descriptor_limit = process.raise_descriptor_limit,
+                                       .process_setup = effects});
       }
       body(comm);
     } catch (...) {

@@ -17,6 +17,7 @@
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
@@ -149,6 +150,7 @@ class Joining {
     options.waitWorkers = false;  // await_all() waits instead, and names missing ranks
     options.timeout = timeout_;
     if (!serves) await_server();
+    const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
     try {
       // The server listens on all addresses, so its own client need not resolve the host's name.
       auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);

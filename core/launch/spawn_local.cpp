@@ -32,8 +32,10 @@
 
 #include <tessera/launch.h>
 #include "core/comm/descriptors.h"
+#include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
 #include "core/memory/container_limits.h"
+#include "core/runtime/sigpipe_block.h"
 
 extern char** environ;
 
@@ -149,6 +151,7 @@ c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   options.isServer = true;
   options.waitWorkers = false;
   options.masterListenFd = socket.release();
+  const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
@@ -410,8 +413,8 @@ int spawn_local(int world, int argc, char** argv) {
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
-  open_standard_descriptors();
-  require_descriptors(world, c10::str("the store of ", world, " ranks"));
+  const ProcessEffects effects({.cache_memory = false, .terminate_handler = false, .permit_tracing = false});
+  require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);
   ListeningSocket socket;
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // a real name for ps
   std::vector<char*> arguments(argv, argv + argc);

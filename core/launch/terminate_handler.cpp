@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <exception>
 #include <mutex>
+#include <utility>
 
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/watchdog.h"
@@ -38,6 +39,12 @@ std::terminate_handler handler_before TESSERA_GUARDED_BY(terminating) = nullptr;
 void tell_when_terminated() {
   std::lock_guard lock(terminating);
   if (handler_before == nullptr) handler_before = std::set_terminate(&tell_and_terminate);
+}
+
+void stop_telling_when_terminated() {
+  std::lock_guard lock(terminating);
+  if (handler_before == nullptr || std::get_terminate() != &tell_and_terminate) return;
+  std::set_terminate(std::exchange(handler_before, nullptr));
 }
 
 }  // namespace tessera::internal

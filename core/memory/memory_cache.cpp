@@ -74,10 +74,17 @@ thread_local int rank_of_thread = MemoryCache::kNoRank;
 }  // namespace
 
 MemoryCache::~MemoryCache() {
-  if (watch_) {
-    std::lock_guard lock(watch_->mutex);
-    watch_->cache = nullptr;
+  stop_watch();
+  release();
+}
+
+void MemoryCache::set_keeps_freed(bool keeps) {
+  {
+    std::lock_guard lock(mutex_);
+    keeps_freed_ = keeps;
   }
+  if (keeps) return;
+  stop_watch();
   release();
 }
 
@@ -183,6 +190,7 @@ bool MemoryCache::give(void* memory) {
     if (live.empty()) return false;
     block.bytes = live.mapped();
     stats_.live_bytes -= static_cast<int64_t>(block.bytes);
+    if (!keeps_freed_) return unmap_freed(block);
     given_bytes_ += block.bytes;
     looks = limit_ && given_bytes_ >= kLookEveryBytes;
     if (looks) given_bytes_ = 0;
@@ -191,6 +199,7 @@ bool MemoryCache::give(void* memory) {
   if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is idle
   {
     std::lock_guard lock(mutex_);
+    if (!keeps_freed_) return unmap_freed(block);  // since a moment ago
     stats_.idle_bytes += static_cast<int64_t>(block.bytes);
     if (block.is_on_call) on_call_bytes_ += static_cast<int64_t>(block.bytes);
     const Stamp stamp = --last_stamp_;
@@ -198,6 +207,12 @@ bool MemoryCache::give(void* memory) {
     idle_by_bytes_.emplace(block.bytes, stamp);
   }
   if (looks) look_at_limit();
+  return true;
+}
+
+bool MemoryCache::unmap_freed(const Block& block) {
+  ::munmap(block.memory, block.bytes);
+  if (live_.empty() && idle_.empty()) unmap_shared_rest();
   return true;
 }
 
@@ -241,6 +256,17 @@ void MemoryCache::start_watch() {
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+void MemoryCache::stop_watch() {
+  std::shared_ptr<Watch> watch;
+  {
+    std::lock_guard lock(mutex_);
+    watch = std::exchange(watch_, nullptr);
+  }
+  if (!watch) return;
+  std::lock_guard lock(watch->mutex);
+  watch->cache = nullptr;
+}
+
 void MemoryCache::release(int rank) {
   std::vector<Block> unused;
   {
@@ -264,37 +290,29 @@ MemoryCache::Stats MemoryCache::stats() const {
 
 namespace {
 
-// The cache of the process.
 std::atomic<bool> is_on{false};
 
-std::mutex trimming;  // held by the one thread that trims malloc's memory
+// The cache of the process; null until start_caching_memory(). Never destroyed: tensors may outlive static objects.
+std::atomic<MemoryCache*> process_cache{nullptr};
 
-// Never destroyed: tensors may outlive static objects.
-MemoryCache& process_cache() {
+// fork() copies a locked mutex, so the cache's must be free in the child.
+[[maybe_unused]] MemoryCache& make_process_cache() {
   static auto* const cache = [] {
-    static auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
-    ::pthread_atfork(
-        [] {
-          trimming.lock();
-          made->before_fork();
-        },
-        [] {
-          made->after_fork(/*is_child=*/false);
-          trimming.unlock();
-        },
-        [] {
-          made->after_fork(/*is_child=*/true);
-          trimming.unlock();
-        });
+    auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
+    process_cache = made;
+    ::pthread_atfork([] { process_cache.load()->before_fork(); },
+                     [] { process_cache.load()->after_fork(/*is_child=*/false); },
+                     [] { process_cache.load()->after_fork(/*is_child=*/true); });
     return made;
   }();
   return *cache;
 }
 
 void free_memory(void* memory) {
-  // malloc's blocks follow a header, so few of them start at a page.
-  const bool may_be_block = reinterpret_cast<uintptr_t>(memory) % page_bytes() == 0;
-  if (!may_be_block || !process_cache().give(memory)) return c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
+  MemoryCache* const cache = process_cache;
+  // malloc puts a header before its blocks, so few of them start at a page.
+  const bool may_be_block = cache != nullptr && reinterpret_cast<uintptr_t>(memory) % page_bytes() == 0;
+  if (!may_be_block || !cache->give(memory)) return c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
   c10::profiledCPUMemoryReporter().Delete(memory);
 }
 
@@ -303,7 +321,7 @@ class CachingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = nullptr;
     if (bytes >= MemoryCache::kSmallestBytes && is_on.load(std::memory_order_relaxed))
-      memory = process_cache().take(bytes);
+      memory = process_cache.load()->take(bytes);
     if (memory != nullptr) {
       c10::profiledCPUMemoryReporter().New(memory, bytes);
     } else {
@@ -322,6 +340,26 @@ c10::Allocator* memory_cache_allocator() {
   return allocator;
 }
 
+// A no-op if the program has set another allocator than `from`.
+static void replace_cpu_allocator(c10::Allocator* from, c10::Allocator* to) {
+  if (c10::GetCPUAllocator() == from) c10::SetCPUAllocator(to);
+}
+
+void start_caching_memory() {
+#ifndef __SANITIZE_ADDRESS__
+  if (c10::utils::check_env("TESSERA_MEMORY_CACHE") == false) return;
+  make_process_cache().set_keeps_freed(true);
+  is_on = true;
+  replace_cpu_allocator(c10::GetDefaultCPUAllocator(), memory_cache_allocator());
+#endif
+}
+
+void stop_caching_memory() {
+  if (!is_on.exchange(false)) return;
+  replace_cpu_allocator(memory_cache_allocator(), c10::GetDefaultCPUAllocator());
+  process_cache.load()->set_keeps_freed(false);
+}
+
 void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
 
 }  // namespace tessera::internal
@@ -329,23 +367,24 @@ void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
 namespace tessera {
 using namespace internal;
 
-void cache_memory() {
-#ifndef __SANITIZE_ADDRESS__
-  if (c10::utils::check_env("TESSERA_MEMORY_CACHE") == false) return;
-  is_on = true;
-  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(memory_cache_allocator());
-#endif
+MemoryCacheStats memory_cache_stats() {
+  const MemoryCache* const cache = process_cache;
+  return cache == nullptr ? MemoryCacheStats{} : cache->stats();
 }
 
-MemoryCache::Stats memory_cache_stats() { return process_cache().stats(); }
-
 void release_freed_memory() {
-  process_cache().release(rank_of_thread);
+  if (MemoryCache* const cache = process_cache) cache->release(rank_of_thread);
 #ifdef __GLIBC__
-  // glibc keeps freed blocks below 32 MiB once its threshold has grown. One thread at a time: if another allocator
-  // replaces malloc, glibc's initializes itself here, without a lock.
-  std::lock_guard lock(trimming);
-  ::malloc_trim(0);
+  // glibc keeps freed blocks below 32 MiB after the first such block was freed. One thread trims at a time: if another
+  // allocator replaces malloc, glibc's own initializes itself here without a lock. The others' requests are counted,
+  // not queued on a mutex, which fork() could copy locked.
+  static std::atomic<int> requests{0};
+  if (requests.fetch_add(1) > 0) return;
+  int seen = 0;
+  do {
+    seen = requests;
+    ::malloc_trim(0);
+  } while (!requests.compare_exchange_strong(seen, 0));
 #endif
 }
 

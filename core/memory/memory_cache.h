@@ -51,6 +51,8 @@ class MemoryCache {
   void* take(size_t bytes);
   // Frees a block. Returns false if it is not a block of this cache.
   bool give(void* block);
+  // Whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the cache's thread.
+  void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // no rank
   // Returns idle blocks to the system: all, or those freed by threads of this rank and of no rank. Resets the bound to
   // the remaining bytes.
@@ -91,8 +93,10 @@ class MemoryCache {
   void count_live(size_t bytes);
   int64_t look_at_limit();
   void start_watch();
+  void stop_watch();
   void* map_block(size_t bytes);
   void unmap_shared_rest();
+  bool unmap_freed(const Block& block);
   Block take_idle(std::map<Stamp, Block>::iterator idle);
   static void* remake_one_of(std::vector<Block>& unused, size_t bytes);
   static void unmap(const std::vector<Block>& blocks);
@@ -107,6 +111,7 @@ class MemoryCache {
   int64_t on_call_bytes_ = 0;  // idle bytes that are marked MADV_FREE
   const std::optional<MemoryLimit> limit_;
   std::atomic<bool> is_tight_ = false;
+  bool keeps_freed_ = true;
   std::shared_ptr<Watch> watch_;  // null: no thread
   Stats stats_;
 };
@@ -114,8 +119,17 @@ class MemoryCache {
 // Tells that this thread is one of several ranks of the process.
 void set_memory_rank_of_thread(int rank);
 
-// The allocator that cache_memory() installs in libtorch. It forwards small requests to libtorch's previous allocator.
-// For allocators in front of it, such as PeakMemory's.
+// Makes the cache libtorch's CPU allocator, for new CPU tensors of 256 KiB or more. A no-op if TESSERA_MEMORY_CACHE=0
+// is in the environment, if the program has set an allocator (c10::SetCPUAllocator), or in a build with
+// AddressSanitizer, which must see every allocation. Must be called while no other thread makes tensors, as libtorch
+// requires. The cache's fork handlers stay until the process ends.
+void start_caching_memory();
+// Restores libtorch's allocator and frees idle blocks. Live tensors stay valid: their blocks are unmapped when they are
+// freed. The same precondition.
+void stop_caching_memory();
+
+// The cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the cache is
+// off. For allocators in front of it, such as PeakMemory's.
 c10::Allocator* memory_cache_allocator();
 
 }  // namespace tessera::internal

@@ -10,7 +10,30 @@
 
 namespace tessera {
 
-// Options of init() and run_ranks(). Must be equal on all ranks, except for the device.
+// The changes to the whole process that init() and run_ranks() make, one field each; false leaves the process as it is.
+// Each change is undone when the last group that was made with it is destroyed. Loading Tessera, wrapping a module, or
+// a group over the program's own store makes none of them. docs/launch.md has the table.
+struct ProcessSetup {
+  // Replaces libtorch's CPU allocator by a cache, so that large CPU tensors reuse freed memory (memory_cache.h).
+  // TESSERA_MEMORY_CACHE=0 in the environment switches it off. Tensors that outlive the cache stay valid.
+  bool cache_memory = true;
+  // Sets a handler of std::terminate() that first tells the other ranks the text of the uncaught exception, so that
+  // their errors name it. init() with several ranks only.
+  bool terminate_handler = true;
+  // Permits processes that descend from the ranks' launcher to read and write this process's memory under Yama's
+  // ptrace_scope 1 (prctl PR_SET_PTRACER), for InitOptions::peer_memory. init() with several gloo ranks on a host only.
+  bool permit_tracing = true;
+  // Raises the soft limit of open descriptors (RLIMIT_NOFILE) if the group's connections need more.
+  bool raise_descriptor_limit = true;
+  // Opens /dev/null as stdin, stdout and stderr if they are closed, so that no connection gets their numbers and with
+  // them the program's output.
+  bool open_standard_descriptors = true;
+
+  // The names of the fields that are on: "cache_memory, permit_tracing"; "nothing" if none is.
+  std::string describe() const;
+};
+
+// Options of init() and run_ranks(). Must be equal on all ranks, except for the device and `process`.
 struct InitOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA.
   std::string backend;
@@ -22,13 +45,12 @@ struct InitOptions {
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits it.
   // TESSERA_PEER_MEMORY=0 in the environment of any of them disables it.
   bool peer_memory = true;
-  // Reuses the memory of large CPU tensors of the process: memory_cache.h. TESSERA_MEMORY_CACHE=0 in the environment
-  // disables it.
-  bool cache_memory = true;
   // With NCCL: FullyShardedDataParallel gathers into memory that is registered with the group (ncclMemAlloc, by c10d).
   // NCCL then needs no copies of its own, and uses the switch if there is one. Such memory belongs to the group until
   // it is destroyed. Throws std::invalid_argument if the driver or NCCL do not support it.
   bool registered_memory = false;
+  // The changes to the process.
+  ProcessSetup process = {};
 };
 
 // Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),

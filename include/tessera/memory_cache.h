@@ -14,14 +14,8 @@ struct MemoryCacheStats {
   int64_t reused = 0;           // number of blocks reused, since the start
 };
 
-// Installs one cache in the process for the memory of CPU tensors of 256 KiB or more. Existing tensors keep their
-// memory. init() and run_ranks() call it unless InitOptions::cache_memory is false. A no-op if TESSERA_MEMORY_CACHE=0
-// is in the environment, if the program has set an allocator (c10::SetCPUAllocator), or in a build with
-// AddressSanitizer, which must see every allocation. Must be called while no other thread makes tensors, as libtorch
-// requires.
-void cache_memory();
-
-// The state of the process's cache; zeros if there is none. Thread-safe.
+// The state of the cache that ProcessSetup::cache_memory starts (<tessera/launch.h>); zeros if it was never started.
+// Thread-safe.
 MemoryCacheStats memory_cache_stats();
 
 // Returns freed memory to the system: the cache's idle blocks and malloc's free memory. Useful after an unusual phase

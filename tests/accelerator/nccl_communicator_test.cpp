@@ -84,12 +84,12 @@ TEST(NcclCommunicator, InitMakesItsDeviceTheThreadsOwn) {
   const int devices = accelerator::device_count();
   const at::Device last(at::kCUDA, static_cast<c10::DeviceIndex>(devices - 1));
   const at::Device none(at::kCUDA, static_cast<c10::DeviceIndex>(devices));
-  const auto comm = init({.device = last, .cache_memory = false});
+  const auto comm = init({.device = last, .process = {.cache_memory = false}});
   EXPECT_EQ(comm->device(), last);
   EXPECT_EQ(torch::empty({1}, at::kCUDA).device(), comm->device());
-  EXPECT_EQ(init({.device = at::kCUDA, .cache_memory = false})->device(), at::Device(at::kCUDA, 0))
+  EXPECT_EQ(init({.device = at::kCUDA, .process = {.cache_memory = false}})->device(), at::Device(at::kCUDA, 0))
       << "LOCAL_RANK is 0";
-  expect_contains(error_of<std::invalid_argument>([&] { init({.device = none, .cache_memory = false}); }),
+  expect_contains(error_of<std::invalid_argument>([&] { init({.device = none, .process = {.cache_memory = false}}); }),
                   "but this process sees " + std::to_string(devices) + " CUDA devices");
 }
 

@@ -9,7 +9,6 @@
 
 #include <atomic>
 #include <barrier>
-#include <csignal>
 #include <numeric>
 #include <random>
 
@@ -502,16 +501,6 @@ TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
     expect_contains(seen_by_others, "rank 2 failed: the disk of rank 2 is on fire");
     EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
   }
-}
-
-// gloo writes without MSG_NOSIGNAL: the default action would end the process.
-TEST(CollectivesErrors, APeerThatDiesWhileItIsWrittenToIsNoSignal) {
-  std::signal(SIGPIPE, SIG_DFL);
-  over_each_transport(2, [](std::shared_ptr<Communicator> comm) { comm->barrier(); });
-  struct sigaction action = {};
-  sigaction(SIGPIPE, nullptr, &action);
-  EXPECT_EQ(action.sa_handler, SIG_IGN);
-  EXPECT_EQ(std::raise(SIGPIPE), 0);
 }
 
 TEST(CollectivesErrors, AStuckRankEndsTheWaitWithinTheTimeout) {

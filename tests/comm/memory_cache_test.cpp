@@ -25,10 +25,13 @@
 
 #include <tessera/launch.h>
 #include <tessera/peak_memory.h>
+#include "core/launch/process_setup.h"
 #include "core/memory/container_limits.h"
 #include "tests/support/temporary_folder.h"
 
 namespace {
+
+using tessera::internal::ProcessEffects;
 
 constexpr size_t kMiB = size_t{1} << 20;
 
@@ -439,20 +442,19 @@ TEST(MemoryCache, IsNoReasonToBeKilledByMemoryThatIsNoTensors) {
   });
 }
 
-// ---- the cache of the process, in this order, because it is never switched off ------------------
+// ---- the cache of the process, in this order, because PeakMemory's allocator stays --------------
 
 TEST(CachedTensors, AreNotMadeWhereTheUserSaysNo) {
   auto* const before = c10::GetCPUAllocator();
-  tessera::InitOptions options;
-  options.cache_memory = false;
-  tessera::run_ranks(1, [](const auto&) {}, options);
-  EXPECT_EQ(c10::GetCPUAllocator(), before);
+  const auto expect_no_cache = [&](const auto&) {
+    EXPECT_EQ(c10::GetCPUAllocator(), before);
+    const auto tensor = torch::empty({1 << 20});
+    EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 0);
+  };
+  tessera::run_ranks(1, expect_no_cache, {.process = {.cache_memory = false}});
   ::setenv("TESSERA_MEMORY_CACHE", "0", 1);
-  tessera::run_ranks(1, [](const auto&) {});
+  tessera::run_ranks(1, expect_no_cache);
   ::unsetenv("TESSERA_MEMORY_CACHE");
-  EXPECT_EQ(c10::GetCPUAllocator(), before);
-  const auto tensor = torch::empty({1 << 20});
-  EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 0);
 }
 
 struct OwnAllocator : c10::Allocator {
@@ -463,7 +465,7 @@ struct OwnAllocator : c10::Allocator {
 TEST(CachedTensors, LeaveTheProgramItsOwnAllocator) {
   static OwnAllocator own;
   c10::SetCPUAllocator(&own);
-  tessera::cache_memory();
+  tessera::run_ranks(1, [](const auto&) { EXPECT_EQ(c10::GetCPUAllocator(), &own); });
   EXPECT_EQ(c10::GetCPUAllocator(), &own);
   c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());
 }
@@ -471,7 +473,7 @@ TEST(CachedTensors, LeaveTheProgramItsOwnAllocator) {
 TEST(CachedTensors, UseMemoryAgain) {
   if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
   const auto older = torch::full({1 << 20}, 3.0);
-  tessera::run_ranks(1, [](const auto&) {});
+  const ProcessEffects caches{tessera::ProcessSetup{}};
   EXPECT_EQ(c10::GetCPUAllocator(), tessera::internal::memory_cache_allocator());
 
   auto tensor = torch::ones({1 << 20});
@@ -489,6 +491,30 @@ TEST(CachedTensors, UseMemoryAgain) {
   const auto small = torch::empty({1 << 10});
   EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes);
   tessera::release_freed_memory();
+  EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
+}
+
+TEST(CachedTensors, OutliveTheCache) {
+  if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
+  auto* const before = c10::GetCPUAllocator();
+  std::vector<at::Tensor> tensors;
+  {
+    const ProcessEffects outer{tessera::ProcessSetup{}};
+    tessera::run_ranks(1, [&](const auto&) {
+      for (const int64_t numel : {1 << 17, 1 << 20}) tensors.push_back(torch::full({numel}, 3.0));
+    });
+    EXPECT_NE(c10::GetCPUAllocator(), before) << "another holder is left";
+  }
+  EXPECT_EQ(c10::GetCPUAllocator(), before);
+  EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
+  EXPECT_GE(tessera::memory_cache_stats().live_bytes, 4 << 20);
+  for (at::Tensor& tensor : tensors) {
+    const int64_t numel = tensor.numel(), live_bytes = tessera::memory_cache_stats().live_bytes;
+    EXPECT_TRUE(tensor.eq(3.0).all().item<bool>());
+    tensor.resize_({2 * numel});  // into memory of libtorch's own allocator
+    EXPECT_TRUE(tensor.slice(0, 0, numel).eq(3.0).all().item<bool>());
+    EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes - 4 * numel);
+  }
   EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
 }
 
@@ -516,6 +542,7 @@ TEST(CachedTensors, OfOneRankStayWhenAnotherReleasesItsOwn) {
 }
 
 TEST(CachedTensors, HaveTheRawInterfaceToo) {
+  const ProcessEffects caches{tessera::ProcessSetup{}};
   auto* const allocator = tessera::internal::memory_cache_allocator();
   const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
   for (size_t bytes : {size_t{64}, kMiB, size_t{0}}) {
@@ -529,7 +556,7 @@ TEST(CachedTensors, HaveTheRawInterfaceToo) {
 }
 
 TEST(CachedTensors, AreMadeInAForkedChildToo) {
-  tessera::cache_memory();
+  const ProcessEffects caches{tessera::ProcessSetup{}};
   tessera::PeakMemory counts;
   std::atomic<bool> ends = false;
   std::vector<std::thread> threads;
@@ -564,7 +591,7 @@ TEST(CachedTensors, AreMadeInAForkedChildToo) {
 
 TEST(CachedTensors, FailAsLibtorchsOwnDo) {
   if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer's malloc ends the program instead";
-  tessera::cache_memory();
+  const ProcessEffects caches{tessera::ProcessSetup{}};
   try {
     torch::empty({int64_t{1} << 58});
     FAIL() << "made a tensor of 2^60 bytes";
@@ -579,7 +606,7 @@ TEST(CachedTensors, AreCountedByPeakMemory) {
   c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());  // as if PeakMemory were made before init()
   tessera::PeakMemory memory;
   const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
-  tessera::cache_memory();
+  const ProcessEffects caches{tessera::ProcessSetup{}};
   const auto tensor = torch::empty({1 << 20});
   EXPECT_EQ(memory.current_bytes(), 4 << 20);
   EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes + (4 << 20));

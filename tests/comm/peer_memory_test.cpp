@@ -612,7 +612,7 @@ TEST(PeerMemoryProcesses, ARankThatDropsAnOperationAndLeavesTakesNothingFromTheO
 
 TEST(PeerMemoryProcesses, AreReadByTheRanksOfTheirGroupAlone) {
   const auto codes = on_processes(3, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
-    auto memory = PeerMemory::connect(*store, rank, 3, 30s, true);
+    auto memory = PeerMemory::connect(*store, rank, 3, 30s, true, /*permits_tracing=*/true);
     if (memory == nullptr) return 77;
     if (TracerPermission::told() != ::getppid()) return 1;  // the ancestor of all ranks
     {

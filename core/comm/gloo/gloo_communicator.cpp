@@ -40,7 +40,6 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
                               ") could not join the group within ", static_cast<double>(options.timeout.count()) * 1e-3,
                               " s: ", cause));
   };
-  ignore_broken_pipes();
   try {
     if (auto made = call_with_timeout(options.timeout + kAnswerGrace,
                                       [=] { return GlooTransports::connect(store, rank, size, options); }))

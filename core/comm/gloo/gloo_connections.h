@@ -18,11 +18,8 @@ constexpr int kConnectionsOfPair = 2;
 inline int connection_bit(int rank, int peer, bool is_send) { return is_send == (rank < peer) ? 1 : 0; }
 
 // Makes c10d's gloo group with so many connections between each pair of ranks, all served by one thread. Collective.
+// Its send() and recv() must be called under a SigpipeBlock: they write to sockets.
 c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  const GlooOptions& options, int connections);
-
-// Ignores SIGPIPE, unless the program handles it. gloo writes to sockets without MSG_NOSIGNAL, so a dead peer would end
-// this process instead of causing an error. (Python ignores the signal for torch.)
-void ignore_broken_pipes();
 
 }  // namespace tessera::internal

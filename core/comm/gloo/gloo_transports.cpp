@@ -16,13 +16,14 @@ GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& st
                                        const GlooOptions& options) {
   GlooTransports made;
   const std::shared_ptr<PeerMemory> memory =
-      PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
+      PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory, options.permits_tracing);
   const bool is_one_host = memory && memory->reaches_all();
   if (memory) made.all_.push_back(std::make_unique<MemoryTransport>(memory, size));
   if (is_one_host) made.all_.push_back(std::make_unique<RoundsTransport>(memory));
   c10::intrusive_ptr<c10d::Backend> connections;
   if (!is_one_host) {  // else sockets and their thread would rarely be used
-    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
+    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"),
+                        options.raises_descriptor_limit);
     connections = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
   }
   auto tcp = std::make_unique<TcpTransport>(std::move(connections), rank, size);

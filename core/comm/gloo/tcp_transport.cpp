@@ -9,6 +9,7 @@
 
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/comm/gloo/reduction_pipeline.h"
+#include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
@@ -72,6 +73,7 @@ void TcpTransport::start(const at::Tensor& tensor, int peer, bool is_send, const
     std::vector<at::Tensor> tensors{chunk};
     const auto backend = group();
     std::lock_guard lock(posting_);
+    const SigpipeBlock no_sigpipe;
     started.push_back(std::make_shared<Message>(
         *this, is_send ? backend->send(tensors, peer, number) : backend->recv(tensors, peer, number), peer, is_send));
   }
@@ -104,6 +106,7 @@ std::string TcpTransport::why_disconnected(int peer, bool is_send) {
   if (!backend || peer < 0) return "";
   std::vector<at::Tensor> nothing{at::empty({1}, at::TensorOptions(at::kCPU).dtype(at::kByte))};
   std::lock_guard lock(posting_);
+  const SigpipeBlock no_sigpipe;
   try {
     backend->recv(nothing, peer, tcp_tag({.step = kNoStep}, connection_bit(rank_, peer, is_send)));
     return "";

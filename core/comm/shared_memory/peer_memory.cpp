@@ -149,7 +149,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
 }
 
 // Permits the ranks of a host to access this process's memory. Null if all of them are threads of this process.
-std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host) {
+std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host, bool permits_tracing) {
   notices.put("lineage", c10::Join(" ", lineage()));
   std::vector<std::vector<pid_t>> lineages;
   for (const std::string& text : notices.of("lineage", host)) {
@@ -158,7 +158,7 @@ std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int
   }
   const bool is_alone = std::all_of(lineages.begin(), lineages.end(),
                                     [](const auto& pids) { return !pids.empty() && pids.front() == ::getpid(); });
-  return is_alone ? nullptr : std::make_unique<TracerPermission>(common_ancestor(lineages));
+  return is_alone || !permits_tracing ? nullptr : std::make_unique<TracerPermission>(common_ancestor(lineages));
 }
 
 }  // namespace
@@ -181,11 +181,12 @@ struct PeerMemory::Peer {
 };
 
 std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, int size,
-                                                std::chrono::milliseconds timeout, bool is_wanted) {
+                                                std::chrono::milliseconds timeout, bool is_wanted,
+                                                bool permits_tracing) {
   Notices notices{store, rank};
   const auto host = ranks_of_host(notices, size, timeout, is_wanted);
   if (host.size() < 2) return nullptr;
-  auto permission = permit(notices, host);
+  auto permission = permit(notices, host, permits_tracing);
   auto board = share_board(notices, rank, host);
   if (!board) return nullptr;
   std::vector<int> local(size, -1);

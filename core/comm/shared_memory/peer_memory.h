@@ -25,8 +25,8 @@ namespace tessera::internal {
 // message copies it at once. (Open MPI and UCX call this cross-memory attach.)
 //
 // Only Linux has these calls, and a kernel or container may forbid them. connect() tries them and leaves out
-// unreachable ranks. Under Yama's ptrace_scope 1 it permits the descendants of the ranks' nearest common ancestor, the
-// launcher, to attach to this process while the group lives (tracer_permission.h).
+// unreachable ranks. Under Yama's ptrace_scope 1, with `permits_tracing`, it permits the descendants of the ranks'
+// nearest common ancestor, the launcher, to attach to this process while the group lives (tracer_permission.h).
 class PeerMemory {
  public:
   // A message that this rank has announced. It is complete when `slot` is null.
@@ -50,9 +50,10 @@ class PeerMemory {
   };
 
   // Finds the ranks that share this host, through the store, and connects them if they all reach each other's memory.
-  // Returns null if this rank reaches no other. Collective; `is_wanted` may differ between ranks.
+  // Returns null if this rank reaches no other. Collective; `is_wanted` and `permits_tracing` may differ
+  // between ranks.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
-                                             bool is_wanted);
+                                             bool is_wanted, bool permits_tracing = false);
   ~PeerMemory();
 
   // The interval at which a waiting rank checks that its peers live.

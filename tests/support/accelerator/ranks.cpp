@@ -33,7 +33,7 @@ void on_devices(int world, const std::function<void(std::shared_ptr<Communicator
   needs_devices(world);
   set_nccl_backends(device_groups());
   options.device = at::kCUDA;
-  options.cache_memory = false;
+  options.process.cache_memory = false;
   run_ranks(
       world,
       [&](std::shared_ptr<Communicator> comm) {

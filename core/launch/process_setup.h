@@ -1,0 +1,20 @@
+#pragma once
+
+#include <tessera/launch.h>
+
+namespace tessera::internal {
+
+// Makes the changes of a ProcessSetup while it lives. Every group that init() or run_ranks() made holds one. A change
+// is undone when the last object that made it is destroyed. Thread-safe.
+class ProcessEffects {
+ public:
+  explicit ProcessEffects(const ProcessSetup& setup);
+  ~ProcessEffects();
+  ProcessEffects(const ProcessEffects&) = delete;
+  ProcessEffects& operator=(const ProcessEffects&) = delete;
+
+ private:
+  const ProcessSetup setup_;
+};
+
+}  // namespace tessera::internal
