@@ -8,8 +8,27 @@ cmake_minimum_required(VERSION 3.25)
 set(library_of
   core/runtime=base core/memory=base core/trace=base core/comm=comm core/launch=comm core/paging=paging core/layout=flat
   core/gradients=flat core/model=flat offload=offload optim=optim checkpoint=checkpoint oss=oss fsdp=fsdp sdp=sdp
-  exported=exported plan=plan include/tessera/zero=zero include/tessera/stage_wrapper=zero
-  include/tessera/tessera.h=plan)
+  exported=exported plan=plan)
+foreach(public
+    base=detail/operation_handle,detail/copy_traffic,errors,event_writer,memory_cache,peak_memory,plan/memory_kind,scope_exit
+    comm=communicator,host_results,launch,wait_report
+    flat=deferred,distributed_sampler,model/,optim/gradient_source,checkpoint/stateful,options/wire_format,uneven_data
+    flat=visit_tensors,wrap,plan/planned_memory,detail/optimizer_shards
+    offload=activation_offload,checkpointed.,detail/saved_inputs,options/offload_options,options/cpu_offload
+    optim=optim/,detail/listed,detail/parameter_parts,detail/linear_weights,quantize_linears
+    checkpoint=checkpoint.,checkpoint/
+    oss=oss,sharded_optimizer,options/oss
+    fsdp=fsdp,fully_sharded_module,options/fsdp,detail/converted_inputs
+    sdp=sdp,ddp,sync_batch_norm,detail/replicated_module
+    zero=zero exported=exported plan=plan zero=tessera.)
+  string(REGEX MATCH "^([a-z]+)=(.*)$" _ "${public}")
+  string(REPLACE "," ";" names "${CMAKE_MATCH_2}")
+  list(TRANSFORM names PREPEND "include/tessera/")
+  list(TRANSFORM names APPEND "=${CMAKE_MATCH_1}")
+  list(APPEND library_of ${names})
+endforeach()
+# What any library may include: plain values without an implementation.
+list(APPEND library_of include/tessera/model/range=base)
 
 function(find_library_of path result)
   set(longest 0)
