@@ -13,7 +13,7 @@
 namespace tessera::internal {
 namespace {
 
-// What of(tensor) is for each of the parameters.
+// of(tensor) for each of the parameters.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -21,7 +21,7 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   return values;
 }
 
-// What `chosen` comes to for these parameters, whose own dtype it leaves alone where a cast makes no sense.
+// The dtype to cast to if `chosen` is set; the parameter's own if it is not cast.
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
@@ -31,41 +31,54 @@ bool is_read(const PlannedParameter& parameter) { return reader_of(parameter.ten
 
 }  // namespace
 
-FlatParameter::FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm,
-                             bool sync_module_states, const FlatParameterOptions& options)
-    : name_(std::move(name)),
-      parameters_(std::move(parameters)),
+FlatSpec::FlatSpec(std::string name, std::vector<PlannedParameter> parameters, int rank, int world_size,
+                   std::optional<at::ScalarType> gather_dtype, std::optional<at::ScalarType> reduce_dtype)
+    : parameters_(std::move(parameters)),
+      name_(std::move(name)),
       geometries_(each(parameters_, &geometry_of)),
       dtype_(parameters_.at(0).tensor.scalar_type()),
-      gather_dtype_(cast_of(parameters_[0], options.gather_dtype)),
-      reduce_dtype_(cast_of(parameters_[0], options.reduce_dtype ? options.reduce_dtype : options.gather_dtype)),
-      layout_(FlatLayout::evenly(each(parameters_, [](const at::Tensor& tensor) { return tensor.numel(); }),
-                                 comm.size(),
-                                 FlatLayout::alignment_numel(std::min(bytes(1, dtype_), bytes(1, gather_dtype_))))),
-      rank_(comm.rank()),
+      gather_dtype_(cast_of(parameters_[0], gather_dtype)),
+      reduce_dtype_(cast_of(parameters_[0], reduce_dtype ? reduce_dtype : gather_dtype)),
+      rank_(rank),
+      layout_(FlatLayout::evenly(each(parameters_, [](const at::Tensor& tensor) { return tensor.numel(); }), world_size,
+                                 FlatLayout::alignment_numel(std::min(bytes(1, dtype_), bytes(1, gather_dtype_))))) {}
+
+at::Tensor FlatSpec::part_of(const at::Tensor& shard, size_t parameter) const {
+  const auto index = static_cast<int64_t>(parameter);
+  return shard.narrow(0, layout_.offset_in_shard(index, rank_), layout_.owned(index, rank_).numel());
+}
+
+std::string FlatSpec::shard_label(size_t parameter) const {
+  return c10::str("parameter '", parameters_[parameter].fqn, "' on rank ", rank_);
+}
+
+FlatParameter::FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm,
+                             bool sync_module_states, const FlatParameterOptions& options)
+    : FlatSpec(std::move(name), std::move(parameters), comm.rank(), comm.size(), options.gather_dtype,
+               options.reduce_dtype),
       is_on_host_(options.shard_memory != nullptr),
       codec_(make_wire_codec(parameters_[0].full_precision || comm.size() == 1 ? WireFormat::kDtype : options.wire,
-                             dtype_)),
-      encoded_bytes_(codec_->is_identity() ? 0 : codec_->encoded_bytes(layout_.shard_numel())) {
+                             dtype())),
+      encoded_bytes_(codec_->is_identity() ? 0 : codec_->encoded_bytes(layout().shard_numel())) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync_module_states, options);
   for (PlannedParameter& parameter : parameters_) parameter.values.reset();
   if (is_on_host_ && is_cast()) {
     const auto& memory = options.low_precision_memory ? options.low_precision_memory : options.shard_memory;
     low_precision_ = std::make_shared<LowPrecisionCopy>(
-        LowPrecisionCopy{memory(layout_.shard_numel(), gather_dtype_), shard_page().writes()});
+        LowPrecisionCopy{memory(layout().shard_numel(), gather_dtype()), shard_page().writes()});
     low_precision_->values.copy_(shard_);
   }
   make_parameter_shards(comm.device(), options.grad_memory);
 }
 
 void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, const FlatParameterOptions& chosen) {
-  const auto options = at::TensorOptions().dtype(dtype_).device(comm.device());
+  const auto options = at::TensorOptions().dtype(dtype()).device(comm.device());
   const bool is_first_copy = chosen.replicas == nullptr || chosen.replicas->rank() == 0;
   const bool all_are_read = std::ranges::all_of(parameters_, &is_read);
   at::Tensor full;
   if (!all_are_read && (!sync_module_states || (comm.rank() == 0 && is_first_copy))) {
-    full = at::zeros({layout_.full_numel()}, options);
+    full = at::zeros({layout().full_numel()}, options);
     for (size_t i = 0; i < parameters_.size(); ++i)
       if (!is_read(parameters_[i]))
         view_in(full, i).copy_(parameters_[i].values.defined() ? parameters_[i].values : parameters_[i].tensor);
@@ -73,37 +86,37 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   const MemoryKindScope kind(MemoryKind::kParameters);
   at::Tensor own;
   if (all_are_read) {
-    own = at::zeros({layout_.shard_numel()}, options);
+    own = at::zeros({layout().shard_numel()}, options);
   } else if (sync_module_states) {
-    own = at::empty({layout_.shard_numel()}, options);
-    if (is_first_copy) comm.scatter(own, full, 0, {}, name_).wait();
-    if (chosen.replicas != nullptr) chosen.replicas->broadcast(own, 0, name_).wait();
+    own = at::empty({layout().shard_numel()}, options);
+    if (is_first_copy) comm.scatter(own, full, 0, {}, name()).wait();
+    if (chosen.replicas != nullptr) chosen.replicas->broadcast(own, 0, name()).wait();
   } else {
     own = own_part_of(full);
   }
   read_own_parts(own);
   if (is_on_host_) {
-    shard_ = chosen.shard_memory(layout_.shard_numel(), dtype_).copy_(own);
+    shard_ = chosen.shard_memory(layout().shard_numel(), dtype()).copy_(own);
   } else {
     shard_ = sync_module_states || all_are_read ? own : own.clone();
   }
   if (chosen.pager == nullptr) return;
   if (is_paged(shard_)) return page_of(shard_)->tell_of_writes(*chosen.pager, chosen.page_id);
-  shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name_, shard_.device());
+  shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name(), shard_.device());
   shard_page_->set_writable(true);
   shard_page_->attach_permanently(shard_);
-  shard_ = shard_page_->view(dtype_, {layout_.shard_numel()}, {1}, 0);
+  shard_ = shard_page_->view(dtype(), {layout().shard_numel()}, {1}, 0);
 }
 
-// Of parameters that are read from somewhere, this rank's part and no more.
+// Reads this rank's part of deferred parameters that have a reader: a checkpoint, say.
 void FlatParameter::read_own_parts(const at::Tensor& shard) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ReadElements* read = reader_of(parameters_[i].tensor);
-    const Range owned = layout_.owned(static_cast<int64_t>(i), rank_);
+    const Range owned = layout().owned(static_cast<int64_t>(i), rank());
     if (read == nullptr || owned.numel() == 0) continue;
     const at::Tensor part = part_of(shard, i);
     const at::Tensor on_host =
-        part.is_cpu() ? part : at::empty({owned.numel()}, at::TensorOptions(at::kCPU).dtype(dtype_));
+        part.is_cpu() ? part : at::empty({owned.numel()}, at::TensorOptions(at::kCPU).dtype(dtype()));
     (*read)(owned, on_host.mutable_data_ptr());
     if (!part.is_cpu()) part.copy_(on_host);
   }
@@ -115,33 +128,29 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
     const at::Tensor shard = part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad());
     mark_as_shard(shard, shard_label(i), low_precision_part(i));
     parameter_shards_.push_back(shard);
-    members.push_back({shard, {{shard.numel()}, {1}}, layout_.offset_in_shard(static_cast<int64_t>(i), rank_)});
-    if (layout_.world_size() > 1) members.back().part_label = shard_label(i);
+    members.push_back({shard, {{shard.numel()}, {1}}, layout().offset_in_shard(static_cast<int64_t>(i), rank())});
+    if (layout().world_size() > 1) members.back().part_label = shard_label(i);
   }
-  // The shard may be in host memory and its gradient not, or the other way round.
+  // Shard and gradient may be in different memories.
   auto memory = [device, grad_memory](int64_t numel, at::ScalarType dtype) {
     const MemoryKindScope kind(MemoryKind::kGradients);
     return grad_memory ? grad_memory(numel, dtype)
                        : at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
   };
-  gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout_.shard_numel(), dtype_, std::move(memory));
+  gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout().shard_numel(), dtype(), std::move(memory));
 }
 
-std::string FlatParameter::shard_label(size_t parameter) const {
-  return c10::str("parameter '", parameters_[parameter].fqn, "' on rank ", rank_);
-}
-
-// Only fp32 shards have optimizers that write the copy, which holds 16 bit then.
+// Optimizers update the copy only beside fp32 shards, and only in 16 bit.
 LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
-  const bool is_written = low_precision_ && dtype_ == at::kFloat && c10::elementSize(gather_dtype_) == 2;
+  const bool is_written = low_precision_ && dtype() == at::kFloat && c10::elementSize(gather_dtype()) == 2;
   return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};
 }
 
-bool FlatParameter::is_shard_home(size_t parameter) const {
+bool FlatParameter::is_shard_attached(size_t parameter) const {
   const at::Tensor& own = parameter_shards_[parameter];
   const auto index = static_cast<int64_t>(parameter);
   return shard_page().holds(own) &&
-         is_view_at(own, {layout_.owned(index, rank_).numel()}, {1}, layout_.offset_in_shard(index, rank_));
+         is_view_at(own, {layout().owned(index, rank()).numel()}, {1}, layout().offset_in_shard(index, rank()));
 }
 
 const at::Tensor& FlatParameter::link_source() {
@@ -153,26 +162,31 @@ const at::Tensor& FlatParameter::link_source() {
   return low_precision_->values;
 }
 
-at::Tensor FlatParameter::part_of(const at::Tensor& shard, size_t parameter) const {
-  const auto index = static_cast<int64_t>(parameter);
-  return shard.narrow(0, layout_.offset_in_shard(index, rank_), layout_.owned(index, rank_).numel());
-}
-
-Pending FlatParameter::gather(const at::Tensor& full, Communicator& comm) const {
-  if (full.scalar_type() == dtype_ && !is_on_host_) return comm.all_gather(full, shard_, {}, name_);
-  return comm.all_gather(full, own_part_of(full).copy_(shard_), {}, name_);
+at::Tensor FlatParameter::shard_for(const at::Tensor& full) const {
+  if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
+  return own_part_of(full).copy_(shard_);
 }
 
 Pending FlatParameter::gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
-  const at::Tensor own = wire.narrow(0, rank_ * encoded_bytes_, encoded_bytes_);
+  const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
   codec_->encode(shard, own);
-  return comm.all_gather(wire, own, {}, name_);
+  return comm.all_gather(wire, own, {}, name());
 }
 
 void FlatParameter::decode(const at::Tensor& wire, const at::Tensor& full) const {
   for (int rank = 0; rank * encoded_bytes_ < wire.numel(); ++rank)
     codec_->decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
-                   full.narrow(0, layout_.shard(rank).begin, layout_.shard_numel()));
+                   full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
+}
+
+void PagedFlatParameter::point_parameters(const Page& to, at::ScalarType dtype) const {
+  for (size_t i = 0; i < flat.parameters().size(); ++i) {
+    const ParameterGeometry& geometry = flat.geometry(i);
+    at::Tensor parameter = flat.parameters()[i].tensor;
+    const at::Tensor view =
+        to.view(dtype, geometry.sizes, geometry.strides, flat.layout().offset(static_cast<int64_t>(i)));
+    is_deferred(parameter) ? fill_deferred(parameter, view) : parameter.set_data(view);
+  }
 }
 
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit) {

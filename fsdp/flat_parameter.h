@@ -16,76 +16,107 @@
 #include "core/layout/shard_mark.h"
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
+#include "core/runtime/copy_engine.h"
+#include "offload/disk/disk_pager.h"
 
 namespace tessera::internal {
 
-// In what floating-point parameters differ from plain sharding over all ranks.
+// How a flat parameter is stored, gathered and reduced. The dtypes apply to floating-point parameters.
 struct FlatParameterOptions {
-  // Gathered parameters, and so what is computed with them and their gradients, are of this type; the shards stay in
-  // the parameters' own. Ignored for full_precision parameters and integers.
+  // The dtype of unsharded parameters, and so of computation and gradients. Shards keep the parameters' own dtype.
+  // Ignored for full_precision parameters.
   std::optional<at::ScalarType> gather_dtype;
-  // Gradients are reduced in this type. Empty: gather_dtype.
+  // The dtype of reductions. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
-  // How parameters travel in gathers for use: in blocks where they would be cast, and there are other ranks.
+  // The format of all-gathers for use. Ignored for full_precision parameters, and if there are no other ranks.
   WireFormat wire = WireFormat::kDtype;
-  // The ranks that hold the same part in the other copies of the model, this one among them. With
-  // `sync_module_states`, values come from the first rank of the first copy. Outlives the constructor only.
+  // The ranks that hold the same shard in the other copies of the model, and this rank. With `sync_module_states`
+  // values are those of the first rank of the first copy. Used in the constructor only.
   Communicator* replicas = nullptr;
-  // Where the shard and its gradient lie, if not on the communicator's device: called for a tensor
-  // [numel] in host memory. Empty: on the device.
+  // Allocates [numel] in host memory for the shard and its gradient. Empty: they are on the communicator's device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Hears of writes to the shard, and is asked about those that are not allowed (set_shard_writable) unless it is on a
-  // disk. Outlives the flat parameter.
+  // Is called before writes to the shard, and for writes that set_shard_writable(false) forbids. Not for a shard on a
+  // disk. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
-  Memory low_precision_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
+  Memory low_precision_memory;  // of the copy of a shard in host memory in gather_dtype; empty: shard_memory
 };
 
-// The parameters of a unit that have one dtype and are all trainable or all frozen, as one: a flat buffer, of which
-// this rank keeps an even part, and the same of gradients. Used by one thread at a time, under no autograd.
-class FlatParameter {
+// The names, shapes and dtypes of the parameters that share one flat buffer, and the rank's part of it. A value: needs
+// no other ranks. The parameters have one dtype, and all are trainable or all frozen.
+class FlatSpec {
  public:
-  // Takes this rank's part of the parameters' values: rank 0's if `sync_module_states`, else its own. Collective
-  // if `sync_module_states`. The parameters themselves stay as they are. `name` is for errors ("unit 'blocks.3'").
-  FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
-                const FlatParameterOptions& options = {});
+  FlatSpec(std::string name, std::vector<PlannedParameter> parameters, int rank, int world_size,
+           std::optional<at::ScalarType> gather_dtype, std::optional<at::ScalarType> reduce_dtype);
 
   const std::string& name() const { return name_; }
   const std::vector<PlannedParameter>& parameters() const { return parameters_; }
   const std::vector<ParameterGeometry>& geometries() const { return geometries_; }
   const ParameterGeometry& geometry(size_t parameter) const { return geometries_[parameter]; }
   const FlatLayout& layout() const { return layout_; }
+  int rank() const { return rank_; }
   at::ScalarType dtype() const { return dtype_; }                // of the shard and its gradient
-  at::ScalarType gather_dtype() const { return gather_dtype_; }  // of the parameters in use
+  at::ScalarType gather_dtype() const { return gather_dtype_; }  // of unsharded parameters
   at::ScalarType reduce_dtype() const { return reduce_dtype_; }
   bool is_cast() const { return gather_dtype_ != dtype_; }
   int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
-  bool has_low_precision_copy() const { return low_precision_ != nullptr; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
-  // This rank's part of the flat buffer, [layout().shard_numel()].
-  const at::Tensor& shard() const { return shard_; }
-  // The page that the shard is a view of, which counts writes to it. set_shard_writable(false) has operators that
-  // write to it refused.
-  const Page& shard_page() const { return *page_of(shard_); }
-  void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
-  // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
-  std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether it still is that view: set_data() gives it another.
-  bool is_shard_home(size_t parameter) const;
-
-  // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
+  // The view of a parameter, in its own shape, in a buffer [layout().full_numel()].
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
     return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
+  // This rank's shard in such a buffer.
+  at::Tensor own_part_of(const at::Tensor& full) const {
+    return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
+  }
+  // The part of a parameter in a shard of this rank, [layout().shard_numel()].
+  at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
+  std::string shard_label(size_t parameter) const;  // "parameter 'fc.weight' on rank 1"
 
-  // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in
-  // host memory is copied to the device first.
-  Pending gather(const at::Tensor& full, Communicator& comm) const;
+ protected:
+  static int64_t bytes(int64_t numel, at::ScalarType dtype) {
+    return numel * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+  std::vector<PlannedParameter> parameters_;
+
+ private:
+  const std::string name_;
+  const std::vector<ParameterGeometry> geometries_;
+  const at::ScalarType dtype_;
+  const at::ScalarType gather_dtype_;
+  const at::ScalarType reduce_dtype_;
+  const int rank_;
+  const FlatLayout layout_;
+};
+
+// Parameters of one unit in one flat buffer, of which each rank keeps an even part, the shard, and the gradient of the
+// shard. Used by one thread at a time, without autograd.
+class FlatParameter : public FlatSpec {
+ public:
+  // Copies this rank's part of the parameters' values: rank 0's if `sync_module_states`, which is collective, else its
+  // own. Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
+  FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
+                const FlatParameterOptions& options = {});
+
+  // [layout().shard_numel()]
+  const at::Tensor& shard() const { return shard_; }
+  // The page of which the shard is a view. It counts writes. After set_shard_writable(false) operators that write to
+  // the shard throw.
+  const Page& shard_page() const { return *page_of(shard_); }
+  void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
+  // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
+  std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
+  // Whether a parameter's shard is still that view: set_data() gives it another storage.
+  bool is_shard_attached(size_t parameter) const;
+
+  // The tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the device:
+  // the shard itself, or this rank's part of `full`, into which the shard is cast or copied from host memory.
+  at::Tensor shard_for(const at::Tensor& full) const;
 
   // The encoded bytes of a shard; 0 if shards are sent as they are.
   int64_t encoded_bytes() const { return encoded_bytes_; }
@@ -94,51 +125,62 @@ class FlatParameter {
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
   void decode(const at::Tensor& wire, const at::Tensor& full) const;
 
-  // What travels of a shard in host memory, in gather_dtype(): the shard itself, or its copy in 16
-  // bit, brought up to date if the shard was written by someone who did not write the copy.
+  bool has_low_precision_copy() const { return low_precision_ != nullptr; }
+  // Of a shard in host memory: the tensor in gather_dtype() to copy to the device. It is the shard, or the low
+  // precision copy, which is refreshed if the shard was written to without it.
   const at::Tensor& link_source();
 
-  // That copy as it is; undefined without one.
+  // That copy without a refresh; undefined without a copy.
   at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
 
-  // Where reduced gradients become those of parameter_shards().
+  // Makes reduced gradients the `.grad` of parameter_shards().
   GradientBuffer& gradient() { return *gradient_; }
   const GradientBuffer& gradient() const { return *gradient_; }
 
  private:
-  static int64_t bytes(int64_t numel, at::ScalarType dtype) {
-    return numel * static_cast<int64_t>(c10::elementSize(dtype));
-  }
   void make_shard(Communicator& comm, bool sync_module_states, const FlatParameterOptions& options);
   void read_own_parts(const at::Tensor& shard) const;
   void make_parameter_shards(at::Device device, const FlatParameterOptions::Memory& grad_memory);
-  at::Tensor own_part_of(const at::Tensor& full) const {
-    return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
-  }
-  at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
-  std::string shard_label(size_t parameter) const;
   LowPrecisionPart low_precision_part(size_t parameter) const;
 
-  const std::string name_;
-  std::vector<PlannedParameter> parameters_;
-  const std::vector<ParameterGeometry> geometries_;
-  const at::ScalarType dtype_;
-  const at::ScalarType gather_dtype_;
-  const at::ScalarType reduce_dtype_;
-  const FlatLayout layout_;
-  const int rank_;
   const bool is_on_host_;
   const std::shared_ptr<const WireCodec> codec_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
-  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory that is cast for use
+  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() is another
   std::vector<at::Tensor> parameter_shards_;
-  std::unique_ptr<Page> shard_page_;  // that counts writes to the shard; null on a disk, which has pages of its own
+  std::unique_ptr<Page> shard_page_;  // of the shard; null on a disk, since the DiskPager has the page
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
-// Splits a unit's parameters into those of each flat parameter: by dtype, those of full precision from those that are
-// cast, and frozen from trainable, so that frozen parameters cost no gradient memory. In order of first appearance.
+// A flat parameter, the pages of which the module's parameters are views, and the copies and exchanges of it in flight.
+// Unit and its parts use the fields.
+struct PagedFlatParameter {
+  FlatParameter flat;
+  std::unique_ptr<Page> page;        // of the unsharded parameters, in gather_dtype()
+  std::unique_ptr<Page> exact_page;  // if they are cast: of the summoned parameters, in dtype(); else null
+  std::unique_ptr<Page> host_page;   // of parameters that are summoned to the host; null before the first time
+  uint32_t writes_before = 0;        // to the page in use, when the unit was summoned
+  size_t first_parameter = 0;        // the number of its first parameter among the model's
+  at::Tensor staging{};    // of a shard in host memory: its copy on the device, [shard_numel] of gather_dtype()
+  Copy fetching{};         // into `staging`
+  DiskPager::Hold held{};  // of a shard on a disk, while it is copied
+  Pending gathering{};     // the all-gather
+  at::Tensor wire{};       // of an all-gather of encoded shards: the encoded bytes of all ranks
+
+  // The page of which the module's parameters are views now.
+  Page& page_in_use() const {
+    if (host_page && host_page->is_attached()) return *host_page;
+    return exact_page && exact_page->is_attached() ? *exact_page : *page;
+  }
+  // Makes them views of another page. The module's members, ties and requires_grad stay.
+  void point_parameters(const Page& to, at::ScalarType dtype) const;
+};
+
+using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of one unit
+
+// Splits a unit's parameters into flat parameters: by dtype, by full precision, and into frozen and trainable, so that
+// frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
 }  // namespace tessera::internal

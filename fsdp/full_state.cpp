@@ -12,7 +12,7 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
     if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
   };
-  // Before anything that ranks have exchanged is shown.
+  // An aborted all-gather must not be shown.
   auto settle = [&] {
     if (keep) model.mesh().world->throw_if_aborted("full_state_dict");
   };
@@ -30,11 +30,9 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   }
   settle();
   for (const auto& parameter : model.module()->named_parameters())
-    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // ignored
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // of ignored modules
   for (const auto& buffer : defined_buffers(*model.module())) {
-    const at::Tensor value = buffer.value().detach();
-    const auto cast = model.cast_buffers().find(buffer.key());
-    show(buffer.key(), cast == model.cast_buffers().end() ? value : value.to(cast->second.own));
+    show(buffer.key(), model.cast_buffers().own_value(buffer.key(), buffer.value().detach()));
   }
 }
 

@@ -9,8 +9,8 @@
 
 namespace tessera::internal {
 
-// Calls visit() for each parameter in full, then for each buffer, in the parameters' own dtypes. Units that are pinned
-// are shown as they are now. Collective; one unit at a time is gathered.
+// Calls visit() for each full parameter in its own dtype, then for each buffer. Summoned units are shown with their
+// changes. Collective; at most one unit is gathered at a time.
 using VisitState =
     std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
 void visit_full_state(ShardedModel& model, const VisitState& visit, const StateDictOptions& options);

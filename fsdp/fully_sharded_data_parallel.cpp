@@ -12,9 +12,9 @@ FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_pt
                                        const FsdpOptions& options)
     : scheduler_(Scheduler::wrap(module, std::move(comm), options)) {}
 
-ScopeExit FullyShardedModule::begin_forward() { return scheduler_->begin_forward(); }
+ScopeExit FullyShardedModule::begin_forward() { return scheduler_->pre_forward(); }
 
-void FullyShardedModule::end_forward() { scheduler_->end_forward(); }
+void FullyShardedModule::end_forward() { scheduler_->post_forward(); }
 
 std::optional<at::ScalarType> FullyShardedModule::input_dtype() const {
   const MixedPrecision& precision = scheduler_->model().options().mixed_precision;

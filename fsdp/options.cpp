@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-
 namespace tessera {
 using namespace internal;
 namespace {
@@ -23,9 +22,9 @@ void check_least(const char* field, int64_t value, int64_t least) {
                                 std::to_string(least) + " or more");
 }
 
-// A batch norm, of whatever class: libtorch's, SyncBatchNorm, one that Python exported; not a user's module that keeps
-// such buffers above layers of its own. Its operators want parameters and statistics in one dtype, and running averages
-// in 16 bit stop moving.
+// Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or exported. Batch norms need parameters
+// and statistics in one dtype, and 16-bit running averages stop changing. A module with children is none, even if it
+// has such buffers.
 bool keeps_running_statistics(const torch::nn::Module& module) {
   if (!module.children().empty()) return false;
   const auto buffers = module.named_buffers(/*recurse=*/false);
@@ -75,9 +74,8 @@ std::string describe(const FsdpOptions& options) {
        << " buffer_dtype=" << name_of(options.mixed_precision.buffer_dtype)
        << " wire=" << static_cast<int>(options.wire.parameters) << static_cast<int>(options.wire.gradients)
        << " refuse_uneven_use=" << options.refuse_uneven_use << " check_finite=" << options.check_finite
-       << " zero_copy_bytes=" << options.zero_copy_bytes
-       << " offload.params=" << options.offload.params << " offload.grads=" << options.offload.grads
-       << " offload.disk=" << !options.offload.directory.empty();
+       << " zero_copy_bytes=" << options.zero_copy_bytes << " offload.params=" << options.offload.params
+       << " offload.grads=" << options.offload.grads << " offload.disk=" << !options.offload.directory.empty();
   return text.str();
 }
 

@@ -15,7 +15,7 @@ void PrefetchOrder::used(int unit) {
   if (!current_.empty() && current_.back() == unit) return;
   if (current_.size() >= kLongestPass) begin_pass();
   current_.push_back(unit);
-  // Usually right at next_; else the pass has skipped something, or started over.
+  // Usually at next_. Otherwise the pass skipped units, or started over.
   auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
   if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
   on_path_ = found != expected_.end();

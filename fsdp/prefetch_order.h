@@ -5,33 +5,33 @@
 
 namespace tessera::internal {
 
-// Foretells which units come next, from the order in which they came in the last pass: a forward or a backward. Pure.
+// Predicts the next units from the order of the last pass (a forward or a backward). A value: no ranks, no tensors.
 class PrefetchOrder {
  public:
-  // Ends the pass under way, if any unit was used in it, and starts the next.
+  // Starts a pass. The units of the one before, if any, become expected().
   void begin_pass();
 
-  // What to expect of the first pass; later ones are expected to repeat the one before.
+  // The prediction for the first pass; each later pass is expected to repeat the one before.
   void expect(std::vector<int> order) { expected_ = std::move(order); }
 
-  // A unit came into use. The same unit twice in a row counts once. A pass that nobody ends (evaluations that do not
-  // go through the wrapper) starts over after so many uses.
+  // Records a use. The same unit twice in a row counts once. A pass that does not end (evaluations that call modules
+  // and not the wrapper) starts over after kLongestPass uses.
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit);
 
-  // The next `count` different units that followed at this point of the last pass, nearest first. Empty if this pass
-  // has left the path of the last one.
+  // The next `count` different units at this point of the last pass, nearest first. Empty if the last use is not in
+  // expected().
   std::vector<int> upcoming(int count) const;
 
-  // Units in order of first use in the pass under way.
+  // The uses of this pass, in order.
   const std::vector<int>& seen() const { return current_; }
   const std::vector<int>& expected() const { return expected_; }
 
  private:
   std::vector<int> expected_;
   std::vector<int> current_;
-  size_t next_ = 0;      // in expected_: what should come now
-  bool on_path_ = true;  // the last unit used was where expected_ has it
+  size_t next_ = 0;      // the index in expected_ of the next use
+  bool on_path_ = true;  // the last use is in expected_
 };
 
 }  // namespace tessera::internal

@@ -9,8 +9,16 @@
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "fsdp/parameter_checks.h"
 
 namespace tessera::internal {
+namespace {
+
+void require_outside_backward(const char* call) {
+  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
+}
+
+}  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                            const FsdpOptions& options) {
@@ -29,7 +37,7 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {}
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), unsharded_(model_) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -37,19 +45,19 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
   NoGradNoInferenceGuard quiet;
-  resident_.computing_ends();
+  unsharded_.end_compute_span();
   const std::vector<Unit*> needed = model_.units_of(pages);
-  if (summoned_elsewhere_)
+  if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
-  // A thread that a custom backward has started is not the engine's, but works for the pass that is running.
+  // A thread that a custom backward started is not the engine's, but works for the running pass.
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
-    // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
+    // Also inside forward(), which may freeze or replace parameters itself.
     for (Unit* unit : needed) {
       inspect(*unit);
       gradients_.show_version(*unit);
@@ -57,19 +65,19 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   }
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit);
-  resident_.use(needed, mode, backward);
-  for (const Page* page : pages) model_.units()[page->id()]->require_attached(*page, model_.rank_text());
+  unsharded_.use(needed, mode, backward);
+  for (const Page* page : pages) require_attached(*model_.units()[page->id()], *page, model_.rank_text());
 }
 
-// Before the whole module is looked at, for a forward or for who reads its values.
+// Before a forward or a read of all values.
 void Scheduler::begin_look() {
   recover();
   gradients_.binding().require_nothing_new();
-  model_.require_cast_buffers();
+  model_.cast_buffers().require_no_foreign_bytes(model_.rank_text());
 }
 
 void Scheduler::inspect(Unit& unit) {
-  unit.bring_home(/*may_change=*/true);
+  reattach(unit, /*may_change=*/true);
   gradients_.inspect(unit);
 }
 
@@ -86,18 +94,18 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
-    if (reduces()) unit.drop_secondary();  // an optimizer's step comes next
-    resident_.release(unit);
+    if (reduces()) unit.secondary().drop();  // the step that follows changes the shards
+    unsharded_.reshard(unit);
   }
-  if (reduces()) gradients_.reducer().start_full_ones();  // in what the unit's parameters had, maybe
-  return {};                                              // nothing is left for the module's own parameter
+  if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(): buckets may reuse its memory
+  return {};                                              // the module's own parameter gets no gradient
 }
 
-ScopeExit Scheduler::begin_forward() {
+ScopeExit Scheduler::pre_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return ScopeExit(nullptr);  // a checkpointed part is computed again
+  if (inside_backward()) return ScopeExit(nullptr);  // a recomputation of a checkpointed part
   require_use("forward()");
-  if (summoned_to_host_)
+  if (summon_ == Summon::kOnHost)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
@@ -105,47 +113,43 @@ ScopeExit Scheduler::begin_forward() {
   begin_look();
   inspect_all();
   gradients_.begin_forward();
-  resident_.begin_forward();
+  unsharded_.pre_forward();
   if (!trains) return ScopeExit(nullptr);
   return ScopeExit([this, exceptions = std::uncaught_exceptions()] {
     std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }
 
-void Scheduler::end_forward() {
+void Scheduler::post_forward() {
   if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->throw_if_aborted("forward()");
 }
 
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
-  resident_.begin_backward();
-  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/false);
+  unsharded_.pre_backward();
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/false);
   gradients_.begin();
 }
 
 void Scheduler::end() {
-  resident_.computing_ends();
-  resident_.expect_forward(/*accumulates=*/!reduces());
+  unsharded_.end_compute_span();
+  unsharded_.post_backward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
-  resident_.release_all();
-  // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
+  unsharded_.reshard_all();
+  // The first step allocates the optimizer's state: return idle memory to the process before it.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
 }
 
 void Scheduler::abandon() {
-  resident_.expect_forward(/*accumulates=*/false);
+  unsharded_.post_backward(/*accumulates=*/false);
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");
-  resident_.release_all();
+  unsharded_.reshard_all();
 }
 
 // ---- scopes -------------------------------------------------------------------------------------
-
-void Scheduler::require_outside_backward(const char* call) const {
-  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
-}
 
 void Scheduler::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);
@@ -188,59 +192,60 @@ void Scheduler::summon(const SummonOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("summon_full_params");
   require_use("summon_full_params");
-  if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
+  if (summon_ != Summon::kNone) throw std::logic_error("summon_full_params inside another summon_full_params");
   Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
   NoGradNoInferenceGuard quiet;
   recover();
   inspect_all();
-  resident_.release_all();
-  summoned_elsewhere_ = options.rank0_only && world.rank() != 0;
+  unsharded_.reshard_all();
+  summon_ = options.rank0_only && world.rank() != 0              ? Summon::kElsewhere
+            : options.offload_to_cpu && !world.device().is_cpu() ? Summon::kOnHost
+                                                                 : Summon::kOnDevice;
+  using Changes = SummonedParameters::Changes;
   try {
-    for (Unit* unit : chosen)
-      summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
+    for (Unit* unit : chosen) unit->summon(summon_, options.writeback ? Changes::kWrittenBack : Changes::kLost);
     world.throw_if_aborted("summon_full_params");
   } catch (...) {
-    dismiss(/*writeback=*/false);  // nobody is to see these values
+    dismiss(/*writeback=*/false);
     throw;
   }
-  summoned_ = true;
-  summoned_to_host_ = options.offload_to_cpu && !world.device().is_cpu();
 }
 
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units())
-    if (unit->is_pinned()) unit->unpin(writeback);
-  summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
+    if (unit->is_summoned()) unit->dismiss(writeback);
+  summon_ = Summon::kNone;
   inspect_all();
-  resident_.release_all();
+  unsharded_.reshard_all();
 }
 
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
-  if (inside_backward() || is_running()) return;  // what the pass computes with
+  if (inside_backward() || is_running()) return;  // the running pass computes with the shards
   NoGradNoInferenceGuard quiet;
   begin_look();
-  for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
+  for (auto& unit : model_.units()) unit->is_summoned() ? unit->write_back() : reattach(*unit, /*may_change=*/true);
 }
 
 const std::vector<NamedShard>& Scheduler::named_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return model_.named_shards();
   NoGradNoInferenceGuard quiet;
-  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
   gradients_.follow_freezing();
   return model_.named_shards();
 }
 
 bool Scheduler::shows_exact_values() const {
-  return summoned_ && std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_pinned(); });
+  return summon_ != Summon::kNone &&
+         std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_summoned(); });
 }
 
 bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
-  model_.units()[page.id()]->require_write(page, view, operation, model_.rank_text());
+  require_write(*model_.units()[page.id()], page, view, operation, model_.rank_text());
   return false;
 }
 
@@ -250,7 +255,7 @@ void Scheduler::before_write(int index) {
   if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
 }
 
-// ---- what users ask for -------------------------------------------------------------------------
+// ---- requests of users --------------------------------------------------------------------------
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
@@ -264,8 +269,8 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_use("full_state_dict");
   NoGradNoInferenceGuard quiet;
   begin_look();
-  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
-  tessera::visit_full_state(model_, visit, options);
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
+  internal::visit_full_state(model_, visit, options);
 }
 
 MemoryReport Scheduler::memory() const {
@@ -286,7 +291,7 @@ std::string Scheduler::describe() const {
   std::lock_guard lock(mutex_);
   std::ostringstream text;
   model_.describe(text);
-  resident_.describe(text);
+  unsharded_.describe(text);
   return text.str();
 }
 

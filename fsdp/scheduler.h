@@ -12,18 +12,18 @@
 #include "core/gradients/backward_pass.h"
 #include "core/paging/residency.h"
 #include "fsdp/full_state.h"
-#include "fsdp/resident_units.h"
 #include "fsdp/sharded_gradients.h"
 #include "fsdp/sharded_model.h"
+#include "fsdp/unsharded_units.h"
 
 namespace tessera::internal {
 
-// Decides what happens when, driven by events: an operator is about to use parameters (use()), a gradient has been
-// computed (take()), a backward has ended, or failed.
+// Runs the phases of training on events: an operator is about to use parameters, autograd has computed a gradient, a
+// backward ends or fails.
 //
-//   use(unit)   make it resident, which evicts and prefetches others (ResidentUnits)
-//   gradient    hand it to the reducer; when it was its unit's last, release the unit
-//   end         reduce what is left, release everything: the optimizer changes the shards next
+//   use(unit)   unshard it, evict and prefetch others (UnshardedUnits)
+//   gradient    hand it to the reducer; after the unit's last gradient, reshard the unit
+//   end         reduce the rest, reshard all units: the optimizer changes the shards next
 class Scheduler : public Pager, public BackwardPass {
  public:
   // Shards the module. Collective.
@@ -35,17 +35,17 @@ class Scheduler : public Pager, public BackwardPass {
   void before_write(int index) override;
   void set_divisor(double divisor) override;
 
-  ScopeExit begin_forward();  // ends where forward does, within this object's life
-  void end_forward();         // of one that returns
+  ScopeExit pre_forward();  // the scope ends with forward, and within this object's lifetime
+  void post_forward();      // of a forward that returns
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // The shards become what the module's parameters show, for who reads them. Not collective.
+  // Before a save reads the shards: copies the module's parameters into them if they differ. Not collective.
   void show_in_shards();
-  // The same, and of which parameters train, for who is given the shards; a backward that goes on sees no change.
+  // After reattach(), and with one requires_grad for each shard and parameter; during a backward without changes.
   const std::vector<NamedShard>& named_shards();
-  // Whether parameters are in their own dtype now, whatever mixed precision computes in: all units are pinned.
+  // Whether parameters are in their own dtype now, despite mixed precision: all units are summoned.
   bool shows_exact_values() const;
 
   const ShardedModel& model() const { return model_; }
@@ -69,18 +69,15 @@ class Scheduler : public Pager, public BackwardPass {
   void begin_look();
   void inspect(Unit& unit);
   void inspect_all();
-  void require_outside_backward(const char* call) const;
   void require_use(const std::string& use) const;
 
   ShardedModel model_;
   ShardedGradients gradients_;
-  ResidentUnits resident_;
+  UnshardedUnits unsharded_;
   std::function<void()> observer_of_failures_;
-  std::string refusal_;  // why nobody may use the parameters outside backward
+  std::string refusal_;  // the reason for refusing uses outside backward; empty: none are refused
   bool first_backward_ = true;
-  bool summoned_ = false;
-  bool summoned_to_host_ = false;
-  bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another
+  Summon summon_ = Summon::kNone;
 };
 
 }  // namespace tessera::internal

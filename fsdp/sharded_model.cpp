@@ -1,6 +1,7 @@
 #include "fsdp/sharded_model.h"
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -11,11 +12,12 @@
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "fsdp/plan_checks.h"
 
 namespace tessera::internal {
 namespace {
 
-// The groups are made before the plan is known, and differ where the ranks do not agree on them.
+// The groups are made before require_same_plan(), so their options are compared first.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",
@@ -24,7 +26,7 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
   return comm;
 }
 
-// Those of the module that are in no unit.
+// Parameters of the module that are in no unit.
 torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<PlannedParameter>& planned,
                                                               const torch::nn::Module& module) {
   std::unordered_set<const at::TensorImpl*> known;
@@ -46,7 +48,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
       mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
                       options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
-      // By the group that gathers into it. It outlives the buffers.
+      // The group that gathers into the buffers allocates them. It outlives them.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
@@ -65,20 +67,21 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   require_apart(ignored_parameters_, "parameter of an ignored module", planned, "FullyShardedDataParallel",
                 mesh_.world->rank());
   planned.clear();
-  check_agreement(plan);
-  warn_if_short_of_memory(plan);
-  warn_of_idle_policies(plan);
+  require_same_plan(plan, options_, *module_, *mesh_.world);
+  warn_if_short_of_memory("FullyShardedDataParallel", memory_need(plan, options_, mesh_), *mesh_.world);
+  warn_of_idle_policies(plan, options_, *module_, *mesh_.world);
   make_units(plan, pager);
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
-  if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
+  if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();
-  // The module's own parameters were freed unit by unit.
+  // Return the memory of the module's own parameters, freed unit by unit.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
-// A unit with deferred parameters is made as soon as its values are there, and frees them; the tape is
-// the same on all ranks, and so the order. Deferred tensors that are in no unit (buffers, ignored
-// parameters) are filled as they come.
+// [Note: Sharding a deferred model]
+// The tape of a deferred model is replayed batch by batch. A unit is made as soon as its values are computed, and frees
+// them, so memory never holds the whole model. All ranks have the same tape, so collective constructors run in one
+// order. Deferred tensors in no unit (buffers, ignored parameters) are batches of their own.
 void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   const MixedPrecision& precision = options_.mixed_precision;
   FlatParameterOptions flat_options;
@@ -89,14 +92,14 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   flat_options.pager = pager;
   flat_options.grad_memory = offload_.gradients();
   flat_options.low_precision_memory = offload_.low_precision_shards();
+  const UnitContext context{*mesh_.shard, gathered_, log_, offload_.source(), {mesh_.secondary.get(), &secondary_}};
   units_.resize(plan.size());
   auto make = [&](size_t index) {
     FlatParameterOptions own_options = flat_options;
     own_options.shard_memory = offload_.shards(plan[index].name);
     own_options.page_id = static_cast<int>(index);
-    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *mesh_.shard, own_options, gathered_,
-                                           log_, options_.sync_module_states, offload_.source(),
-                                           SecondaryCopy{mesh_.secondary.get(), &secondary_});
+    units_[index] =
+        std::make_unique<Unit>(static_cast<int>(index), plan[index], context, own_options, options_.sync_module_states);
     plan[index].parameters.clear();
   };
   std::vector<std::vector<at::Tensor>> deferred;
@@ -108,7 +111,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
     for (PlannedParameter& parameter : unit.parameters) {
       if (!is_deferred(parameter.tensor)) continue;
       planned.insert(parameter.tensor.unsafeGetTensorImpl());
-      if (reader_of(parameter.tensor) != nullptr) continue;  // each rank reads its own part
+      if (reader_of(parameter.tensor) != nullptr) continue;  // FlatParameter reads this rank's part
       deferred.back().push_back(parameter.tensor);
       receivers.back().push_back(&parameter);
     }
@@ -119,99 +122,12 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
       if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
   for (const at::Tensor& tensor : others) deferred.push_back({tensor});
 
-  // Without deferred parameters in it, a batch is ready at once: the loop over the plan, in order.
+  // A batch without deferred parameters needs no replay: an ordinary model is a loop over the plan.
   replay_deferred(deferred, [&](size_t batch, const std::vector<at::Tensor>& values) {
     if (batch >= plan.size()) return fill_deferred(deferred[batch][0], values[0].to(mesh_.world->device()));
     for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];
     make(batch);
   });
-}
-
-void ShardedModel::check_agreement(const std::vector<PlannedUnit>& plan) const {
-  std::vector<std::string> lines{"options: " + tessera::describe(options_)};
-  for (const PlannedUnit& unit : plan)
-    for (const std::string& line : describe_parameters(unit.parameters))
-      lines.push_back("unit '" + unit.name + "': " + line);
-  for (std::string& line : describe_buffers(*module_)) lines.push_back(std::move(line));
-  require_agreement(*mesh_.world, "the module to shard", lines);
-}
-
-// What is on a disk does not count, nor on an accelerator what is in host memory.
-void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan) const {
-  const CpuOffload& offload = options_.offload;
-  const bool is_in_memory = mesh_.world->device().is_cpu() && offload.directory.empty();
-  const int64_t ranks = mesh_.shard->size();
-  MemoryNeed need;
-  int64_t full_bytes = 0, largest_bytes = 0;
-  for (const PlannedUnit& unit : plan) {
-    int64_t gathered_bytes = 0;
-    for (const PlannedParameter& parameter : unit.parameters) {
-      const at::Tensor& tensor = parameter.tensor;
-      const auto own_bytes = static_cast<int64_t>(tensor.nbytes());
-      if (is_in_memory || !offload.params) need.parameter_bytes += own_bytes / ranks;
-      if (tensor.requires_grad() && (is_in_memory || !offload.grads)) need.gradient_bytes += own_bytes / ranks;
-      if (tensor.device() == mesh_.world->device()) need.freed_bytes += own_bytes;
-      const bool is_cast = options_.mixed_precision.param_dtype && at::isFloatingType(tensor.scalar_type());
-      gathered_bytes += tensor.numel() * static_cast<int64_t>(c10::elementSize(
-                                             is_cast ? *options_.mixed_precision.param_dtype : tensor.scalar_type()));
-    }
-    full_bytes += gathered_bytes;
-    largest_bytes = std::max(largest_bytes, gathered_bytes);
-  }
-  const int64_t most_units = options_.keep_recent + options_.prefetch;
-  if (ranks > 1)
-    need.in_use_bytes = options_.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
-  tessera::warn_if_short_of_memory("FullyShardedDataParallel", need, *mesh_.world);
-}
-
-// A policy that names another class than the model's has no effect, and the model may well train.
-void ShardedModel::warn_of_idle_policies(const std::vector<PlannedUnit>& plan) const {
-  const bool has_parts = !module_->children().empty();
-  if (mesh_.world->rank() != 0 || !has_parts) return;
-  const auto claims_none = [&](const WrapPolicy& policy) { return policy && modules_below(*module_, policy).empty(); };
-  const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
-  constexpr char kHint[] =
-      "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
-  const auto warn = [&](bool is_idle, const char* what) {
-    if (is_idle) {
-      TORCH_WARN("FullyShardedDataParallel: ", what, kHint);
-    }
-  };
-  warn(options_.auto_wrap && !plan.empty() && std::all_of(plan.begin(), plan.end(), is_of_root),
-       "auto_wrap names no module, so the model is one unit, gathered as a whole");
-  warn(claims_none(options_.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
-  warn(claims_none(options_.ignored_modules), "ignored_modules names no module");
-}
-
-// In place: the module's members are these very tensors.
-void ShardedModel::cast_buffers(at::ScalarType dtype) {
-  const auto exempt = modules_below(*module_, exempt_modules(options_.mixed_precision));
-  const auto ignored = modules_below(*module_, options_.ignored_modules);
-  for (const auto& module : module_->named_modules()) {
-    if (exempt.contains(module.value().get()) || ignored.contains(module.value().get())) continue;
-    for (const auto& entry : module.value()->named_buffers(/*recurse=*/false)) {
-      at::Tensor buffer = entry.value();
-      if (!buffer.defined() || !at::isFloatingType(buffer.scalar_type())) continue;
-      const std::string name = module.key().empty() ? entry.key() : module.key() + "." + entry.key();
-      cast_buffers_.emplace(name, CastBuffer{buffer, buffer.scalar_type()});
-      buffer.set_data(buffer.to(dtype));
-    }
-  }
-}
-
-// torch::load() sets the storage of a tensor without a look at its dtype: what is read then is noise.
-void ShardedModel::require_cast_buffers() const {
-  for (const auto& [name, cast] : cast_buffers_) {
-    const at::ScalarType dtype = cast.tensor.scalar_type();
-    if (c10::elementSize(dtype) == c10::elementSize(cast.own) || cast.tensor.numel() == 0) continue;
-    if (!cast.tensor.has_storage() ||
-        cast.tensor.storage().nbytes() != static_cast<size_t>(cast.tensor.numel()) * c10::elementSize(cast.own))
-      continue;
-    throw std::logic_error("buffer '" + name + "' on rank " + rank_text() + " was given the bytes of " +
-                           c10::toString(cast.own) + " values (by torch::load()), expected " + c10::toString(dtype) +
-                           ", which FsdpOptions::mixed_precision.buffer_dtype has cast it to: load before wrapping, or "
-                           "with load_checkpoint()");
-  }
 }
 
 void ShardedModel::name_shards() {
@@ -231,13 +147,13 @@ void ShardedModel::name_shards() {
   }
   for (const auto& parameter : module_->named_parameters()) {
     const auto found = by_name.find(parameter.key());
-    if (found == by_name.end()) continue;  // a further name, or in no unit
+    if (found == by_name.end()) continue;  // an alias, or a parameter of an ignored module
     named_shards_.push_back(found->second.first);
     in_layouts_.push_back(found->second.second);
   }
 }
 
-// Ranks of a copy are consecutive, as make_mesh() has them.
+// The ranks of a copy are consecutive: see make_mesh().
 std::vector<HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<HeldPart> held;

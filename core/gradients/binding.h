@@ -52,7 +52,7 @@ class Binding {
   // "parameter 'fc.weight' on rank 1"
   std::string label(size_t parameter) const;
 
-  // StoreMailbox the version of each parameter, to find operators in forward that change one.
+  // Notes the version of each parameter, to find operators in forward that change one.
   void note_versions();
   // Throws std::logic_error, naming the first parameter that changed since (an Embedding with max_norm, say).
   void require_same_versions(const char* during) const;

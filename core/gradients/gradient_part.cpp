@@ -12,11 +12,11 @@
 namespace tessera::internal {
 namespace {
 
-// A key that libtorch knows and does not use. Operators fall through it at no cost, except those below.
+// A dispatch key that libtorch does not use. All operators fall through it at no cost, except those below.
 #define TESSERA_PART_KEY DeferredInit
 constexpr auto kPartKey = c10::DispatchKey::TESSERA_PART_KEY;
 
-// libtorch hangs it on the tensor, and on those that data() and detach() make of it.
+// libtorch keeps it with the tensor, and with tensors that data() and detach() make of it.
 struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;
@@ -28,7 +28,7 @@ GradientPart* part_of(const at::Tensor& tensor) {
   return dynamic_cast<GradientPart*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-// Of an operator's first argument.
+// Calls the function with each part in an operator's first argument.
 template <class Function>
 void for_each_part(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Function& function) {
   for_each_boxed_tensor(torch::jit::peek(stack, 0, op.schema().arguments().size()), [&](const at::Tensor& tensor) {
@@ -62,7 +62,7 @@ void scale(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
 
 TORCH_LIBRARY_IMPL(_, TESSERA_PART_KEY, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
-// abs: clip_grad_norm_ takes the largest norm by abs().max().
+// clip_grad_norm_ computes the largest norm by abs().max().
 TORCH_LIBRARY_IMPL(aten, TESSERA_PART_KEY, library) {
   for (const char* name : {"norm.Scalar", "norm.ScalarOpt_dtype", "linalg_vector_norm", "_foreach_norm.Scalar", "abs"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&take_norm>());

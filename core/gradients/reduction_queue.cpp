@@ -50,8 +50,8 @@ void ReductionQueue::reduce(size_t bucket, BucketContent content) {
 }
 
 size_t ReductionQueue::most_in_flight(const GradientBucket& bucket) const {
-  const bool is_awaited = mesh_.shard->is_lazy(bucket.layout.full_numel());
-  return is_awaited ? std::min(options_.max_lazy_in_flight, options_.in_flight) : options_.in_flight;
+  const bool is_lazy = mesh_.shard->is_lazy(bucket.layout.full_numel());
+  return is_lazy ? std::min(options_.max_lazy_in_flight, options_.in_flight) : options_.in_flight;
 }
 
 // ---- stages -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ enum class BucketState : uint8_t {
 //
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
-// A result becomes `.grad` at once if this rank has a gradient for each member. Else it waits for accept_waiting(),
+// A result becomes `.grad` at once if this rank has a gradient for each member. If not, it waits for accept_waiting(),
 // since no rank may have used some member. Used by one thread at a time, under no autograd.
 class ReductionQueue {
  public:

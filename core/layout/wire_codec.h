@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Encodes the values that ranks send each other. Gathers and reductions use the same codecs. Thread-safe.
+// Encodes the values that ranks send each other. Gathers and reductions share the codecs. Thread-safe.
 //
 //   bytes   [encoded_bytes(numel)] uint8, on the device of the values
 //   values  [numel], contiguous, of any floating-point dtype
@@ -20,13 +20,13 @@ class WireCodec {
 
   // Whether values are sent from their own memory. Then a caller need not encode or decode.
   virtual bool is_identity() const { return false; }
-  // The dtype of encoded values if they are numbers, which a collective can sum. Else ranks exchange encoded parts, and
-  // the receiver sums them with add().
+  // The dtype of encoded values if they are numbers, which a collective can sum. If not, ranks exchange encoded parts,
+  // and the receiver sums them with add().
   virtual std::optional<at::ScalarType> sum_dtype() const { return std::nullopt; }
 
   virtual int64_t encoded_bytes(int64_t numel) const = 0;
   virtual void encode(const at::Tensor& values, const at::Tensor& bytes) const = 0;
-  // Gives the same values on every rank.
+  // All ranks decode equal values.
   virtual void decode(const at::Tensor& bytes, const at::Tensor& values) const = 0;
   // values += the decoded bytes. `values` is fp32.
   virtual void add(const at::Tensor& bytes, const at::Tensor& values) const = 0;

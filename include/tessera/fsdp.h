@@ -16,20 +16,18 @@ namespace tessera {
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<BlockImpl>()});
 //   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
 //   auto loss = torch::mse_loss(fsdp(x), y);
-//   loss.backward();  // gathers, reduces, releases
+//   loss.backward();  // unshards, reduces, reshards
 //   optimizer.step();
 //
-// Wrapping changes the module in place: each parameter keeps its identity (the module's members,
-// ties, requires_grad) but becomes a view of its unit's storage, which holds data only while the
-// unit is in use. Any operator that is given such a parameter makes the unit resident first, in
-// forward, in backward and anywhere else, so modules need not be called through the wrapper; only
-// reading a parameter behind the dispatcher (data_ptr) finds null. Changing one outside
-// summon_full_params() throws std::logic_error; giving it other data of its shape and dtype (set_data()), alike on all
-// ranks, is noticed by the next forward, which takes the values.
+// Wrapping changes the module in place: each parameter keeps its identity (the module's members, ties, requires_grad)
+// but becomes a view of its unit's storage, which has data only while the unit is unsharded. An operator with such an
+// argument unshards the unit first, in forward, in backward and elsewhere, so modules may be called without the
+// wrapper. Only data_ptr() bypasses the dispatcher: it is null while the unit is sharded. Changing a parameter outside
+// summon_full_params() throws std::logic_error. If it is given other data of its shape and dtype (set_data()), alike on
+// all ranks, the next forward takes the values.
 //
-// `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same
-// operators on the same units in the same order; they may differ in data. The wrapper is used by
-// one thread at a time, the backward pass included.
+// `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same
+// units in the same order, on any data. The wrapper must be used by one thread at a time, the backward pass included.
 template <class Holder>
 class FullyShardedDataParallel : public FullyShardedModule {
  public:
@@ -40,11 +38,9 @@ class FullyShardedDataParallel : public FullyShardedModule {
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // What module->forward(args...) returns, with tensors converted on the way in and out as
-  // FsdpOptions::mixed_precision says; what forward puts into arguments, or writes to their tensors, comes to the
-  // caller's. Gathered parameters that changed since are refreshed.
-  // Throws std::invalid_argument if output_dtype is set and the result's type is none in which
-  // tensors are looked for (include/tessera/visit_tensors.h).
+  // Returns module->forward(args...), with arguments and results converted by FsdpOptions::mixed_precision. Changes
+  // that forward makes to arguments, or to their tensors, are copied to the caller's. Throws std::invalid_argument if
+  // output_dtype is set and the type of the result is not one of include/tessera/visit_tensors.h.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     const ScopeExit forward_goes_on = begin_forward();
@@ -73,11 +69,11 @@ class FullyShardedDataParallel : public FullyShardedModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The module that was given: module()->eval().
+  // The module given to the constructor: module()->eval().
   Holder module() const { return module_; }
 
  private:
-  struct Opaque {};  // stands for the copy of an argument that needs none
+  struct Opaque {};  // in place of the copy of an argument without tensors
 
   template <class Value, class Copy>
   decltype(auto) with_input_dtype(Value&& value, Copy& copy, internal::ConvertedInputs& inputs) {
@@ -90,7 +86,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
     }
   }
 
-  // What forward has put into an argument that it may have taken by reference (a state, say) is the caller's.
+  // Copies an argument that forward may have changed by reference (a state, say) to the caller's.
   template <class Arg, class Value, class Copy>
   static void give_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {

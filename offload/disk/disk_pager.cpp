@@ -151,7 +151,7 @@ bool DiskPager::evict_one() {
   if (entry == nullptr) return false;
   const uint32_t writes = entry->page->writes();
   const bool is_changed = std::exchange(entry->seen_writes, writes) != writes || entry->is_changed;
-  entry->page->detach_pager();
+  entry->page->detach();
   if (!is_changed) {
     drop(*entry);
     return true;

@@ -10,6 +10,8 @@
 #include <thread>
 
 #include "core/comm/backends.h"
+#include "core/comm/collective.h"
+#include "core/comm/fingerprint.h"
 #include "core/comm/rank_order_sum.h"
 #include "tests/comm/on_processes.h"
 #include "tests/comm/stuck_rank.h"

@@ -1,4 +1,4 @@
-// Activation checkpointing, alone and under FSDP, against the same computation without it.
+// Activation checkpointing, alone and under FSDP: the bits of the same computation without it.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 
@@ -8,7 +8,7 @@
 
 #include "tests/support/reference.h"
 
-// A program's own types, one that it teaches and one that it does not.
+// Types of a program: with and without tessera_visit_tensors().
 namespace program {
 
 struct State {
@@ -50,13 +50,13 @@ static_assert(kHoldsTensors<std::tuple<Tensor, program::Opaque>> &&
               !kKnowsTensorsOf<std::tuple<Tensor, program::Opaque>>);
 static_assert(kKnowsTensorsOf<std::tuple<Tensor, int, std::string, std::vector<bool>, std::map<std::string, double>>>);
 static_assert(kKnowsTensorsOf<std::filesystem::path> && kKnowsTensorsOf<at::ScalarType> && !kHoldsTensors<std::string>);
-static_assert(kKnowsTensorsOf<at::TensorList> && !kHoldsTensors<at::TensorList>);  // nobody can exchange its tensors
+static_assert(kKnowsTensorsOf<at::TensorList> && !kHoldsTensors<at::TensorList>);  // its tensors cannot be replaced
 
 using namespace testing_support;
 
 constexpr int64_t kWidth = 8;
 
-// Not of the default generator, which ranks share as threads: one that computes a function again sets it meanwhile.
+// Draws from a generator of its own. Ranks are threads and share the default one, which a recomputation sets.
 at::Tensor rows(int seed) {
   at::Generator draws = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
   return on_rank_device(torch::randn({3, kWidth}, draws));
@@ -78,7 +78,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// An embedding, blocks, and a head tied to the embedding, which is so used inside and outside.
+// An embedding, checkpointed blocks, and a head tied to the embedding: the tied weight is used inside and outside.
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(bool is_checkpointed) : is_checkpointed_(is_checkpointed) {
     embedding = register_parameter("embedding", torch::randn({5, kWidth}));
@@ -102,7 +102,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Drawn once, before any rank's backward may set the shared generator back.
+// Drawn before any rank's backward sets the shared generator.
 at::Tensor tokens(int rank) {
   static const std::vector<at::Tensor> table = [] {
     std::vector<at::Tensor> drawn;
@@ -148,7 +148,7 @@ TEST(Checkpointed, TrainsTiedWeightsUnderFsdp) {
           }
           auto state = fsdp.full_state_dict();
           for (const auto& entry : reference->named_parameters()) {
-            // The tied weight's two gradients are reduced one by one, not as their sum.
+            // The two gradients of the tied weight are reduced one by one, not as a sum.
             EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-3, 1e-4))
                 << "world " << world << " " << entry.key();
           }
@@ -161,7 +161,7 @@ TEST(Checkpointed, TrainsTiedWeightsUnderFsdp) {
   }
 }
 
-// Without ties nothing is added in another order.
+// Without ties all additions have the same order.
 TEST(Checkpointed, ChainsAreBitEqualUnderFsdpAndReduceAsTheyGo) {
   for (int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {3})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -200,7 +200,7 @@ TEST(Checkpointed, UnitsAreGatheredAgainWhenComputedAgain) {
     for (int step = 0; step < 3; ++step) {
       const auto before = comm->traffic().sent_bytes;
       fsdp(torch::ones({1, 16})).sum().backward();
-      // Once in forward; for backward, the two last used are still there; then the reductions.
+      // All units in forward, all but the last two in backward, and the reductions.
       EXPECT_EQ((comm->traffic().sent_bytes - before) / half, 6 + 4 + 6);
     }
   });
@@ -215,7 +215,8 @@ TEST(Checkpointed, RandomNumbersAreThoseOfTheFirstTime) {
     auto y = is_checkpointed ? checkpointed(noisy, x) : noisy(x);
     const at::Tensor later = torch::rand({3});
     y.sum().backward();
-    return std::vector<at::Tensor>{y.detach(), later, x.grad(), torch::rand({3})};  // the last: nothing was disturbed
+    return std::vector<at::Tensor>{y.detach(), later, x.grad(),
+                                   torch::rand({3})};  // the last: the generator is as before
   };
   const auto expected = run(false), got = run(true);
   for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(got[i], expected[i])) << i;
@@ -320,7 +321,7 @@ TEST(Checkpointed, MistakesAreNamed) {
       "its own1");
 }
 
-// Mixed precision, hybrid and no_sync all go through the same events.
+// With mixed precision, hybrid sharding and no_sync.
 TEST(Checkpointed, WithMixedPrecisionAndAccumulation) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     std::vector<torch::OrderedDict<std::string, at::Tensor>> results;

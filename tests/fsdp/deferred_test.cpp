@@ -1,9 +1,10 @@
-// Models built without memory: the values, and the bytes.
+// Models that are built without memory: values and bytes.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 
+#include "core/layout/deferred.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -21,7 +22,7 @@ torch::nn::Sequential everything() {
                                torch::nn::PReLU());
 }
 
-// Draws by operators that take no generator, and values computed from values.
+// Operators that draw without a generator argument, and values that depend on earlier values.
 struct PeculiarImpl : torch::nn::Module {
   PeculiarImpl() {
     a = register_parameter("a", torch::randn({4, 4}) * 0.02 + torch::rand({4}));
@@ -41,7 +42,7 @@ struct PeculiarImpl : torch::nn::Module {
 };
 TORCH_MODULE(Peculiar);
 
-// Tensors in lists, and among indices, whose lists may have gaps; with ordinary ones beside them.
+// Deferred and ordinary tensors in lists of tensors and of indices, some of which are undefined.
 struct IndexedImpl : torch::nn::Module {
   explicit IndexedImpl(const at::Tensor& table) {
     const at::Tensor order = torch::arange(3).mul(2);
@@ -70,7 +71,7 @@ void expect_same_values(Build build) {
     materialize(*model);
     after = torch::rand({2});
   }
-  EXPECT_TRUE(torch::equal(between, after));  // the generator was not disturbed
+  EXPECT_TRUE(torch::equal(between, after));  // the generator is as before
   for (const auto& entry : expected->named_parameters()) {
     const at::Tensor got = model->named_parameters()[entry.key()];
     EXPECT_TRUE(torch::equal(got, entry.value())) << entry.key();
@@ -118,7 +119,7 @@ TEST(Deferred, FsdpFillsUnitByUnitWithTheSameValues) {
   }
 }
 
-// Bytes that libtorch's CPU allocator has given out.
+// Counts the bytes in use of libtorch's CPU allocator.
 class Counting : public c10::Allocator {
  public:
   explicit Counting(c10::Allocator* below) : below_(below) {}
@@ -168,8 +169,8 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
       EXPECT_LT(counting.live - before, is_deferred_build ? 100'000 : kUnits * kUnitBytes * 3);  // generator states
       FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
       comm->barrier();
-      // Both ranks' shards are one model; and each rank has a unit's values and its flat copy, and
-      // what is in transit.
+      // The shards of both ranks are one model. Each rank also has the values of a unit, their flat copy, and buffers
+      // of the exchange.
       const int64_t peak = counting.peak - before;
       if (is_deferred_build) {
         EXPECT_LT(peak, kUnits * kUnitBytes + 2 * 3 * kUnitBytes);

@@ -1,4 +1,4 @@
-// What must not be silent: mistakes of the user, ranks that disagree, peers that die.
+// Errors: mistakes of the user, ranks that disagree, peers that die.
 
 #include "tests/support/reference.h"
 
@@ -33,7 +33,7 @@ TEST(Mistakes, WritingToAShardedParameter) {
       expect_contains(error, "parameter '2.bias' of unit '2' on rank " + std::to_string(comm->rank()));
       expect_contains(error, "summon_full_params");
       expect_contains(error_of<std::logic_error>([&] { torch::nn::init::ones_(weight); }), "2.bias");
-      fsdp(input());  // nothing is broken
+      fsdp(input());  // the wrapper still works
     });
   }
 }
@@ -55,7 +55,7 @@ TEST(Mistakes, AnOptimizerBuiltBeforeWrapping) {
   });
 }
 
-// It trains, as one unit, in more memory.
+// The model is one unit, which needs more memory, and trains.
 TEST(Mistakes, APolicyThatNamesNoModuleIsToldOf) {
   struct Warnings : c10::WarningHandler {
     void process(const c10::Warning& warning) override { texts += warning.msg(); }
@@ -101,7 +101,7 @@ TEST(Mistakes, ConvertingParametersAfterWrapping) {
       torch::NoGradGuard no_grad;
       model->parameters()[0].set_data(on_rank_device(torch::zeros({8, 8})));
     }
-    fsdp(input());  // other values are taken
+    fsdp(input());  // takes the new values
     EXPECT_EQ(fsdp.full_state_dict()["0.weight"].abs().sum().item<float>(), 0);
     {
       torch::NoGradGuard no_grad;
@@ -117,7 +117,7 @@ TEST(Mistakes, DifferentiatingTwice) {
     at::Tensor loss = fsdp(input()).sum();
     expect_contains(error_of<std::logic_error>([&] { loss.backward({}, std::nullopt, /*create_graph=*/true); }),
                     "create_graph");
-    fsdp(input()).sum().backward();  // and training goes on
+    fsdp(input()).sum().backward();  // still works
     EXPECT_TRUE(fsdp.parameters()[0].grad().defined());
   });
 }
@@ -208,7 +208,7 @@ TEST(Disagreement, ARankThatSkipsALayerIsNamedSoon) {
 
 // ---- peers that fail
 
-// Rank 1 fails in its own code in the middle of a step; the others learn it where they wait.
+// Rank 1 throws in the middle of a step; the operations of the others throw CommError.
 void expect_death_reaches(bool in_backward) {
   std::atomic<int> told = 0;
   const std::string error = error_of<std::runtime_error>([&] {
@@ -238,7 +238,7 @@ void expect_death_reaches(bool in_backward) {
 TEST(Faults, ADeadPeerReachesForward) { expect_death_reaches(false); }
 TEST(Faults, ADeadPeerReachesBackward) { expect_death_reaches(true); }
 
-// A function that fails in backward on demand.
+// A function whose backward throws on demand.
 struct Failing : torch::autograd::Function<Failing> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, at::Tensor x, bool fail) {
     context->saved_data["fail"] = fail;

@@ -1,4 +1,4 @@
-// Hybrid sharding: copies of the model, each sharded within a part of the ranks.
+// Hybrid sharding: copies of the model, each sharded over some of the ranks.
 #include "tests/fsdp/linear_chain.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -63,7 +63,7 @@ TEST(Hybrid, ShardsSayWhoHasTheSamePart) {
   });
 }
 
-// Gathers and reduce-scatters move what a copy of two ranks needs; a part of the gradient crosses.
+// Gathers and reduce-scatters stay within a copy of two ranks; a shard of the gradient crosses between copies.
 TEST(Hybrid, BytesAreThoseOfTheSmallerGroups) {
   on_ranks(4, [](std::shared_ptr<Communicator> comm) {
     constexpr int64_t kModelBytes = 256 * 256 * 4;
@@ -78,17 +78,16 @@ TEST(Hybrid, BytesAreThoseOfTheSmallerGroups) {
       loss.backward();
       return std::pair{gathered, comm->traffic().sent_bytes - start - gathered};
     };
-    // To each of the others: the order's fingerprint twice, whether the parameter was used and whether its bucket was
-    // late.
+    // To each peer: the fingerprint of the order twice, a flag for the parameter and one for its bucket.
     constexpr int64_t kReport = 3 * 4 * 8;
     EXPECT_EQ(sent(0), (std::pair{3 * kModelBytes / 4, 3 * kModelBytes / 4 + kReport}));
-    // Half the model to the other rank; then half the gradient, and of that half an all-reduce of two.
+    // Half the model to the other rank, then half the gradient, and an all-reduce of that half over two ranks.
     EXPECT_EQ(sent(2), (std::pair{kModelBytes / 2, kModelBytes / 2 + kModelBytes / 2 + kReport}));
   });
 }
 
-// Copies gather each for itself, so that nothing stalls when one of them does something else: the
-// fingerprint of what was done tells, at the end of the next backward, on all ranks.
+// Each copy gathers alone, so a copy that diverges stalls no other. The fingerprints of the next backward differ, and
+// all ranks throw.
 TEST(Hybrid, CopiesThatDivergeAreNamed) {
   on_ranks(4, [](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(chain(3, 8), comm, hybrid(2));
@@ -101,7 +100,7 @@ TEST(Hybrid, CopiesThatDivergeAreNamed) {
     expect_contains(error, "what was gathered and reduced since the last backward: rank 0 has 'forward of the model'");
     expect_contains(error, "rank 2 has 'all-gather of unit ");
     fsdp.zero_grad();
-    fsdp(input(0, 8)).sum().backward();  // and they agree again
+    fsdp(input(0, 8)).sum().backward();  // the copies agree again
   });
 }
 

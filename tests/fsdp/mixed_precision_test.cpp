@@ -1,9 +1,9 @@
-// Mixed precision against a loop that does by hand what the options say: fp32 master weights, a
-// model in 16 bit, gradients summed in the reduce dtype. Bit for bit.
+// Mixed precision against a loop that does the same by hand: fp32 master weights, a 16-bit model, gradients summed in
+// the reduce dtype. Bit for bit.
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-// A program's own type, and what it teaches of it.
+// A type of a program, with tessera_visit_tensors().
 namespace program {
 
 struct Batch {
@@ -36,7 +36,7 @@ struct NetImpl : torch::nn::Module {
   }
   at::Tensor forward(at::Tensor x) {
     x = torch::gelu(in(x)) * scale;
-    // In the reference alone the norm's input is of another type than its weight.
+    // In the reference the norm's input and weight have different dtypes.
     x = exact_norm ? norm(x.to(at::kFloat)).to(x.scalar_type()) : norm(x);
     return out(x);
   }
@@ -54,7 +54,7 @@ at::Tensor input(int rank) {
   return seeded(70 + rank, [&] { return torch::randn({4, kWidth}); });
 }
 
-// The specification.
+// The loop by hand.
 class ByHand {
  public:
   ByHand(int world, at::ScalarType compute, at::ScalarType reduce, bool exact_norm)
@@ -131,7 +131,7 @@ TEST_P(MixedPrecisionParity, EqualsTheLoopByHand) {
           FullyShardedDataParallel fsdp(build(), comm, options_of(compute, reduce, exact_norm));
           torch::optim::Adam adam(fsdp.parameters(), 1e-2);
           for (int step = 0; step < 4; ++step) {
-            // Sharded accumulation in every second step: two backwards, each reduced.
+            // In every second step two backwards, each of which reduces.
             for (int micro = 0; micro <= step % 2; ++micro) {
               loss_of(fsdp, comm->rank() + 10 * micro).backward();
               reference.backward([&](Net& net, int rank) {
@@ -190,7 +190,7 @@ TEST(MixedPrecision, FullParametersAreExactAndMayBeChanged) {
       }
       EXPECT_EQ(net->out->bias.scalar_type(), at::kBFloat16);
       expect_same_parameters(fsdp, *expected, "after writing");
-      // Hooks are there again: gradients come.
+      // The hooks are registered again.
       fsdp(input(0)).sum().backward();
       for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
       EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
@@ -198,7 +198,7 @@ TEST(MixedPrecision, FullParametersAreExactAndMayBeChanged) {
   }
 }
 
-// Views of both kinds of memory, in the scope and out of it.
+// Views of the summoned and of the gathered memory, used inside and outside the scope.
 TEST(MixedPrecision, AViewOfWhatIsElsewhereNowIsRefusedByUnitAndRank) {
   for (const int world : {1, 2})
     on_ranks(world, [](std::shared_ptr<Communicator> comm) {
@@ -213,7 +213,7 @@ TEST(MixedPrecision, AViewOfWhatIsElsewhereNowIsRefusedByUnitAndRank) {
         auto guard = fsdp.summon_full_params();
         inside = net->in->weight.detach().view({-1});
         for (int again = 0; again < 2; ++again) {
-          inside.sum();  // the last one used, since when its unit's pages are not asked for again
+          inside.sum();  // the unit is current: its uses do not reach the pager
           expect_contains(error_of<std::logic_error>([&] { before.sum(); }),
                           where + " inside summon_full_params() that was made before it");
         }
@@ -378,8 +378,8 @@ struct BatchNormNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(BatchNormNet);
 
-// A loop that knows nothing of it: training, a validation after each step. By hand: fp32 weights that are cast where a
-// linear layer uses them, and the norm in fp32 between.
+// A plain loop: training, and a validation after each step. The reference casts fp32 weights in each linear layer and
+// computes the norm in fp32.
 TEST(MixedPrecision, BatchNormsComputeInFullPrecision) {
   const auto build_net = [] { return seeded(5, [] { return BatchNormNet(); }); };
   const auto rows = [](int step) { return seeded(90 + step, [] { return torch::randn({6, 8}); }); };
@@ -419,7 +419,7 @@ TEST(MixedPrecision, BatchNormsComputeInFullPrecision) {
   });
 }
 
-// A user's normaliser of inputs around layers of its own has the names of a batch norm's buffers, and is none.
+// A user's module with children that has the names of a batch norm's buffers is no batch norm.
 struct NormalisedImpl : torch::nn::Module {
   NormalisedImpl() {
     register_buffer("running_mean", torch::zeros({8}));

@@ -1,4 +1,4 @@
-// Modules whose operators save weights for backward, each against the unsharded one, bit for bit.
+// Modules whose operators save weights for backward, against the unsharded module, bit for bit.
 #include "tests/support/reference.h"
 
 namespace tessera::modules_test {
@@ -7,8 +7,8 @@ namespace {
 
 using namespace testing_support;
 
-// Builds twice from one seed, trains three steps sharded with a unit per registered child, and
-// compares. `run` maps (module, rank) to a scalar loss.
+// Trains a sharded and an unsharded module of one seed for three steps, with a unit for each child, and compares them.
+// `run` maps (module, rank) to a scalar loss.
 template <class Build, class Run>
 void expect_parity(Build build, Run run) {
   for (int world : {1, 2, 3}) {

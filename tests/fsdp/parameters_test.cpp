@@ -1,4 +1,4 @@
-// Parameters that are not all alike, full parameters, and checks that are off by default.
+// Mixed kinds of parameters, full parameters, and checks that are off by default.
 #include "tests/fsdp/linear_chain.h"
 #include "tests/support/reference.h"
 
@@ -24,10 +24,10 @@ TEST(Parameters, IgnoredModulesStayWhole) {
       EXPECT_EQ(ignored.numel(), 64);
       EXPECT_EQ(ignored.storage().nbytes(), 64U * 4);
       fsdp(input(comm->rank())).square().mean().backward();
-      // Its gradient is this rank's own.
+      // The gradient of an ignored parameter is not reduced.
       reference->forward(input(comm->rank())).square().mean().backward();
       EXPECT_TRUE(same_values(ignored.grad(), reference->named_parameters()["1.weight"].grad()));
-      expect_same_parameters(fsdp, *reference, "");  // the state dictionary has it
+      expect_same_parameters(fsdp, *reference, "");  // the state dictionary includes ignored parameters
     });
   }
 }
@@ -63,12 +63,12 @@ TEST(Parameters, UnevenUseIsRefusedIfAskedAndNamed) {
     options.refuse_uneven_use = true;
     FullyShardedDataParallel fsdp(seeded(1, [] { return Branches(); }), comm, options);
     fsdp(input(0), true).sum().backward();
-    fsdp(input(0), false).sum().backward();  // used by none: as it may be
+    fsdp(input(0), false).sum().backward();  // a parameter that no rank used is no error
     const std::string error =
         error_of<std::invalid_argument>([&] { fsdp(input(0), comm->rank() != 1).sum().backward(); });
     expect_contains(error, "parameter 'a.weight' of unit 'a' had no gradient on rank 1");
     fsdp.zero_grad();
-    fsdp(input(0), true).sum().backward();  // and training goes on
+    fsdp(input(0), true).sum().backward();  // still works
     EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
   });
 }
@@ -103,7 +103,7 @@ TEST(Parameters, OfSeveralDtypesInOneUnit) {
       }
       auto state = fsdp.full_state_dict();
       for (const auto& entry : reference->named_parameters()) {
-        // bf16 gradients are summed in fp32 here and rounded each time there.
+        // bf16 gradients are summed in fp32 here, and rounded after each addition there.
         const double tolerance = entry.value().scalar_type() == at::kBFloat16 ? 2e-2 : 0;
         EXPECT_EQ(state[entry.key()].scalar_type(), entry.value().scalar_type());
         EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), tolerance + 1e-3, tolerance + 1e-3))
@@ -135,7 +135,7 @@ TEST(Parameters, GroupsByNameAndShape) {
 
 // ---- accumulation and clipping
 
-// Reduced each time, kept under no_sync, and both mixed: the clipped gradients are those of the loop.
+// Accumulation that reduces each time, under no_sync, and mixed: the clipped gradients are those of the loop.
 TEST(Accumulation, ClippingAfterAnyMixture) {
   for (int world : {1, 2, 3}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -168,9 +168,9 @@ TEST(Accumulation, ClippingAfterAnyMixture) {
   }
 }
 
-// On the host their norms are taken row by row, on all threads.
+// On the host norms are computed by rows, on all threads.
 TEST(Accumulation, ClippingLargeShards) {
-  constexpr int64_t kWidth = 700;  // 490,000 elements: rows, and a rest
+  constexpr int64_t kWidth = 700;  // 490,000 elements: full rows and a remainder
   for (int world : {1, 2}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       for (const double norm_type : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
@@ -226,14 +226,13 @@ TEST(FullParameters, OfSomeUnits) {
       torch::NoGradGuard no_grad;
       model->named_parameters()["1.bias"].fill_(3);
       reference->named_parameters()["1.bias"].fill_(3);
-      EXPECT_TRUE(same_values(fsdp(input(0)), reference->forward(input(0))));  // the others are gathered as ever
+      EXPECT_TRUE(same_values(fsdp(input(0)), reference->forward(input(0))));  // the other units are gathered for use
       EXPECT_THROW(model->named_parameters()["2.bias"].fill_(3), std::logic_error);
     }
     expect_same_parameters(fsdp, *reference, "after");
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      auto guard = fsdp.summon_full_params({.units = {"1", "7"}});
-                    }),
-                    "'0', '1', '2'");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.units = {"1", "7"}}); }),
+        "'0', '1', '2'");
   });
 }
 
@@ -264,7 +263,7 @@ TEST(Checks, InfiniteGradientsAreNamedByUnitAndRank) {
     FullyShardedDataParallel fsdp(seeded(1, [] { return chain(3, 8); }), comm, options);
     fsdp(input(0)).sum().backward();
     at::Tensor x = input(0);
-    if (comm->rank() == 1) x[0][3] = INFINITY;  // column 3 of the first weight's gradient, and what follows
+    if (comm->rank() == 1) x[0][3] = INFINITY;  // column 3 of the first weight's gradient, and later layers
     const std::string error = error_of<std::runtime_error>([&] { fsdp(x).sum().backward(); });
     expect_contains(error, "unit '0' in the parts of ranks 0, 1");
     fsdp.zero_grad();
@@ -323,7 +322,7 @@ TEST(UnevenData, ARankThatRunsOutEndsTheOthersSoon) {
   expect_contains(error, "rank 1");
 }
 
-// All data count the same, whoever has them.
+// Each row counts the same on all ranks.
 TEST(UnevenData, JoinedRanksTrainOnAllOfIt) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
     auto reference = seeded(1, [] { return chain(2, 8); });
@@ -335,7 +334,7 @@ TEST(UnevenData, JoinedRanksTrainOnAllOfIt) {
       const double factor = step < own_steps ? 3.0 / active : 0.0;
       step_both(sharded, whole, [&] {
         (fsdp(input(comm->rank() + 10 * step)).square().mean() * factor).backward();
-        int first = 3 - active;  // those with data are the last ones
+        int first = 3 - active;  // the last ranks still have data
         reference_backward(reference, active, [&](int part) {
           return reference->forward(input(first + part + 10 * step)).square().mean();
         });

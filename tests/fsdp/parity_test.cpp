@@ -1,5 +1,4 @@
-// FSDP against the unsharded loop: bit for bit, over random module trees, worlds, policies and
-// options.
+// FSDP against the unsharded loop, bit for bit: random module trees, worlds, policies and options.
 
 #include <map>
 
@@ -43,8 +42,8 @@ std::unique_ptr<torch::optim::Optimizer> optimizer(int kind, std::vector<at::Ten
   return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
 }
 
-// Which of ten pairs of trees and options: every other one, so that each world has each policy; fewer under sanitizers
-// (tests/TestEnvironment.cmake), which are slow.
+// A selection of ten pairs of trees and options: every second one, so that each world has each policy; fewer under
+// sanitizers (tests/TestEnvironment.cmake).
 std::vector<int> kinds_at(int world) {
   std::vector<int> kinds;
   if (has_full_matrix()) {
@@ -76,7 +75,7 @@ at::Tensor loss_of(auto& net, const Data& data, int part) {
   return torch::mse_loss(net(data.x.narrow(0, part * kRows, kRows)), data.y.narrow(0, part * kRows, kRows));
 }
 
-// The tree as one process trains it, once for all ranks.
+// The tree after training in one process; computed once for all ranks.
 RandomNet trained(int world, int kind) {
   at::set_num_threads(1);
   RandomNet net = tree(world, kind, 7);
@@ -96,7 +95,7 @@ TEST_P(Parity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
   for (int kind : kinds_at(world)) references.emplace(kind, trained(world, kind));
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
     for (int kind : kinds_at(world)) {
-      // Without the synchronisation at start the caller promises equal values.
+      // Without sync_module_states the caller must give all ranks the same values.
       const FsdpOptions chosen = options(kind);
       auto model = tree(world, kind, chosen.sync_module_states && comm->rank() > 0 ? 8 : 7);
       FullyShardedDataParallel fsdp(model, comm, chosen);
@@ -117,7 +116,7 @@ TEST_P(Parity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
   });
 }
 
-// One process on the whole batch is the same up to the order of additions.
+// One process on the whole batch differs only in the order of additions.
 TEST(ParityToRounding, RanksAgreeWithOneProcessOnTheWholeBatch) {
   std::vector<at::Tensor> results;
   for (int world : {1, 2, 4}) {

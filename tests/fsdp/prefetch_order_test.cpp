@@ -20,11 +20,11 @@ TEST(PrefetchOrder, KnowsNothingInTheFirstPass) {
   EXPECT_EQ(order.upcoming(3), Units{});
 }
 
-TEST(PrefetchOrder, ForetellsWhatFollowedLastTime) {
+TEST(PrefetchOrder, PredictsTheOrderOfTheLastPass) {
   PrefetchOrder order;
   run(order, {0, 1, 2, 3});
   order.begin_pass();
-  EXPECT_EQ(order.upcoming(1), Units{});  // before anything is used
+  EXPECT_EQ(order.upcoming(1), Units{});  // before the first use
   order.used(0);
   EXPECT_EQ(order.upcoming(2), (Units{1, 2}));
   order.used(1);
@@ -38,7 +38,7 @@ TEST(PrefetchOrder, FollowsPositionsNotUnits) {
   run(order, {0, 1, 0, 2});
   order.begin_pass();
   order.used(0);
-  EXPECT_EQ(order.upcoming(3), (Units{1, 2}));  // itself left out
+  EXPECT_EQ(order.upcoming(3), (Units{1, 2}));  // without the unit in use
   order.used(1);
   EXPECT_EQ(order.upcoming(1), Units{0});
   order.used(0);
@@ -70,7 +70,7 @@ TEST(PrefetchOrder, AnEmptyPassForgetsNothing) {
   EXPECT_EQ(order.upcoming(1), Units{5});
 }
 
-TEST(PrefetchOrder, APassThatNobodyEndsDoesNotGrow) {
+TEST(PrefetchOrder, APassWithoutEndDoesNotGrow) {
   PrefetchOrder order;
   for (size_t i = 0; i < 3 * PrefetchOrder::kLongestPass; ++i) order.used(static_cast<int>(i % 7));
   EXPECT_LE(order.seen().size(), PrefetchOrder::kLongestPass);

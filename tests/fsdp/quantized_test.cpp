@@ -1,8 +1,10 @@
-// Frozen weights in 4 and 8 bit with adapters beside them: what they are, and the same sharded as not.
+// Frozen weights in 4 and 8 bit with adapters: formats, layers, and sharded against unsharded training.
 #include <array>
 #include <optional>
 #include <sstream>
 
+#include "core/layout/flat_layout.h"
+#include "optim/quantized/weight_format.h"
 #include "tests/support/matrix.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -16,7 +18,7 @@ using namespace testing_support;
 constexpr WeightFormat kFormats[] = {WeightFormat::kFull, WeightFormat::kNf4, WeightFormat::kNf4Double,
                                      WeightFormat::kInt8};
 
-// Linears as a member, in a Sequential, in a ModuleList, and one that is used twice.
+// Linear layers as a member, in a Sequential and in a ModuleList, and one that is used twice.
 struct NetImpl : torch::nn::Module {
   NetImpl()
       : in(register_module("in", torch::nn::Linear(8, 33))),
@@ -58,7 +60,7 @@ TEST(WeightFormats, KeepTheirBoundsAndTheirBytes) {
   const int64_t numel = weight.numel();
   const at::Tensor rows = torch::constant_pad_nd(weight.flatten(), {0, 64 - numel % 64}).view({-1, 64});
   const at::Tensor largest = rows.abs().amax(1, true).expand_as(rows).flatten().narrow(0, 0, numel);
-  // Half the widest step of the table, of which the doubly quantized scales add their own error.
+  // Half the widest step of the table, plus the error of doubly quantized scales.
   for (const auto& [format, bound] : {std::pair{WeightFormat::kNf4, 0.1519}, std::pair{WeightFormat::kNf4Double, 0.17},
                                       std::pair{WeightFormat::kInt8, 0.5001 / 127}}) {
     const at::Tensor bytes = encoded(format, weight);
@@ -75,7 +77,7 @@ TEST(WeightFormats, KeepTheirBoundsAndTheirBytes) {
                   "infinite or NaN");
 }
 
-// The table, in the order of bitsandbytes' codes, the first element in the high bits.
+// Codes are bitsandbytes' own: the first element is in the high bits.
 TEST(WeightFormats, PackAsBitsandbytes) {
   const at::Tensor values = torch::tensor({-1.0, 1.0, 0.0, 0.07958029955625534, 0.04, 0.0397}, at::kFloat) * 2;
   const at::Tensor bytes = encoded(WeightFormat::kNf4, values);
@@ -109,7 +111,7 @@ TEST(QuantizeLinears, ComputesWithTheValues) {
   }
 }
 
-// Indices come to an operator in a list of their own.
+// Indexing passes its indices in a list.
 TEST(QuantizeLinears, GivesItsRows) {
   for (const WeightFormat format : {WeightFormat::kNf4, WeightFormat::kInt8}) {
     Net net = net_of(format, /*rank=*/0);
@@ -119,7 +121,7 @@ TEST(QuantizeLinears, GivesItsRows) {
   }
 }
 
-// Nothing of a decoded weight is kept between forward and backward, and gradients of gradients are right.
+// A decoded weight is freed between forward and backward, and double backward is right.
 TEST(QuantizeLinears, HasSecondDerivativesOfItsInputs) {
   Net net = net_of(WeightFormat::kNf4);
   at::Tensor x = torch::ones({1, 8}, at::kFloat).set_requires_grad(true);
@@ -158,7 +160,7 @@ TEST(QuantizeLinears, MergesAndTakesOutAgain) {
   EXPECT_TRUE(torch::allclose(ordinary(x), before, 1e-4, 1e-5));
 }
 
-// torch::save and torch::load know the bytes as the parameter that they are; a file of full weights is noticed.
+// torch::save and torch::load store the encoded bytes; loading a file of full weights throws.
 TEST(QuantizeLinears, AreSavedAndLoadedByTorch) {
   auto plain = [] {
     return seeded(7, [] { return torch::nn::Sequential(torch::nn::Linear(8, 33), torch::nn::Linear(33, 8)); });
@@ -206,9 +208,7 @@ TEST(QuantizeLinears, RefusesByName) {
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.zero_(); }), "which is quantized");
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.sum(); }), "has an adapter");
   converted->to(at::kBFloat16);
-  expect_contains(error_of<std::invalid_argument>([&] {
-                    converted(torch::ones({1, 8}, at::kBFloat16));
-                  }),
+  expect_contains(error_of<std::invalid_argument>([&] { converted(torch::ones({1, 8}, at::kBFloat16)); }),
                   "'in.weight': a quantized weight of 264 elements in");
 }
 
@@ -263,7 +263,7 @@ TEST(QuantizedSharding, HasTheBitsOfOneProcess) {
           Net reference = net_of(format);
           FullyShardedDataParallel fsdp(net_of(format), comm, fsdp_options(ranks_per_copy));
           torch::optim::AdamW optimizer(fsdp.parameters(), options);
-          // Copies of the model add gradients in another order.
+          // Copies of the model change the order of additions.
           train_and_compare(fsdp, optimizer, reference, world, comm->rank(), "FSDP, " + where,
                             ranks_per_copy == 0 ? 0 : 1e-5);
           if (ranks_per_copy == 0) expect_same_parameters(fsdp, *reference, where);
@@ -273,7 +273,7 @@ TEST(QuantizedSharding, HasTheBitsOfOneProcess) {
   }
 }
 
-// The values of an ordinary model with the same seed, though nobody has had it.
+// A deferred model gets the values of an ordinary model of the same seed.
 TEST(QuantizedSharding, OfDeferredModelsIsTheSame) {
   for (const WeightFormat format : kFormats) {
     const auto build = [&] {
@@ -307,7 +307,7 @@ TEST(QuantizedSharding, OfDeferredModelsIsTheSame) {
                   "'in.weight' is deferred: quantize inside deferred()");
 }
 
-// Scales are in the bytes: nothing casts them.
+// Scales are part of the encoded bytes, which mixed precision does not cast.
 TEST(QuantizedSharding, HasTheSameValuesUnderMixedPrecisionAndOffload) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     Net reference = net_of(WeightFormat::kNf4Double);
@@ -362,8 +362,8 @@ TEST(QuantizedSharding, ChecksPointsGoOnAtAnyWorldSize) {
   });
 }
 
-// What is computed in, where shards lie, how many copies of the model there are, and whether anybody has had it whole:
-// 4 ranks begin, 3 go on. One process has masters in fp32 and, in mixed precision, a copy that computes in bf16.
+// Over dtypes, offload, copies of the model and deferred construction: 4 ranks begin and 3 resume. The reference is one
+// process with fp32 master weights and, in mixed precision, a bf16 model.
 enum class Tier { kDevice, kHost, kDisk };
 struct Cell {
   bool mixed;
@@ -448,7 +448,7 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
           }
           if (last < kSteps) return save_checkpoint(folder / "half", fsdp, optimizer);
           const auto state = fsdp.full_state_dict();
-          // A master that rounds to the other neighbour in bf16 moves what comes of it.
+          // A master weight that rounds to the other bf16 neighbour changes the loss.
           for (const auto& entry : expected->named_parameters())
             EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-5, mixed ? 2e-3 : 1e-5))
                 << "mixed " << mixed << " tier " << static_cast<int>(cell.tier) << " copies " << cell.copies
@@ -465,7 +465,7 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
   }
 }
 
-// A unit for each of the 32 layers of Llama 2 7B: docs/optimizers.md has these figures.
+// A unit for each of the 32 layers of Llama 2 7B. docs/optimizers.md has these figures.
 TEST(QuantizedSharding, SevenBillionParametersArePlanned) {
   const std::vector<std::pair<int64_t, int64_t>> linears{{4096, 4096},  {4096, 4096},  {4096, 4096}, {4096, 4096},
                                                          {4096, 11008}, {4096, 11008}, {11008, 4096}};
@@ -481,14 +481,14 @@ TEST(QuantizedSharding, SevenBillionParametersArePlanned) {
     return std::array{mib(32 * base.shard_numel()), mib(base.full_numel()), mib(32 * 4 * trained.shard_numel())};
   };
   const auto alone = plan(WeightFormat::kNf4Double, 1), eight = plan(WeightFormat::kNf4Double, 8);
-  EXPECT_NEAR(alone[0], 3186, 1);     // the base
-  EXPECT_NEAR(eight[0], 398.3, 0.3);  // a rank's part of it
-  EXPECT_NEAR(eight[1], 99.6, 0.1);   // a unit in use
-  EXPECT_NEAR(eight[2], 19.1, 0.1);   // a rank's part of the adapters
+  EXPECT_NEAR(alone[0], 3186, 1);     // the base model
+  EXPECT_NEAR(eight[0], 398.3, 0.3);  // a rank's shard of the base model
+  EXPECT_NEAR(eight[1], 99.6, 0.1);   // an unsharded unit
+  EXPECT_NEAR(eight[2], 19.1, 0.1);   // a rank's shard of the adapters
   EXPECT_NEAR(plan(WeightFormat::kInt8, 8)[0], 820.3, 0.5);
 }
 
-// What memory() says is what the arithmetic of bytes and layouts says; the base has no gradients.
+// memory() reports the bytes that the layouts predict; the base model has no gradients.
 TEST(QuantizedSharding, TakesTheBytesThatArePlanned) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto net =

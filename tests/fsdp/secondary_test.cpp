@@ -1,5 +1,4 @@
-// Parts of what forward gathered, kept for backward by fewer ranks: the same bits as without, and less that travels
-// far.
+// Secondary shards: the same bits as without, and fewer bytes between distant ranks.
 #include "tests/fsdp/linear_chain.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -15,7 +14,7 @@ FsdpOptions with_secondary(int ranks, int ranks_per_copy = 0) {
           .hybrid = {.ranks_per_copy = ranks_per_copy, .ranks_per_secondary_copy = ranks}};
 }
 
-// Steps with an evaluation and two accumulated batches each; parameters written to where a user may.
+// Steps with an evaluation and accumulated batches, and a write to the shards between two batches.
 torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, const FsdpOptions& options,
                                                   unsigned kind) {
   FullyShardedDataParallel fsdp(seeded(7, [&] { return RandomNet(kind); }), comm, options);
@@ -31,7 +30,7 @@ torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> 
       auto scope = fsdp.no_sync();
       backward(10 * step);
       if (step == 2) {
-        // In place, past autograd, while parts of the old values are kept.
+        // In place, without autograd, while secondary shards have the old values.
         for (at::Tensor& shard : fsdp.parameters()) shard.data().mul_(0.9);
       }
       backward(10 * step + 1);
@@ -41,7 +40,7 @@ torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> 
       loss(100);
     }
     backward(10 * step + 2);
-    loss(101);  // recorded, and never gone back through
+    loss(101);  // recorded, without a backward
     fsdp.clip_grad_norm_(0.5);
     optimizer.step();
   }
@@ -92,7 +91,7 @@ TEST(SecondaryCopies, WithOffloadPrecisionAndWireFormatsToo) {
   });
 }
 
-// Of 4 ranks: forward takes 3/4 of the model from three others, backward 1/2 of it from one.
+// Of 4 ranks: forward receives 3/4 of the model from three peers, backward 1/2 from one.
 TEST(SecondaryCopies, BackwardGathersFromTheRanksThatAreNear) {
   on_ranks(4, [](std::shared_ptr<Communicator> comm) {
     constexpr int kDepth = 4;
@@ -108,9 +107,10 @@ TEST(SecondaryCopies, BackwardGathersFromTheRanksThatAreNear) {
     };
     at::Tensor loss;
     auto forward = [&] { loss = fsdp(input(comm->rank(), kWidth)).sum(); };
-    // To each of the others: the order's fingerprint twice, a mark for each parameter and bucket.
+    // To each peer: the fingerprint of the order twice, a flag for each parameter and bucket.
     constexpr int64_t kReduced = kDepth * kUnitBytes * 3 / 4, kReport = 3 * (2 + 2 * kDepth + kDepth) * 8;
-    // The last unit is still there when backward begins, and nobody asks for a gradient of the first one's input.
+    // The last unit is still unsharded when backward begins, and backward does not use the first one, since its input
+    // needs no gradient.
     constexpr int64_t kNear = (kDepth - 2) * kUnitBytes / 2;
     for (int step = 0; step < 2; ++step) {
       EXPECT_EQ(sent(forward), kDepth * kUnitBytes * 3 / 4);
@@ -119,7 +119,7 @@ TEST(SecondaryCopies, BackwardGathersFromTheRanksThatAreNear) {
       EXPECT_EQ(fsdp.memory().secondary_bytes, 0);
       EXPECT_EQ(fsdp.memory().peak_secondary_bytes, (kDepth - 1) * kUnitBytes / 2);
     }
-    // Batches that are accumulated gather from afar once.
+    // Accumulated batches gather from all ranks once.
     {
       auto scope = fsdp.no_sync();
       EXPECT_EQ(sent(forward), kDepth * kUnitBytes * 3 / 4);
@@ -131,7 +131,7 @@ TEST(SecondaryCopies, BackwardGathersFromTheRanksThatAreNear) {
     loss.backward();
     EXPECT_EQ(fsdp.memory().secondary_bytes, 0);
     EXPECT_EQ(sent(forward), kDepth * kUnitBytes * 3 / 4);
-    // An evaluation keeps nothing.
+    // An evaluation keeps no secondary shard.
     loss.backward();
     torch::NoGradGuard no_grad;
     forward();

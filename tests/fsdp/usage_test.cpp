@@ -1,4 +1,4 @@
-// What users of FairScale and FSDP do with a wrapped module, one behaviour a test.
+// Uses of a wrapped module that FairScale and FSDP support, one in each test.
 #include <tuple>
 
 #include "tests/support/large_copies.h"
@@ -23,7 +23,7 @@ at::Tensor input(int rank, int64_t rows = 4, int64_t width = 8) {
   return seeded(50 + rank, [&] { return torch::randn({rows, width}); });
 }
 
-// A unit per Linear.
+// A unit for each Linear.
 FsdpOptions per_linear() { return {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}; }
 
 // ---- the surface
@@ -140,8 +140,8 @@ TEST(Usage, SeveralForwardsBeforeOneBackward) {
   }
 }
 
-// Two backwards without zero_grad between them add up, with and without no_sync, to the sum of the
-// reduced gradients resp. to the reduction of the sum.
+// Two backwards without zero_grad() accumulate: to the sum of reduced gradients, and under no_sync to the reduction of
+// the sum.
 TEST(Usage, GradientsAccumulate) {
   for (bool sync_each : {true, false}) {
     for (int world : {1, 3}) {
@@ -163,7 +163,7 @@ TEST(Usage, GradientsAccumulate) {
             for (int micro = 0; micro < 3; ++micro)
               reference_backward(reference, world, [&](int rank) { return loss(reference, rank + 10 * micro); });
           } else {
-            // Each part's gradients are added up on the part before the parts are.
+            // The gradients of each rank are summed before the sum over ranks.
             std::vector<std::vector<at::Tensor>> by_part(world);
             for (int rank = 0; rank < world; ++rank) {
               reference->zero_grad();
@@ -198,9 +198,9 @@ TEST(Usage, NoSyncSendsNoGradients) {
       return comm->traffic().sent_bytes - before;
     };
     const auto half = fsdp.memory().shard_bytes;
-    EXPECT_EQ(sent(false), half);           // the gather alone
+    EXPECT_EQ(sent(false), half);           // the all-gather
     EXPECT_GE(sent(true), 2 * half);        // and the reduce-scatter
-    EXPECT_LT(sent(true), 2 * half + 100);  // the report at the end is small
+    EXPECT_LT(sent(true), 2 * half + 100);  // and the consistency check
     for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
   });
 }
@@ -212,7 +212,7 @@ struct BranchesImpl : torch::nn::Module {
     register_module("tail", tail);
   }
   at::Tensor forward(at::Tensor x, bool use_a, bool use_b) {
-    // Both are touched on every rank, so that gathers agree; a factor of 0 would still give gradients.
+    // Every rank uses both, so that all-gathers agree. A factor of 0 would still give gradients.
     at::Tensor ya = a(x), yb = b(x);
     if (use_a) x = x + ya;
     if (use_b) x = x + yb;
@@ -241,7 +241,7 @@ TEST(Usage, ParametersWithoutGradientOnSomeRanksCountAsZeroThere) {
   });
 }
 
-// As in the unsharded loop: the optimizer must not see a gradient of zeros, or Adam would count a step.
+// As in the unsharded loop: with a gradient of zeros Adam would count a step.
 TEST(Usage, ParametersThatNoRankUsedHaveNoGradient) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(1, [] { return Branches(); });
@@ -328,7 +328,7 @@ TEST(Usage, TiedWeightsStayTiedAcrossUnits) {
       auto model = seeded(1, [] { return Tied(); });
       auto reference = seeded(1, [] { return Tied(); });
       FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(1)});
-      EXPECT_EQ(fsdp.parameters().size(), 3U);  // embedding.weight = head.weight, body's two
+      EXPECT_EQ(fsdp.parameters().size(), 3U);  // the tied weight, and two of the body
       torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
       for (int step = 0; step < 4; ++step) {
         step_both(sharded, whole, [&] {
@@ -356,7 +356,7 @@ TEST(Usage, ParametersOfSeveralDtypes) {
       return model;
     };
     auto model = seeded(1, build), reference = seeded(1, build);
-    FullyShardedDataParallel fsdp(model, comm);  // one unit of both
+    FullyShardedDataParallel fsdp(model, comm);  // one unit has both
     auto run = [](torch::nn::Sequential& net, const at::Tensor& x) {
       return net[2]
           ->as<torch::nn::Linear>()
@@ -453,7 +453,7 @@ TEST(Usage, SummonedParametersAreFullAndWrittenBack) {
         auto scope = fsdp.summon_full_params();
         for (const auto& entry : reference->named_parameters()) {
           auto parameter = model->named_parameters()[entry.key()];
-          // Behind the dispatcher, too.
+          // data_ptr() too.
           EXPECT_EQ(parameter.data_ptr<float>()[entry.value().numel() - 1],
                     entry.value().data_ptr<float>()[entry.value().numel() - 1]);
           parameter.mul_(2);
@@ -499,7 +499,7 @@ TEST(Usage, ClippingAgreesWithTorch) {
         const double norm = fsdp.clip_grad_norm_(0.5, norm_type);
         const double expected = torch::nn::utils::clip_grad_norm_(reference->parameters(), 0.5, norm_type);
         EXPECT_NEAR(norm, expected, 1e-4 * expected);
-        // Small again: what is below the limit stays.
+        // A norm below the limit: no change.
         const double again = fsdp.clip_grad_norm_(10, norm_type);
         EXPECT_NEAR(again, 0.5, 1e-3);
         torch::optim::SGD sharded(fsdp.parameters(), 1.0), whole(reference->parameters(), 1.0);
@@ -543,7 +543,7 @@ TEST(Usage, ZeroGradOfEveryKindStartsAnew) {
       const auto again = gradients();
       for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i], again[i]));
     }
-    const auto doubled = gradients();  // nothing cleared
+    const auto doubled = gradients();  // without zero_grad()
     for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i] * 2, doubled[i]));
   });
 }
@@ -561,7 +561,7 @@ TEST(Usage, AGradientThatTheUserKeepsIsNotOverwritten) {
   });
 }
 
-// From where autograd has left it, of a linear layer a transposed view; but one that a hook keeps is copied.
+// A gradient is sent from autograd's own memory, even a transposed view, unless a hook keeps it.
 TEST(Usage, AGradientThatNobodyElseHasTravelsWithoutACopy) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -582,8 +582,8 @@ TEST(Usage, AGradientThatNobodyElseHasTravelsWithoutACopy) {
   });
 }
 
-// A large gradient is sent from where autograd has left it, but not one that a hook has kept: what is written to it
-// meanwhile, so that no version tells of it, does nothing, as in one process.
+// A large gradient is sent from autograd's own memory, unless a hook keeps it: writes that bypass the version counter
+// then have no effect, as in one process.
 TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -613,7 +613,7 @@ TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
   });
 }
 
-// Nor one of which a hook has kept but a view, and writes to that.
+// The same if the hook keeps a view of it.
 TEST(Usage, AGradientOfWhichAViewIsKeptTravelsAsItWas) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -647,14 +647,14 @@ TEST(Usage, AutogradGradGivesFullGradients) {
   });
 }
 
-// Whoever is given the shards is shown what the module's parameters say, before any forward.
+// parameters() returns shards whose requires_grad follows the module's parameters, before any forward.
 TEST(Usage, ParametersThatAreFrozenInTheModuleAreFrozenInTheShards) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(1, [] { return chain(2, 8); });
     FullyShardedDataParallel fsdp(model, comm, per_linear());
     for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
     for (auto& shard : fsdp.parameters()) EXPECT_FALSE(shard.requires_grad());
-    for (auto& shard : fsdp.parameters()) shard.requires_grad_(true);  // thawed the other way
+    for (auto& shard : fsdp.parameters()) shard.requires_grad_(true);  // unfreezes by way of the shards
     fsdp(input(0)).sum().backward();
     for (auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
     fsdp.zero_grad();
@@ -662,7 +662,7 @@ TEST(Usage, ParametersThatAreFrozenInTheModuleAreFrozenInTheShards) {
     for (auto& shard : shards) shard.requires_grad_(false);
     EXPECT_FALSE(fsdp.parameters()[0].requires_grad());
     for (auto& parameter : model->parameters()) {
-      EXPECT_FALSE(parameter.requires_grad());  // by the look that parameters() is
+      EXPECT_FALSE(parameter.requires_grad());  // parameters() has updated it
       parameter.requires_grad_(true);
     }
     fsdp(input(0)).sum().backward();
@@ -711,7 +711,7 @@ TEST(Usage, AGradientThatComesLaterThanItsUnitsOthersIsCounted) {
   });
 }
 
-// Where nothing travels before a rank waits, memory ahead of that is for nothing.
+// If an all-gather moves data only in wait(), a prefetch would only cost memory.
 TEST(Usage, LargeUnitsWaitWhereRanksReadEachOthersMemory) {
   for (const bool in_memory : {true, false}) {
     SCOPED_TRACE(in_memory ? "in memory" : "by TCP");
@@ -733,9 +733,10 @@ TEST(Usage, LargeUnitsWaitWhereRanksReadEachOthersMemory) {
   }
 }
 
-// One of many goes as backward begins, one of few stays; and ranks may take more turns than others.
+// As backward begins, a large unit is evicted if there are many units. Ranks may use two units in turn different
+// numbers of times.
 TEST(Usage, LargeUnitsThatAreUsedInTurnStayGathered) {
-  // The first layer's weight takes no part in backward.
+  // Backward does not use the first layer's weight.
   for (const auto& [units, gathers] : std::vector<std::pair<int, int>>{{2, 2}, {7, 7 + 4}, {8, 8 + 6}}) {
     SCOPED_TRACE(units);
     const auto body = [units = units, gathers = gathers](std::shared_ptr<Communicator> comm) {
@@ -770,8 +771,8 @@ TEST(Usage, EachUnitIsGatheredOnceInForwardAndOnceInBackward) {
         const auto before = comm->traffic().sent_bytes;
         fsdp(input(0, 2, 32)).sum().backward();
         const auto sent = comm->traffic().sent_bytes - before;
-        // Two units are still there when backward begins, and the first layer's weight takes no
-        // part in it, which the first backward cannot know when it prefetches.
+        // Two units are still unsharded when backward begins. Backward does not use the first layer's weight, but the
+        // first backward prefetches it.
         const auto gathers = reshard ? 10 + 8 - step : 10;
         EXPECT_EQ(sent / (fsdp.memory().largest_unit_bytes / 2), gathers + 10);
       }

@@ -1,4 +1,5 @@
-// Parameters and gradients that travel in 8 bit: bounds in closed form, the same on all ranks, and bytes.
+// Parameters and gradients in 8 bit on the wire: error bounds, equal values on all ranks, and bytes.
+#include "core/layout/int8_blocks.h"
 #include "tests/support/reference.h"
 
 namespace tessera::wire_test {
@@ -9,7 +10,7 @@ using namespace testing_support;
 
 constexpr int64_t kBlock = Int8Blocks::kWireBlockNumel;
 
-// Half the scale of each element's block.
+// Half the scale of the block of each element.
 at::Tensor bound_of(const at::Tensor& flat) {
   const int64_t numel = flat.numel(), rest = (kBlock - numel % kBlock) % kBlock;
   const at::Tensor rows = torch::constant_pad_nd(flat, {0, rest}).view({-1, kBlock}).abs();
@@ -37,7 +38,7 @@ TEST(Int8BlocksTest, RoundsToHalfAScale) {
   EXPECT_TRUE(torch::equal(rounded(whole.to(at::kBFloat16)), whole.to(at::kBFloat16)));
 }
 
-TEST(Int8BlocksTest, KeepsWhatIsNotFinite) {
+TEST(Int8BlocksTest, KeepsInfinityAndNaN) {
   for (const float bad : {INFINITY, -INFINITY, NAN}) {
     at::Tensor values = torch::ones({600});
     values[300] = bad;
@@ -68,7 +69,7 @@ TEST(Wire, GathersTheSameRoundedParametersOnAllRanks) {
       FullyShardedDataParallel fsdp(net(), comm, options_with({.parameters = WireFormat::kInt8Blocks}));
       auto* first = (*fsdp.module())[0]->as<torch::nn::LinearImpl>();
       const at::Tensor exact = net()[0]->as<torch::nn::LinearImpl>()->weight.detach();
-      const at::Tensor used = (first->weight + 0).detach();  // an operator: gathered
+      const at::Tensor used = (first->weight + 0).detach();  // an operator unshards
       if (world == 1) {
         EXPECT_TRUE(torch::equal(used, exact));
       } else {
@@ -79,7 +80,7 @@ TEST(Wire, GathersTheSameRoundedParametersOnAllRanks) {
       comm->all_gather(others, used.flatten()).wait();
       for (int rank = 0; rank < world; ++rank)
         EXPECT_TRUE(torch::equal(others.narrow(0, rank * used.numel(), used.numel()), used.flatten()));
-      // What is kept, and shown, is exact.
+      // Shards and full parameters are exact.
       EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["0.weight"], exact));
       auto scope = fsdp.summon_full_params();
       EXPECT_TRUE(torch::equal(first->weight, exact));
@@ -87,7 +88,7 @@ TEST(Wire, GathersTheSameRoundedParametersOnAllRanks) {
   }
 }
 
-// Each rank's gradient is off by half a scale of its own blocks, in the order of the shards.
+// The error of each rank's gradient is at most half a scale of its own blocks.
 TEST(Wire, ReducesGradientsWithinTheBound) {
   for (const int world : fewer_on_devices<std::vector<int>>({2, 3, 4}, {4})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -98,7 +99,7 @@ TEST(Wire, ReducesGradientsWithinTheBound) {
         for (const at::Tensor& shard : fsdp.parameters()) found.push_back(shard.grad().clone());
         return found;
       };
-      double largest = 0;  // of any rank's own gradient
+      double largest = 0;  // over the ranks
       for (int rank = 0; rank < world; ++rank) {
         auto whole = net();
         whole->forward(batch(rank)).square().mean().backward();
@@ -138,7 +139,7 @@ TEST(Wire, SendsAQuarterOfTheBytes) {
   });
 }
 
-// Losses go down as they do without, and all ranks have the same model in the end.
+// Losses decrease as without 8 bit, and all ranks end with the same model.
 TEST(Wire, TrainsInEveryStage) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
     const auto adam = torch::optim::AdamWOptions(1e-2);

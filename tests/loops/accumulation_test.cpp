@@ -21,9 +21,9 @@ TEST_P(Accumulation, OtherNumbersOfMicroBatches) {
     for (int step = 0; step < 4; ++step) {
       const int parts = 1 + step % 3;
       for (int part = 0; part < parts; ++part) {
-        std::unique_ptr<Scope> outer, inner;
-        if (part + 1 < parts) outer = std::make_unique<Scope>(run.no_sync());
-        if (part == 0 && outer) inner = std::make_unique<Scope>(run.no_sync());
+        std::unique_ptr<ScopeExit> outer, inner;
+        if (part + 1 < parts) outer = std::make_unique<ScopeExit>(run.no_sync());
+        if (part == 0 && outer) inner = std::make_unique<ScopeExit>(run.no_sync());
         (run.loss(step + part) / parts).backward();
         inner.reset();
       }
@@ -62,8 +62,8 @@ TEST_P(Accumulation, PartsOfOtherNumbersAndAShortLastBatch) {
       const int64_t rows = step == 3 ? 5 : kRows;
       run.divide_gradients_by_sum(parts * own_rows(run, run.x(0), rows).size(0));
       for (int part = 0; part < parts; ++part) {
-        std::unique_ptr<Scope> alone;
-        if (part + 1 < parts) alone = std::make_unique<Scope>(run.no_sync());
+        std::unique_ptr<ScopeExit> alone;
+        if (part + 1 < parts) alone = std::make_unique<ScopeExit>(run.no_sync());
         const at::Tensor x = own_rows(run, run.x(3 * step + part), rows);
         (run(x) - own_rows(run, run.y(3 * step + part), rows)).square().sum().backward();
       }

@@ -17,6 +17,7 @@
 #endif
 
 #include <tessera/optim/partial_step.h>
+#include "oss/parameter_buckets.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"

@@ -3,7 +3,6 @@
 #include <cstdlib>
 
 namespace tessera::testing_support {
-using namespace internal;
 namespace {
 
 // A module without forward: an inner node of the tree.

@@ -7,15 +7,15 @@
 
 namespace tessera::internal {
 
-// Tensors among forward's arguments that were converted on the way in (MixedPrecision::cast_forward_inputs), and what
-// forward has done to them: the caller's are to be as if it had been given those. Used by one thread, within a forward.
+// The tensors among forward's arguments that MixedPrecision::cast_forward_inputs converts. Changes that forward makes
+// to a converted tensor are copied to the caller's. Used by one thread, during one forward.
 class ConvertedInputs {
  public:
-  // What forward is given: the tensor in that type, itself if it is of it. One for each that the caller has.
+  // The tensor in that dtype. Returns the same tensor for the same argument; the argument itself if it has the dtype.
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
-  // Changes in place of what was given come to the caller's tensor, recorded by autograd as they are.
+  // Copies changes in place to the caller's tensors; autograd records the copies.
   void copy_changes() const;
-  // The caller's tensor where this is what forward was given in its place; any other as it is.
+  // The caller's tensor of a converted one; other tensors as they are.
   at::Tensor own_of(const at::Tensor& tensor) const;
   // Whether two lists have the same tensors.
   static bool are_same(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others);
@@ -23,7 +23,7 @@ class ConvertedInputs {
  private:
   struct Input {
     at::Tensor own, given;
-    int64_t version;  // of what was given; -1: it is an inference tensor, which has none
+    int64_t version;  // of `given`; -1: an inference tensor, which has none
   };
   std::vector<Input> inputs_;
 };

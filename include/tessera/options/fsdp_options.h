@@ -13,127 +13,123 @@
 
 namespace tessera {
 
-// What summon_full_params() brings, and to whom. The same on all ranks.
+// Options of summon_full_params(). The same on all ranks.
 struct SummonOptions {
-  bool writeback = true;  // keep what the scope changes; false: changes are lost
-  // true: only rank 0 gets them; on the others using a parameter throws std::logic_error. Needs
-  // writeback = false, since the others' shards could not follow.
+  bool writeback = true;  // keep changes made in the scope; false: they are lost
+  // true: only rank 0 gets full parameters; on other ranks the use of a parameter throws std::logic_error. Needs
+  // writeback = false, since the shards of other ranks could not follow.
   bool rank0_only = false;
-  // true: full parameters lie in host memory, so that an accelerator holds one of a unit's flat parameters whole at a
-  // time. To read and change them: forward() in such a scope throws std::logic_error. On CPUs they always lie there.
+  // true: full parameters are in host memory, and an accelerator holds one flat parameter in full at a time. They may
+  // be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
   bool offload_to_cpu = false;
-  // The units to summon, by name, as describe() prints them: "blocks.3", "(root)". Empty: all. The
-  // others are gathered when used, as ever.
+  // The units to summon, by name, as describe() prints them: "blocks.3", "(root)". Empty: all. Other units are gathered
+  // for use.
   std::vector<std::string> units;
 };
 
-// The options. Throws std::invalid_argument for ones that do not go together.
+// Returns the options. Throws std::invalid_argument if they contradict each other.
 const SummonOptions& checked(const SummonOptions& options);
 
-// Who gets what full_state_dict() and visit_full_state() bring, and where. The same on all ranks.
+// Options of full_state_dict() and visit_full_state(). The same on all ranks.
 struct StateDictOptions {
-  // true: only rank 0 gets the tensors, the others an empty dictionary.
+  // true: only rank 0 gets tensors, other ranks get an empty dictionary.
   bool rank0_only = false;
-  // true: the copies lie in host memory, so that an accelerator holds one unit at a time.
+  // true: copies are in host memory, and an accelerator holds one unit at a time.
   bool offload_to_cpu = false;
 };
 
-// Which dtype each part of a step is in; what is empty stays in the parameters' own. Optimizers,
-// checkpoints and state dictionaries see the parameters' own dtype always (FSDP2's
-// MixedPrecisionPolicy, with FSDP1's buffers).
+// The dtype of each phase of a step; empty: the parameters' own. Optimizers, checkpoints and state dictionaries always
+// have the parameters' own dtype (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers).
 struct MixedPrecision {
-  // All-gathers and computation of floating-point parameters: kBFloat16 or kHalf halve both the
-  // bytes sent and the gathered memory of fp32 parameters, whose shards are cast before they travel.
+  // All-gathers and computation of floating-point parameters. kBFloat16 and kHalf halve the bytes sent and the memory
+  // of unsharded fp32 parameters: shards are cast before they are sent.
   std::optional<at::ScalarType> param_dtype;
-  // Reduction of their gradients; param_dtype if empty. kFloat costs twice the bytes of 16 bit and
-  // rounds once instead of at every rank and every accumulation under no_sync.
+  // Reduction of gradients; empty: param_dtype. kFloat costs twice the bytes of 16 bit, and rounds once instead of on
+  // every rank and in every accumulation under no_sync.
   std::optional<at::ScalarType> reduce_dtype;
-  // Floating-point buffers are converted to it, once, at construction.
+  // Floating-point buffers are converted once, at construction.
   std::optional<at::ScalarType> buffer_dtype;
   // The wrapper's forward() converts floating-point tensors among its arguments (in vectors, tuples
   // and optionals too) to param_dtype.
   bool cast_forward_inputs = true;
-  // The wrapper's forward() converts floating-point tensors in what it returns to it.
+  // The wrapper's forward() converts floating-point tensors in its result.
   std::optional<at::ScalarType> output_dtype;
-  // Modules that compute in the parameters' own dtype, norms usually: their parameters and buffers
-  // are never cast. An operator on such a parameter gets arguments of param_dtype converted up
-  // and its results converted back, in forward and in backward. Batch norms are such modules (FSDP1's default), unless
-  // buffer_dtype is param_dtype: their parameters go with their running statistics.
+  // Modules that compute in the parameters' own dtype, norms usually. Their parameters and buffers are never cast.
+  // Arguments of param_dtype of an operator on such a parameter are converted up, and its results back, in forward and
+  // in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is param_dtype, since parameters and
+  // running statistics need one dtype.
   WrapPolicy full_precision;
 };
 
 // Shard within groups of ranks, replicate across them (FSDP1's HYBRID_SHARD, a 2-D mesh in FSDP2).
 struct HybridSharding {
-  // How many ranks, consecutive ones, share one copy of the model; divides the world's size. Gathers
-  // and reduce-scatters stay within them; each rank's part of the gradients is then averaged
-  // with its counterparts in the other copies. 0: all ranks share one copy.
+  // The number of consecutive ranks that share one copy of the model. Must divide the world size. All-gathers and
+  // reduce-scatters stay within a copy; each rank's part of the gradients is then averaged over the copies. 0: all
+  // ranks share one copy.
   int ranks_per_copy = 0;
-  // How many ranks, consecutive ones, those of a host usually, keep what a forward that records for autograd has
-  // gathered, each a part of it, until backward is through with it (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n).
-  // Backward, and further forwards under no_sync(), gather from these parts: among ranks that are near. Divides
-  // the ranks of a copy. Costs 1 / n of the model in the dtype that is gathered. 0: no such parts.
+  // The number n of consecutive ranks, usually those of a host, that keep secondary shards: 1/n of the unsharded
+  // parameters on each rank, from forward to the end of backward (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n).
+  // Backward, and further forwards under no_sync(), gather among these ranks only. Must divide the ranks of a copy.
+  // Costs 1/n of the model in param_dtype. 0: no secondary shards.
   int ranks_per_secondary_copy = 0;
 };
 
-// In what form bytes travel between the ranks that share a copy of the model, for links that are slow: a quarter of
-// fp32's bytes, half of bf16's, for an error (see Int8Blocks). Shards, the optimizer, checkpoints and what
-// summon_full_params() shows stay exact. Parameters of modules of full_precision, integers and a single rank's are
-// never rounded.
+// The format of data between the ranks of a copy of the model. For slow links: kInt8Blocks sends a quarter of fp32's
+// bytes, half of bf16's, with an error (see Int8Blocks). Shards, optimizers, checkpoints and summon_full_params() stay
+// exact. Parameters of full_precision modules, integers, and parameters of a single rank are never rounded.
 struct WireFormats {
-  // All-gathers (ZeRO++'s qwZ): forward and backward compute with parameters rounded to blocks, the same on all ranks.
+  // All-gathers (ZeRO++'s qwZ): forward and backward compute with rounded parameters, the same on all ranks.
   WireFormat parameters = WireFormat::kDtype;
   // Reduce-scatters (one hop of its qgZ): each rank's gradients are rounded once, exchanged, and added in fp32, in rank
   // order.
   WireFormat gradients = WireFormat::kDtype;
 };
 
-// What FullyShardedDataParallel does, and what it costs. The same on all ranks.
+// Options of FullyShardedDataParallel, with their costs. The same on all ranks.
 struct FsdpOptions {
-  // Which modules become units (see WrapPolicy). Empty: the whole model is one unit.
+  // Selects the modules that become units (see WrapPolicy). Empty: the whole model is one unit.
   WrapPolicy auto_wrap{};
 
-  // true: a unit's parameters are released after its forward and gathered again in backward
-  // (ZeRO-3: 1.5 times DDP's traffic, least memory). false: they stay from forward until backward
-  // has all of the unit's gradients (ZeRO-2's traffic; memory of the whole model), and after an
-  // evaluation until the next backward ends.
+  // true: a unit is resharded after its forward and unsharded again in backward (ZeRO-3: 1.5 times DDP's traffic, least
+  // memory). false: it stays unsharded from forward until backward has all gradients of the unit (ZeRO-2's traffic;
+  // memory of the whole model), and after an evaluation until the next backward ends.
   bool reshard_after_forward = true;
 
-  // Which dtypes parameters, gradients and buffers travel and compute in.
+  // The dtypes of parameters, gradients and buffers on the wire and in computation.
   MixedPrecision mixed_precision{};
 
-  // Whether they travel in 8 bit.
+  // Formats on the wire: 8 bit, say.
   WireFormats wire{};
 
-  // Whether shards and gradients lie in host memory, or on a disk.
+  // Host or disk memory for shards and gradients.
   CpuOffload offload{};
 
-  // How many units ahead of the one in use are gathered, in forward and in backward, in the order
-  // seen in the iteration before. 0: none. Costs one gathered unit of memory each. Not a unit of more than 65,536
-  // elements among ranks that read each other's memory (gloo, on one host), where nothing travels before it is needed.
+  // The number of units that are gathered ahead of the one in use, in forward and in backward, in the order of the last
+  // iteration. 0: none. Each costs the memory of an unsharded unit. A unit of more than 65,536 elements is not gathered
+  // ahead by ranks that read each other's memory (gloo, on one host): no data would move before its use.
   int prefetch = 1;
 
-  // How many units, the most recently used ones, stay gathered while the next is in use. 2 keeps
-  // two units that are used in turn from evicting each other. Units that are not gathered ahead (above), if there are
-  // eight or more, go as backward begins, but for the one that it begins with.
+  // The number of most recently used units that stay unsharded. With 2, two units that are used in turn do not evict
+  // each other. If there are eight or more units, those that are not gathered ahead (above) are evicted when backward
+  // begins, except for its first one.
   int keep_recent = 2;
 
-  // Take parameters and buffers from rank 0 at construction. false: the caller promises that
-  // they are the same on all ranks already.
+  // true: parameters and buffers are rank 0's. false: they must be the same on all ranks already.
   bool sync_module_states = true;
 
-  // Whether several copies of the model are sharded, each over some of the ranks.
+  // Several copies of the model, each sharded over some of the ranks.
   HybridSharding hybrid{};
 
-  // Modules whose parameters stay as they are: whole on every rank, not in parameters(), their
-  // gradients not reduced. For frozen parts that are used everywhere, or trained in another way.
+  // Modules whose parameters are not sharded, not in parameters(), and whose gradients are not reduced. For frozen
+  // parts that are used everywhere, or trained in another way.
   WrapPolicy ignored_modules{};
 
-  // true: backward throws std::invalid_argument, on all ranks, if a parameter had a gradient on
-  // some ranks only, which otherwise counts as 0 on the others.
+  // true: backward throws std::invalid_argument, on all ranks, if a parameter has a gradient on some ranks only. false:
+  // it counts as 0 on the others.
   bool refuse_uneven_use = false;
 
-  // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or
-  // NaN, and names units and ranks. Costs one pass over the gradient shards, and a flag that ranks gather and wait for.
+  // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or NaN, and names units
+  // and ranks. Costs one pass over the gradient shards, and an exchange of flags.
   bool check_finite = false;
 
   // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
@@ -141,11 +137,11 @@ struct FsdpOptions {
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
-// The options. Throws std::invalid_argument, naming the field, for values that cannot be meant.
+// Returns the options. Throws std::invalid_argument, naming the field, for values out of range.
 const FsdpOptions& checked(const FsdpOptions& options);
-// The modules whose parameters and buffers are not cast: full_precision, and batch norms where they have to be.
+// Selects the modules that are not cast: full_precision, and batch norms unless buffer_dtype is param_dtype.
 WrapPolicy exempt_modules(const MixedPrecision& precision);
-// What must be the same on all ranks, as text.
+// The options that must be the same on all ranks, as text.
 std::string describe(const FsdpOptions& options);
 
 }  // namespace tessera

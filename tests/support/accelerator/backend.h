@@ -19,7 +19,6 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
-using namespace internal;
 
 // The state that the ranks of a group share.
 class SimulatedGroup;

@@ -19,7 +19,7 @@ using namespace internal;
 class CallStack {
  public:
   static CallStack here();
-  // Returns our functions, innermost first, without arguments: "Unit::start_gather < Scheduler::use".
+  // Returns our functions, innermost first, without arguments: "Unit::unshard < Scheduler::use".
   std::string text() const;
 
  private:

@@ -1,10 +1,10 @@
-#include "fsdp/offloaded_memory.h"
+#include "offload/offloaded_memory.h"
 
 #include <stdexcept>
 
 namespace tessera::internal {
 
-OffloadedMemory::OffloadedMemory(const CpuOffload& options, const Communicator& world)
+OffloadedMemory::OffloadedMemory(const OffloadOptions& options, const Communicator& world)
     : options_(options),
       rank_(std::to_string(world.rank())),
       staging_(world.device(), MemoryKind::kStaging),
@@ -19,13 +19,13 @@ OffloadedMemory::OffloadedMemory(const CpuOffload& options, const Communicator& 
   if (options.params || options.grads) copies_ = CopyEngine::make(world.device());
 }
 
-FlatParameterOptions::Memory OffloadedMemory::on_host(const char* purpose) {
+CountedBuffers::Memory OffloadedMemory::on_host(const char* purpose) {
   return [this, purpose](int64_t numel, at::ScalarType dtype) {
     return host_.take(numel, dtype, std::string(purpose) + " on rank " + rank_);
   };
 }
 
-FlatParameterOptions::Memory OffloadedMemory::shards(const std::string& unit) {
+CountedBuffers::Memory OffloadedMemory::shards(const std::string& unit) {
   if (!options_.params) return nullptr;
   if (!disk_ || (options_.disk_units && !options_.disk_units(unit))) return on_host("the shards");
   return [this, unit](int64_t numel, at::ScalarType dtype) {

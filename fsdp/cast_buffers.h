@@ -1,0 +1,35 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <map>
+#include <string>
+
+#include <tessera/options/fsdp_options.h>
+
+namespace tessera::internal {
+
+// The buffers that MixedPrecision::buffer_dtype casts, with their dtypes before. Checkpoints and state dictionaries
+// store the dtypes before.
+class CastBuffers {
+ public:
+  // Casts floating-point buffers in place, since the module's members refer to these tensors. Not those of exempt and
+  // ignored modules.
+  void cast(const torch::nn::Module& module, const FsdpOptions& options);
+
+  // The value in the dtype before; other buffers as they are.
+  at::Tensor own_value(const std::string& name, const at::Tensor& value) const;
+
+  // torch::load() replaces the storage of a tensor and keeps its dtype: a cast buffer would be garbage. Throws
+  // std::logic_error, naming the buffer, if one has the bytes of its dtype before. `rank` is for errors.
+  void require_no_foreign_bytes(const std::string& rank) const;
+
+ private:
+  struct Entry {
+    at::Tensor buffer;
+    at::ScalarType own;
+  };
+  std::map<std::string, Entry> by_name_;
+};
+
+}  // namespace tessera::internal

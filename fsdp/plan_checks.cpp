@@ -1,0 +1,71 @@
+#include "fsdp/plan_checks.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/comm/agreement.h"
+#include "core/layout/shardable.h"
+#include "core/model/module_state.h"
+
+namespace tessera::internal {
+
+void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
+                       const torch::nn::Module& module, Communicator& world) {
+  std::vector<std::string> lines{"options: " + describe(options)};
+  for (const PlannedUnit& unit : plan)
+    for (const std::string& line : describe_parameters(unit.parameters))
+      lines.push_back("unit '" + unit.name + "': " + line);
+  for (std::string& line : describe_buffers(module)) lines.push_back(std::move(line));
+  require_agreement(world, "the module to shard", lines);
+}
+
+MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh) {
+  const OffloadOptions& offload = options.offload;
+  const at::Device device = mesh.world->device();
+  const auto param_dtype = options.mixed_precision.param_dtype;
+  const bool is_offload_in_memory = device.is_cpu() && offload.directory.empty();
+  const int64_t ranks = mesh.shard->size();
+  MemoryNeed need;
+  int64_t full_bytes = 0, largest_bytes = 0;
+  for (const PlannedUnit& unit : plan) {
+    int64_t gathered_bytes = 0;
+    for (const PlannedParameter& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      const auto own_bytes = static_cast<int64_t>(tensor.nbytes());
+      if (is_offload_in_memory || !offload.params) need.parameter_bytes += own_bytes / ranks;
+      if (tensor.requires_grad() && (is_offload_in_memory || !offload.grads)) need.gradient_bytes += own_bytes / ranks;
+      if (tensor.device() == device) need.freed_bytes += own_bytes;
+      const bool is_cast = param_dtype && at::isFloatingType(tensor.scalar_type());
+      gathered_bytes +=
+          tensor.numel() * static_cast<int64_t>(c10::elementSize(is_cast ? *param_dtype : tensor.scalar_type()));
+    }
+    full_bytes += gathered_bytes;
+    largest_bytes = std::max(largest_bytes, gathered_bytes);
+  }
+  const int64_t most_units = options.keep_recent + options.prefetch;
+  if (ranks > 1)
+    need.in_use_bytes = options.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
+  return need;
+}
+
+void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
+                           const torch::nn::Module& module, const Communicator& world) {
+  const bool has_parts = !module.children().empty();
+  if (world.rank() != 0 || !has_parts) return;
+  const auto claims_none = [&](const WrapPolicy& policy) { return policy && modules_below(module, policy).empty(); };
+  const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
+  constexpr char kHint[] =
+      "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
+  const auto warn = [&](bool is_idle, const char* what) {
+    if (is_idle) {
+      TORCH_WARN("FullyShardedDataParallel: ", what, kHint);
+    }
+  };
+  warn(options.auto_wrap && !plan.empty() && std::ranges::all_of(plan, is_of_root),
+       "auto_wrap names no module, so the model is one unit, gathered as a whole");
+  warn(claims_none(options.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
+  warn(claims_none(options.ignored_modules), "ignored_modules names no module");
+}
+
+}  // namespace tessera::internal

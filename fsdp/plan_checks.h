@@ -1,0 +1,28 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <vector>
+
+#include <tessera/options/fsdp_options.h>
+#include "core/layout/mesh.h"
+#include "core/layout/unit_plan.h"
+#include "core/model/memory_warning.h"
+
+namespace tessera::internal {
+
+// Checks of a plan, before the module is sharded.
+
+// Throws std::invalid_argument on all ranks, with the first difference, if ranks differ in options, units, parameters
+// or buffers. Collective.
+void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
+                       const torch::nn::Module& module, Communicator& world);
+
+// The memory of shards, gradients and unsharded units on this rank's device.
+MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh);
+
+// TORCH_WARNs on rank 0 about policies that name no module: probably a mistake, but the model would train.
+void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
+                           const torch::nn::Module& module, const Communicator& world);
+
+}  // namespace tessera::internal

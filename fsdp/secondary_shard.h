@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <tessera/communicator.h>
+#include "core/gradients/collective_log.h"
+#include "core/memory/counted_buffers.h"
+#include "fsdp/flat_parameter.h"
+
+namespace tessera::internal {
+
+// The ranks that keep secondary shards together (HybridSharding::ranks_per_secondary_copy), and the memory of the
+// shards.
+struct SecondaryGroup {
+  Communicator* comm = nullptr;  // null: no secondary shards
+  CountedBuffers* memory = nullptr;
+};
+
+// One unit's secondary shard: this rank's part of the unsharded parameters, which backward gathers among fewer and
+// nearer ranks than the shard (ZeRO++'s hpZ).
+//
+//   kNone --keep()--> kWanted --cut()--> kHeld --evict()--> kWanted, drop() from any state --> kNone
+//
+// All ranks must keep, cut, evict and drop at the same points. Used by one thread at a time.
+class SecondaryShard {
+ public:
+  // With the cost in memory.
+  enum class State : uint8_t {
+    kNone,    // 0
+    kWanted,  // 0: the next reshard cuts it
+    kHeld,    // 1/n of the unsharded parameters, in gather_dtype(), in a group of n ranks
+  };
+
+  // `flat_parameters` outlives it.
+  SecondaryShard(SecondaryGroup group, FlatParameters& flat_parameters)
+      : group_(group), flat_parameters_(flat_parameters) {}
+
+  State state() const { return state_; }
+  Communicator* comm() const { return group_.comm; }
+
+  // A no-op without a group.
+  void keep();
+  // Copies this rank's part of the unsharded parameters, a buffer for each flat parameter. A no-op unless kWanted.
+  void cut(const std::vector<at::Tensor>& full);
+  // Starts an all-gather of one flat parameter into `full`. Must be kHeld. Collective in the group.
+  void start_gather(size_t flat_parameter, const at::Tensor& full, CollectiveLog& log);
+  // Frees the memory; the next reshard cuts again.
+  void evict();
+  // Blocks until no peer reads the secondary shard, and frees it.
+  void drop();
+
+ private:
+  const SecondaryGroup group_;
+  FlatParameters& flat_parameters_;
+  State state_ = State::kNone;
+  std::vector<at::Tensor> parts_;  // one for each flat parameter, if kHeld
+};
+
+}  // namespace tessera::internal

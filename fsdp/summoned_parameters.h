@@ -1,0 +1,60 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include <tessera/communicator.h>
+#include "core/gradients/collective_log.h"
+#include "core/memory/counted_buffers.h"
+#include "fsdp/flat_parameter.h"
+
+namespace tessera::internal {
+
+// Where summon_full_params() shows full parameters on this rank.
+enum class Summon : uint8_t {
+  kNone,
+  kOnDevice,
+  kOnHost,     // in host memory, though the communicator's device is an accelerator
+  kElsewhere,  // on rank 0 only, and this is another rank
+};
+
+// One unit's full parameters in summon_full_params(): in their own dtype, and writable by operators.
+// The shards are read-only meanwhile, except where the full parameters are the shard. Used by one thread at a time.
+class SummonedParameters {
+ public:
+  // The fate of changes, with the cost in memory beside the shard.
+  enum class Changes : uint8_t {
+    kWrittenBack,  // the full parameters; 0 if the shard has all of them
+    kLost,         // the full parameters; if the shard has all of them: a copy, from which hide() restores it
+  };
+
+  // `flat_parameters` outlives it.
+  SummonedParameters(FlatParameters& flat_parameters, Communicator& comm, CountedBuffers& memory, CollectiveLog& log)
+      : flat_parameters_(flat_parameters), comm_(comm), memory_(memory), log_(log) {}
+
+  // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters, and is shown
+  // itself unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
+  void show(Summon where, Changes changes, bool is_whole);
+  // Makes them views of their pages again. If `writeback`, copies this rank's part into the shards.
+  void hide(bool writeback);
+  // Copies this rank's part into the shards, as hide() would. Throws std::logic_error if changes are lost and there are
+  // some. Not collective.
+  void write_back();
+
+  // All elements of a flat parameter in its own dtype, in new memory. Collective; blocks.
+  at::Tensor gather(const PagedFlatParameter& paged);
+
+ private:
+  void copy_own_part(const PagedFlatParameter& paged, const at::Tensor& shard) const;
+
+  FlatParameters& flat_parameters_;
+  Communicator& comm_;
+  CountedBuffers& memory_;
+  CollectiveLog& log_;
+  Changes changes_ = Changes::kWrittenBack;
+  std::vector<at::Tensor> saved_;  // copies of the shards that are shown, if changes are lost
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
+#include "fsdp/prefetch_order.h"
+#include "fsdp/sharded_model.h"
+#include "fsdp/unit.h"
+
+namespace tessera::internal {
+
+// Decides which units are unsharded: prefetches FsdpOptions::prefetch units ahead, keeps FsdpOptions::keep_recent, and
+// evicts the least recently used. Only UnshardedUnits unshards and reshards units, except for summoned ones. Used by
+// one thread at a time.
+class UnshardedUnits {
+ public:
+  explicit UnshardedUnits(ShardedModel& model) : model_(model) {}
+
+  // Reshards units that an earlier pass prefetched and did not use.
+  void pre_forward();
+  void pre_backward();
+  // Before an operator uses the units: evicts others, unshards these, and prefetches the units that followed in the
+  // last pass. Collective.
+  void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
+  void reshard(Unit& unit);
+  void reshard_all();
+  // After a backward: the next use outside a backward begins a forward. `accumulates`: with unchanged shards.
+  void post_backward(bool accumulates);
+
+  // For the trace: the span of the units of the last use() ends now.
+  void end_compute_span();
+  // A line for each pass: the order of units in the last one that used any.
+  void describe(std::ostream& text) const;
+
+ private:
+  void drop_secondaries();
+  void evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward);
+  void prefetch(const PrefetchOrder& order);
+  void set_current(std::vector<Unit*> units, Page::GradMode mode);
+  void describe(std::ostream& text, const char* pass, const PrefetchOrder& order) const;
+
+  ShardedModel& model_;
+  PrefetchOrder forward_order_;
+  PrefetchOrder backward_order_;
+  bool forward_is_new_ = true;  // no unit was used since the last backward
+  bool accumulates_ = false;    // the next forward continues a gradient accumulation: shards are unchanged
+  std::vector<Unit*> recent_;   // unsharded units that were used, the most recent last
+  std::vector<Unit*> current_;  // of the last use()
+  std::string computing_;       // their names, if a trace is active
+  Trace::Clock::time_point computing_since_;
+};
+
+}  // namespace tessera::internal

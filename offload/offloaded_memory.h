@@ -1,0 +1,55 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+#include <tessera/communicator.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/options/offload_options.h>
+#include "core/memory/counted_buffers.h"
+#include "core/memory/pinned_pool.h"
+#include "core/runtime/copy_engine.h"
+#include "offload/disk/disk_pager.h"
+
+namespace tessera::internal {
+
+// How shards in host memory are copied to the device.
+struct ShardSource {
+  CopyEngine* engine = nullptr;  // null: shards are on the device
+  CountedBuffers* staging = nullptr;
+};
+
+// The host and disk memory of shards and gradients with FsdpOptions::offload, and the engine that copies them to the
+// device and back. Empty without offload.
+class OffloadedMemory {
+ public:
+  // Throws std::invalid_argument if parameters and gradients would be on different devices.
+  OffloadedMemory(const OffloadOptions& options, const Communicator& world);
+
+  // Allocators of a unit's shards and gradients; null: on the device.
+  CountedBuffers::Memory shards(const std::string& unit);
+  CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
+  CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
+  ShardSource source() { return options_.params ? ShardSource{copies_.get(), &staging_} : ShardSource{}; }
+
+  CopyEngine* copies() const { return copies_.get(); }  // null without offload
+  CountedBuffers& staging() { return staging_; }        // of shards and reduced gradients in flight
+  bool has_disk() const { return disk_ != nullptr; }
+
+  // Sets the bytes of staging, host memory and disk.
+  void report(MemoryReport& report) const;
+
+ private:
+  CountedBuffers::Memory on_host(const char* purpose);
+
+  const OffloadOptions options_;
+  const std::string rank_;
+  CountedBuffers staging_;
+  PinnedPool host_;
+  std::unique_ptr<DiskPager> disk_;     // null without a directory
+  std::unique_ptr<CopyEngine> copies_;  // null without offload
+};
+
+}  // namespace tessera::internal
