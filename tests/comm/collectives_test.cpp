@@ -397,8 +397,17 @@ TEST(CollectivesErrors, TooFewDescriptorsAreAnErrorBeforeAnythingIsStarted) {
   if (child == 0) {
     rlimit limit{64, 256};
     if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) ::_exit(1);
-    run_ranks(5, [](const auto& comm) { comm->barrier(); }, by_tcp);  // needs more than 64, so the soft limit is raised
-    if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur <= 64) ::_exit(2);
+    const auto soft_limit = [] {
+      rlimit now{};
+      ::getrlimit(RLIMIT_NOFILE, &now);
+      return now.rlim_cur;
+    };
+    const auto body = [&](const auto& comm) {
+      comm->barrier();
+      if (soft_limit() <= 64) ::_exit(2);
+    };
+    run_ranks(5, body, by_tcp);  // needs more than 64: the soft limit is raised meanwhile
+    if (soft_limit() != 64) ::_exit(5);
     std::atomic<int> started = 0;
     try {
       run_ranks(12, [&](const auto&) { ++started; }, by_tcp);
