@@ -18,8 +18,7 @@ std::string describe(const SdpOptions& options) {
   text << "reduce_buffer_size=" << options.reduce_buffer_size << " wire=" << static_cast<int>(options.wire)
        << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
        << " broadcast_buffers=" << options.broadcast_buffers
-       << " sync_models_at_startup=" << options.sync_models_at_startup
-       << " zero_copy_bytes=" << options.zero_copy_bytes
+       << " sync_models_at_startup=" << options.sync_models_at_startup << " zero_copy_bytes=" << options.zero_copy_bytes
        << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }

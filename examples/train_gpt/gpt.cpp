@@ -1,8 +1,8 @@
 #include "gpt.h"
 
 #include <ATen/core/grad_mode.h>
-#include <tessera/errors.h>
 #include <tessera/checkpoint/full_file.h>
+#include <tessera/errors.h>
 #include <tessera/model/model_shards.h>
 
 #include <cmath>

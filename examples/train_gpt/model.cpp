@@ -1,7 +1,7 @@
 #include "model.h"
 
-#include <tessera/optim/ema.h>
 #include <tessera/model/model_shards.h>
+#include <tessera/optim/ema.h>
 #include <tessera/quantize_linears.h>
 
 #include <mutex>

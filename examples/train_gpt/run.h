@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/communicator.h>
 #include <tessera/checkpoint/folder_lock.h>
+#include <tessera/communicator.h>
 
 #include <memory>
 #include <vector>

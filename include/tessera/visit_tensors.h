@@ -47,22 +47,18 @@ template <class Value>
 concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
 // Certainly contains no tensors.
 template <class Value>
-concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> || requires {
-  requires IsNumber<typename Value::value_type>;
-};
+concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
+                  requires { requires IsNumber<typename Value::value_type>; };
 // A range of its value_type: not of proxies, and not of its own type, as JSON and paths are.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();
   requires std::is_lvalue_reference_v<decltype(*value.begin())>;
-  requires std::same_as < std::remove_cvref_t<decltype(*value.begin())>,
-  typename Value::value_type > ;
+  requires std::same_as<std::remove_cvref_t<decltype(*value.begin())>, typename Value::value_type>;
   requires !std::same_as<typename Value::value_type, std::remove_const_t<Value>>;
 };
 template <class Value>
-concept IsTuple = requires {
-  std::tuple_size<Value>::value;
-};
+concept IsTuple = requires { std::tuple_size<Value>::value; };
 
 // Receives the members that the program's function passes.
 template <class Visitor>
@@ -76,9 +72,7 @@ struct Ignore {
 };
 
 template <class Value>
-concept IsTaught = requires(Value& value, Members<Ignore> visit) {
-  tessera_visit_tensors(value, visit);
-};
+concept IsTaught = requires(Value& value, Members<Ignore> visit) { tessera_visit_tensors(value, visit); };
 
 // kHolds: a value may contain a tensor that can be replaced. kKnown: no part of the type is opaque.
 template <class Value>
@@ -118,7 +112,7 @@ auto for_each_element(Value& value, Act act) {
 }
 
 template <class Value>
-struct Traits : decltype(for_each_element(std::declval<Value&>(), Ignore())) {};
+struct Traits : decltype(for_each_element(std::declval<Value&>(), Ignore())){};
 template <IsTensor Value>
 struct Traits<Value> {
   static constexpr bool kHolds = !std::is_const_v<Value>, kKnown = true;
@@ -158,8 +152,10 @@ constexpr bool kKnowsTensorsOf = internal::Traits<std::decay_t<Value>>::kKnown;
 // Calls visit(at::Tensor&) for each tensor in `value`, in order, undefined ones too. Calls visit(const at::Tensor&), if
 // `visit` accepts that, for tensors that cannot be replaced (in a set, an at::TensorList, a const value).
 template <class Value, class Visit>
-requires std::invocable<Visit&, at::Tensor&>
-void visit_tensors(Value& value, Visit&& visit) { internal::look_into(value, visit); }
+  requires std::invocable<Visit&, at::Tensor&>
+void visit_tensors(Value& value, Visit&& visit) {
+  internal::look_into(value, visit);
+}
 
 // Returns the defined tensors.
 template <class Value>

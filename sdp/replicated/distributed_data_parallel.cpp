@@ -30,8 +30,7 @@ std::string describe(const DdpOptions& options) {
        << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
        << " compression=" << static_cast<int>(options.compression)
-       << " backend_all_reduce=" << options.backend_all_reduce
-       << " zero_copy_bytes=" << options.zero_copy_bytes
+       << " backend_all_reduce=" << options.backend_all_reduce << " zero_copy_bytes=" << options.zero_copy_bytes
        << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "core/runtime/copy_engine.h"
 #include "tests/accelerator/simulated_training.h"
 #include "tests/support/temporary_folder.h"
 

@@ -476,10 +476,7 @@ TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
 TEST(NcclCommunicator, RegisteredMemoryIsNcclsAlone) {
   InitOptions options;
   options.registered_memory = true;
-  expect_contains(error_of<std::invalid_argument>([&] {
-                    run_ranks(
-                        1, [](auto) {}, options);
-                  }),
+  expect_contains(error_of<std::invalid_argument>([&] { run_ranks(1, [](auto) {}, options); }),
                   "InitOptions::registered_memory is NCCL's");
 }
 

@@ -256,9 +256,8 @@ TEST(AcceleratorStep, AGradientThatIsChangedInPlaceAfterItCameIsRefused) {
     net->to(comm->device());
     DistributedDataParallel ddp(net, comm);
     net->b->weight.register_hook([&](const at::Tensor& gradient) -> void { net->kept = gradient; });
-    const std::string error = error_of<std::logic_error>([&] {
-      ddp(torch::ones({2, 4}, comm->device())).sum().backward();
-    });
+    const std::string error =
+        error_of<std::logic_error>([&] { ddp(torch::ones({2, 4}, comm->device())).sum().backward(); });
     expect_contains(error, "the gradient of parameter 'b.weight' on rank " + std::to_string(comm->rank()) +
                                " was changed in place");
   });

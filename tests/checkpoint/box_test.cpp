@@ -102,7 +102,7 @@ TEST(Box, RunsCopyTheSharedPart) {
     }
     int64_t last = -1;
     if (part)
-      for_each_run(*part, source, strides, 0, [&](const tessera::Run& run) {
+      for_each_run(*part, source, strides, 0, [&](const tessera::internal::Run& run) {
         EXPECT_GT(run.source, last);
         last = run.source + run.numel - 1;
         for (int64_t i = 0; i < run.numel; ++i) target[run.target + i * run.target_step] = run.source + i;
@@ -113,7 +113,7 @@ TEST(Box, RunsCopyTheSharedPart) {
 
 TEST(Box, ContiguousCopiesAreOneRun) {
   int runs = 0;
-  for_each_run({{2, 0, 0}, {3, 4, 5}}, {{1, 0, 0}, {6, 4, 5}}, {20, 5, 1}, 40, [&](const tessera::Run& run) {
+  for_each_run({{2, 0, 0}, {3, 4, 5}}, {{1, 0, 0}, {6, 4, 5}}, {20, 5, 1}, 40, [&](const tessera::internal::Run& run) {
     ++runs;
     EXPECT_EQ(run.source, 20);
     EXPECT_EQ(run.target, 0);

@@ -9,6 +9,7 @@
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/shard_writer.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tessera/tessera.h>
+#include "core/layout/unit_plan.h"
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {

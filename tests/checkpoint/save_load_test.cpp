@@ -15,6 +15,7 @@
 #include "checkpoint/load/offline.h"
 #include "checkpoint/save/commit.h"
 #include "core/comm/fingerprint.h"
+#include "optim/state/optimizer_state.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

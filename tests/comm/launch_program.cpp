@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
       ::pause();
     } else if (arguments.mode == "connect") {
       if (chosen) ::pause();
-      tessera::backend_all_reduce(*comm, torch::ones({5}), "a tensor").wait();
+      tessera::internal::backend_all_reduce(*comm, torch::ones({5}), "a tensor").wait();
     } else if (arguments.mode == "split") {
       sum_of_ranks(*comm->split(0));
     } else if (arguments.mode == "stop" || arguments.mode == "cut" || arguments.mode == "torn") {

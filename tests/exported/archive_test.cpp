@@ -12,6 +12,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
+#include <tessera/exported.h>
 #include "exported/archive/archive.h"
 #include "exported/graph/expression.h"
 #include "exported/graph/operators.h"

@@ -11,6 +11,7 @@
 #include <tessera/exported.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "tests/support/built.h"
 
 namespace tessera::exported_test {

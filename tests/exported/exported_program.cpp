@@ -23,6 +23,7 @@
 #include <tessera/exported.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 
 namespace {
 

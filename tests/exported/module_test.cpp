@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include <tessera/exported.h>
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"
 

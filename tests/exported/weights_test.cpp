@@ -6,6 +6,7 @@
 #include <memory>
 
 #include <tessera/checkpoint/full_file.h>
+#include <tessera/exported.h>
 #include "exported/archive/weights.h"
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"

@@ -5,6 +5,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 #ifdef TESSERA_HAS_ACCELERATOR
+#include <tessera/exported.h>
 #include "tests/support/accelerator/ranks.h"
 #endif
 

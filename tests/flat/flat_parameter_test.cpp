@@ -2,6 +2,7 @@
 #include "fsdp/flat_parameter.h"
 
 #include "core/gradients/gradient_part.h"
+#include "core/layout/unit_plan.h"
 #include "tests/support/reference.h"
 
 namespace tessera::flat_parameter_test {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <tessera/plan.h>
 #include "core/layout/deferred.h"
 #include "core/memory/free_memory.h"
 #include "tests/support/reference.h"

@@ -2,7 +2,10 @@
 // other ranks.
 #include "fsdp/unit.h"
 
+#include <tessera/plan.h>
 #include "core/comm/collective.h"
+#include "core/layout/unit_plan.h"
+#include "core/runtime/copy_engine.h"
 #include "fsdp/parameter_checks.h"
 #include "tests/support/reference.h"
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <tessera/launch.h>
+#include "core/layout/unit_plan.h"
 #include "tests/gradients/errors.h"
 
 namespace tessera::backward_consistency_check_test {

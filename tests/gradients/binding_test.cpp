@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "core/layout/unit_plan.h"
 #include "tests/gradients/errors.h"
 
 namespace tessera::binding_test {

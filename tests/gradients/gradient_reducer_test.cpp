@@ -15,6 +15,9 @@
 
 #include <tessera/errors.h>
 #include <tessera/launch.h>
+#include <tessera/plan.h>
+#include "core/layout/unit_plan.h"
+#include "core/runtime/copy_engine.h"
 #include "tests/gradients/errors.h"
 
 namespace tessera::gradient_reducer_test {

@@ -1,4 +1,5 @@
 // Tessera's own optimizers: their formulas, and equal results with and without sharding.
+#include "optim/state/optimizer_state.h"
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/layout/partition.h"
 #include "oss/parameter_buckets.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

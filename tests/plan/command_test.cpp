@@ -5,6 +5,7 @@
 #include <fstream>
 #include <memory>
 
+#include <tessera/plan.h>
 #include "tests/plan/page.h"
 #include "tests/plan/script.h"
 #include "tests/support/built.h"

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/plan.h>
 #include "tests/plan/same_record.h"
 #include "tests/support/reference.h"
 

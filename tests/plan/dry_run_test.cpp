@@ -6,6 +6,7 @@
 #include <tessera/optim/adafactor.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/host_adam.h>
+#include <tessera/plan.h>
 #include "optim/state/optimizer_state.h"
 #include "tests/plan/models.h"
 #include "tests/plan/same_record.h"

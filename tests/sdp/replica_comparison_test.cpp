@@ -1,5 +1,6 @@
 #include "core/model/replica_comparison.h"
 
+#include "core/layout/unit_plan.h"
 #include "tests/support/reference.h"
 
 namespace tessera::replica_comparison_test {

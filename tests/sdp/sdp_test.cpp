@@ -1,3 +1,4 @@
+#include "core/layout/partition.h"
 #include "tests/support/large_copies.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

@@ -6,7 +6,6 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::testing_support {
-using namespace internal;
 
 // Returns the events of a file written by TESSERA_TRACE. Adds the closing bracket that the format omits; the result
 // must be JSON.

@@ -7,8 +7,8 @@
 namespace tessera {
 
 // Placement in host memory or on disk (ZeRO-Offload, Ren et al., 2021), of FSDP's shards between their uses, or of the
-// parameters that a rank owns under OSS, between steps. Optimizer state follows, because optimizers allocate state where
-// the parameters are. Limits may differ over ranks.
+// parameters that a rank owns under OSS, between steps. Optimizer state follows, because optimizers allocate state
+// where the parameters are. Limits may differ over ranks.
 struct OffloadOptions {
   // FSDP: keeps shards in host memory. Copies each unit's shard to the device just before its all-gather, one unit
   // further ahead than `prefetch`, in param_dtype if set. OSS: keeps copies of the owned parameters in host memory;
@@ -21,11 +21,11 @@ struct OffloadOptions {
   bool grads = false;
   // Uses page-locked memory, which devices access directly.
   bool pin_memory = true;
-  // Upper limit of the host memory for this, in bytes. 0: no limit. Beyond it, construction or backward (FSDP) or step()
-  // (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
+  // Upper limit of the host memory for this, in bytes. 0: no limit. Beyond it, construction or backward (FSDP) or
+  // step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
   int64_t host_limit_bytes = 0;
-  // FSDP only, with `params`: a folder on a local disk. The shards of the units selected by `disk_units` are kept there,
-  // as is their state with HostAdam and HostAdamW; other optimizers keep state in host memory. Empty: no disk.
+  // FSDP only, with `params`: a folder on a local disk. The shards of the units selected by `disk_units` are kept
+  // there, as is their state with HostAdam and HostAdamW; other optimizers keep state in host memory. Empty: no disk.
   std::string directory;
   // Selects the units on disk, by name as in describe(): "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units;

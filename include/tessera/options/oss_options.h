@@ -19,8 +19,8 @@ struct OssOptions {
   // Parameters of less than 1 MiB travel together, up to this many bytes at a time.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
-  // For debugging: compares the parameters of all ranks after every N-th step, and throws std::runtime_error, naming the
-  // first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never. Never with broadcast_dtype.
+  // For debugging: compares the parameters of all ranks after every N-th step, and throws std::runtime_error, naming
+  // the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never. Never with broadcast_dtype.
   int64_t compare_replicas_every = 0;
 
   // Where the step happens. In host memory gradients travel there and new values back, parameter by parameter
