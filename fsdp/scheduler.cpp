@@ -9,7 +9,7 @@
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
-#include "fsdp/parameter_checks.h"
+#include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {
 namespace {

@@ -12,7 +12,7 @@
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
-#include "fsdp/plan_checks.h"
+#include "fsdp/checks/plan_checks.h"
 
 namespace tessera::internal {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/parameter_checks.h"
+#include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {
 namespace {

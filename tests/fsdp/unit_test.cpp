@@ -6,7 +6,7 @@
 #include "core/comm/collective.h"
 #include "core/layout/unit_plan.h"
 #include "core/runtime/copy_engine.h"
-#include "fsdp/parameter_checks.h"
+#include "fsdp/checks/parameter_checks.h"
 #include "tests/support/reference.h"
 
 namespace tessera::unit_test {

@@ -1,4 +1,4 @@
-#include "fsdp/plan_checks.h"
+#include "fsdp/checks/plan_checks.h"
 
 #include <algorithm>
 #include <string>

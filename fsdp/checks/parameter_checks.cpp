@@ -1,4 +1,4 @@
-#include "fsdp/parameter_checks.h"
+#include "fsdp/checks/parameter_checks.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
