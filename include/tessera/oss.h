@@ -14,23 +14,21 @@ namespace tessera {
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
 //   torch::mse_loss(ddp(x), y).backward();
-//   optimizer.step();   // each rank updates what it owns; the parameters are the same on all again
+//   optimizer.step();   // each rank updates its parameters, and sends them to all ranks
 //
-// Whole parameters have owners, so that optimizers which look at a whole parameter are exact, too.
-// Gradients must be averaged by somebody: DistributedDataParallel, ShardedDataParallel, or an
-// all-reduce of the program's own. For an optimizer that works on each element by itself, the
-// parameters are bit for bit those of the unsharded optimizer.
+// Each parameter has one owner, so that optimizers which read whole parameters are exact, too. Gradients must be
+// averaged before step(): by DistributedDataParallel, ShardedDataParallel, or an all-reduce of the program. With an
+// elementwise optimizer the parameters equal those of the unsharded optimizer bit for bit.
 //
 // `LocalOptimizer` is constructed from groups and its options, as torch's are. torch's LBFGS is refused: its history
 // and line search span all parameters; Lbfgs searches with all ranks together.
 template <class LocalOptimizer>  // not "Optimizer": that name is a base class's, and hides it
 class OSS : public ShardedOptimizer {
  public:
-  // Collective: all ranks give the same parameters, in the same order. A parameter that appears
-  // twice (tied weights) is updated once. The parameters stay the caller's own tensors; small ones
-  // move into shared buckets (see ParameterBuckets). Throws std::invalid_argument, naming the
-  // parameter by its place, if ranks differ, and for parameters that are not leaves or not on the
-  // communicator's device, or are another wrapper's shards.
+  // Collective: all ranks must give the same parameters in the same order. A parameter that occurs twice (tied weights)
+  // is updated once. The parameters remain the caller's tensors, but the memory of small ones moves into shared
+  // buckets. Throws std::invalid_argument, with the parameter's place, if ranks differ, and for parameters that are no
+  // leaves, are not on the communicator's device, or are another wrapper's shards.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
@@ -49,7 +47,7 @@ class OSS : public ShardedOptimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // Muon's, for one.
+  // Muon has one.
   static StepCost step_cost() {
     if constexpr (requires { LocalOptimizer::step_cost; }) {
       return &LocalOptimizer::step_cost;

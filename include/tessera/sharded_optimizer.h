@@ -28,75 +28,73 @@ struct Partition;
 class ReplicaComparison;
 }  // namespace internal
 
-// All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over all parameters, with
-// all groups and options, but its step() updates only those that this rank owns; then each rank sends its parameters to
-// all others. state() has what it keeps of those. Everything is used by one thread at a time.
+// The part of OSS that does not depend on the optimizer's class. A torch::optim::Optimizer over all parameters, with
+// all groups and options, whose step() updates the parameters that this rank owns, and then publishes them to all
+// ranks. state() holds the states of owned parameters. Not thread-safe.
 class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 
-  // One step with the gradients that the owners have, then the exchange of parameters. Collective. `closure`, if any,
-  // computes the gradients again, once, and its loss is returned; Lbfgs calls it at each point of a search, when all
-  // ranks are there. Options of the groups (learning rates) are those of param_groups() now. Throws std::logic_error,
-  // before anything is changed, where the gradients cannot be meant for a step (made under no_sync() alone, or by a
-  // backward that failed), while averages are swapped in and, in a world above 1, for a parameter that was converted
-  // since it came; CommError.
+  // Takes one step with the owners' gradients, then exchanges parameters. Collective. `closure`, if given, computes the
+  // gradients again, once, and step() returns its loss; Lbfgs calls it at each point of a line search, on all ranks at
+  // once. Uses the current options of param_groups(), learning rates for example. Throws std::logic_error, with nothing
+  // changed, if the gradients are not ready for a step (made under no_sync() alone, or lost by a failed backward), if
+  // averages are swapped in, and, in a world above 1, if a parameter was converted since it was added; CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Collective, as construction. The parameters of earlier groups keep their owners.
+  // Collective. The parameters of earlier groups keep their owners.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // torch::nn::utils::clip_grad_norm_ over all parameters: gradients that DistributedDataParallel
-  // or ShardedDataParallel have averaged. Each parameter counts once, at its owner. Returns the norm
-  // before. Collective: one all-reduce of one number. Throws as clip_shards_by_norm(), and as step() for gradients.
+  // torch::nn::utils::clip_grad_norm_ over all parameters, of gradients that DistributedDataParallel or
+  // ShardedDataParallel has averaged. Each parameter counts once, at its owner. Returns the norm before clipping.
+  // Collective: one all-reduce of one number. Throws as the wrappers' clip_grad_norm_(), and as step() for gradients.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
   // The same without waiting for a device to compute the norm.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  // Of an optimizer that keeps averages (ScheduleFreeAdamW): the parameters have their values while the scope lives.
-  // Collective. Throws std::logic_error for any other optimizer.
+  // For optimizers that keep averages (ScheduleFreeAdamW): the parameters hold the averages while the scope lives.
+  // Collective. Throws std::logic_error for other optimizers.
   ScopeExit swap_in_averages() override;
-  bool keeps_averages() const override;  // whether the optimizer is such a one
+  bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;
 
-  // Who owns what: parameters counted through all groups. Frozen ones weigh nothing.
+  // The owners, by parameter, counted through all groups. Frozen parameters weigh nothing.
   const internal::Partition& partition() const { return *partition_; }
-  // Whether the tensor is one of this optimizer's parameters, on whichever rank its state is.
+  // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;
-  // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's, std::logic_error if the
-  // base class's add_param_group() has added it, and neither a step, clipping nor consolidating has come since.
+  // Returns the rank that owns the parameter. Throws std::invalid_argument if the optimizer does not have it, and
+  // std::logic_error if the base class's add_param_group() has added it since the last step, clipping or consolidation.
   int owner(const at::Tensor& parameter) const;
-  // Whether other ranks' copies of a parameter are its owner's values rounded (OssOptions::broadcast_dtype).
+  // Whether other ranks hold rounded values of a parameter (OssOptions::broadcast_dtype).
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
-  // The group that the optimizer was made with.
+  // The communicator of the constructor.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  // Expires with this object: for wrappers that refer to it.
+  // Expires with this object, for wrappers that refer to it.
   std::weak_ptr<const void> lifetime() const { return lifetime_; }
-  // Host memory for copies of parameters and for gradients, with OssOptions::offload, in bytes now. The
-  // optimizer's own state comes on top.
+  // Current bytes of host memory for copies of parameters and for gradients, with OssOptions::offload. Excludes the
+  // optimizer's state.
   int64_t host_bytes() const;
-  // What of host_bytes() is page-locked.
+  // The page-locked part of host_bytes().
   int64_t pinned_bytes() const;
 
-  // Sends the whole state to `rank`, in host memory, where state_dict() then returns it and save()
-  // writes it; -1: to every rank. Collective.
+  // Collects the whole state on `rank`, in host memory, for state_dict() and save() there. -1: on every rank.
+  // Collective.
   void consolidate_state_dict(int rank = 0);
-  // What the last consolidate_state_dict() brought, as of then. Throws std::logic_error on a rank
-  // that got nothing.
+  // The state of the last consolidate_state_dict(). Throws std::logic_error on a rank that did not collect it.
   const OptimizerStateDict& state_dict() const;
-  // This rank's part: states of the parameters it owns; tensors are the optimizer's own.
+  // The states of the parameters that this rank owns; the tensors are the optimizer's own.
   OptimizerStateDict local_state_dict() const;
-  // Takes options and states from a whole dictionary, whatever world size it comes from; each rank
-  // keeps (a copy of) its own part. Not collective; give every rank the same. Throws
-  // std::invalid_argument with nothing changed if the dictionary does not fit, and as owner().
+  // Takes options and states from a whole dictionary, of any world size; each rank copies its own part. Not collective,
+  // but all ranks must give the same. Throws std::invalid_argument, with nothing changed, if the dictionary does not
+  // fit, and as owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
-  // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file
-  // of OSS<Adam> is one of Adam. save() after consolidate_state_dict().
+  // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file of OSS<Adam> is a
+  // file of Adam. save() must follow consolidate_state_dict().
   void save(torch::serialize::OutputArchive& archive) const override;
-  // As load_state_dict(), with what save() has written.
+  // As load_state_dict(), from a file of save().
   void load(torch::serialize::InputArchive& archive) override;
 
   const torch::optim::Optimizer& local() const override { return *local_; }
@@ -106,8 +104,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
-  // What a step of a parameter costs, the same on all ranks, where that is not its bytes: those of more than 0 are
-  // shared out by it before the others are by bytes. Null: by bytes all.
+  // Cost of stepping one parameter; equal on all ranks. Parameters with cost > 0 are assigned first, balanced by cost;
+  // the rest by bytes. Null: all by bytes.
   using StepCost = std::function<int64_t(const NamedShard&, const torch::optim::OptimizerOptions&)>;
   ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                    std::shared_ptr<Communicator> comm, OssOptions options, StepCost step_cost = nullptr);
@@ -120,7 +118,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void check_agreement(size_t first_group) const;
   void adopt_groups_from(size_t first_group);
   void take_added_groups();
-  bool is_added(const at::Tensor& parameter) const;  // by the base class, and not taken yet
+  bool is_added(const at::Tensor& parameter) const;  // by the base class, and not adopted yet
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
@@ -139,11 +137,11 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const std::unique_ptr<internal::ReplicaComparison> comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   const std::unique_ptr<internal::Partition> partition_;
-  std::vector<int64_t> owned_costs_;                // by rank, of step_cost_
-  std::unique_ptr<torch::optim::Optimizer> local_;  // its state is here while it does not step, for users to find
-  const std::unique_ptr<internal::LateReports> late_reports_;         // of steps before, on a device
+  std::vector<int64_t> owned_costs_;                                  // by rank, of step_cost_
+  std::unique_ptr<torch::optim::Optimizer> local_;                    // its state is in state() except during a step
+  const std::unique_ptr<internal::LateReports> late_reports_;         // of earlier steps, on a device
   std::unique_ptr<internal::HostStep> host_;                          // null without offload
-  std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one for each time that groups came
+  std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one for each call that added groups
   std::optional<OptimizerStateDict> consolidated_;
   const std::shared_ptr<const void> lifetime_ = std::make_shared<int>();
 };

@@ -9,25 +9,25 @@
 
 namespace tessera {
 
-// torch.nn.SyncBatchNorm: torch::nn::BatchNorm1d, 2d and 3d in one, with the mean and the variance of all ranks'
-// batches together while it trains. Input [N, C] or [N, C, ...], ranks' N may differ, and be 0; statistics are added in
-// double, in rank order, so all ranks have the same. The names and the state are BatchNorm's.
+// torch.nn.SyncBatchNorm: torch::nn::BatchNorm1d, 2d and 3d in one, which in training uses the mean and the variance of
+// the batches of all ranks. Input [N, C] or [N, C, ...]; N may differ over ranks, and be 0. Statistics are added in
+// double, in rank order, so that all ranks have the same. The names and the state are BatchNorm's.
 //
-// Under any wrapper: what each rank computes is its part of the gradient, which the wrapper averages. In training
-// forward is collective, and backward too: two small exchanges, of 2 C and 2 C numbers, in a group of its own. In
-// eval(), and with no_grad in training, it does what BatchNorm does with such statistics; without running statistics
-// eval() takes those of the rank's own batch. Throws std::invalid_argument for inputs of other shapes and a batch of
-// fewer than 2 values a channel over all ranks, std::logic_error for second derivatives.
+// Works under any wrapper: each rank computes its part of the gradient, which the wrapper averages. In training forward
+// and backward are collective: an exchange of 2 C numbers each, in a separate group. eval() and no_grad behave like
+// BatchNorm; without running statistics eval() uses those of the rank's own batch. Throws std::invalid_argument for
+// inputs of other shapes and for a batch of fewer than 2 values a channel over all ranks, std::logic_error for second
+// derivatives.
 class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormImpl> {
  public:
   // Collective.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm, Communicator& comm)
       : SyncBatchNormImpl(norm, comm.split_by([](int) { return 0; })) {}
-  // In a group that several share. Not collective.
+  // Uses a group that other layers share. Not collective.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm, std::shared_ptr<Communicator> group)
       : BatchNormImplBase(norm), group_(std::move(group)) {}
 
-  // [N, C] or [N, C, ...], of the same shape out. Collective in training.
+  // [N, C] or [N, C, ...] -> the same shape. Collective in training.
   at::Tensor forward(const at::Tensor& input);
 
  protected:
@@ -38,16 +38,16 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormIm
 };
 TORCH_MODULE(SyncBatchNorm);
 
-// Makes each BatchNorm1d, 2d and 3d in `module` (members of a type of yours, in Sequential or ModuleList, itself) train
-// with the statistics of all ranks, as SyncBatchNorm does; returns how many. No module, parameter or buffer changes
-// place or type: the member `running_mean` (`weight`, where no statistics are kept) stands for the registered tensor,
-// read only from then on, and torch's forward(), which hands it to at::batch_norm, computes with all ranks. torch's
-// forward() refuses an input of one value a channel on a rank. clone() of a layer makes an ordinary one.
+// Makes each BatchNorm1d, 2d and 3d in `module` (at any depth, and `module` itself) train with the statistics of all
+// ranks, as SyncBatchNorm does. Returns their number. Modules, parameters and buffers keep their place and type: only
+// the member `running_mean` (`weight`, without statistics) is replaced by a read-only stand-in of the registered
+// tensor, so that at::batch_norm in torch's forward() computes with all ranks. torch's forward() refuses an input of
+// one value a channel on a rank. clone() of a layer makes an ordinary BatchNorm.
 //
-// After values are initialized, before wrapping, once (those that are converted are passed over). Batch norms that a
-// program's own code calls at::batch_norm() for, and those of exported graphs, are no modules and stay as they are.
-// Collective. Throws std::invalid_argument, with nothing changed, that lists those by name that have neither running
-// statistics nor weights: declare them SyncBatchNorm.
+// Must be called after values are initialized and before wrapping. Converted layers are skipped. Direct calls of
+// at::batch_norm(), and batch norms of exported graphs, are no modules, and stay unchanged. Collective. Throws
+// std::invalid_argument, with nothing changed, that names layers with neither running statistics nor weights: declare
+// them SyncBatchNorm.
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm);
 
 }  // namespace tessera

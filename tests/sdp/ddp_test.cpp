@@ -1,6 +1,6 @@
 #include "tests/support/reference.h"
 
-// A program's own type, and what it teaches of it.
+// A program's own type, and its visitor.
 namespace program {
 
 struct Heads {
@@ -68,7 +68,7 @@ TEST(Ddp, GradientsAreAveragesInRankOrderWithAnyOptions) {
   }
 }
 
-// No copy of a large one, but where somebody else has it.
+// A large gradient is copied only if another tensor shares it.
 TEST(Ddp, ReducesALargeGradientWhereAutogradLeftIt) {
   for (bool keeps : {false, true}) {
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -101,7 +101,7 @@ TEST(Ddp, ReducesALargeGradientWhereAutogradLeftIt) {
           EXPECT_TRUE(same_values(kept, own));
         }
         if (adopts) {
-          EXPECT_EQ(model->weight.grad().storage().use_count(), 1);  // nothing of ours keeps it
+          EXPECT_EQ(model->weight.grad().storage().use_count(), 1);  // the wrapper does not keep it
         }
         if (before.defined()) {
           EXPECT_TRUE(same_values(before, values));
@@ -267,7 +267,7 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
     EXPECT_LT(memory.current_bytes(), model_bytes + 10000);
     ddp(torch::ones({1, 500})).sum().backward();
     EXPECT_EQ(ddp.memory().grad_bytes, 500 * 501 * 4);
-    // What the next gradients will lie in is no less there while there are none.
+    // The buffer of the next gradients is kept while there are none.
     for (int step = 0; step < 2; ++step) {
       ddp.zero_grad();
       ddp(torch::ones({1, 500})).sum().backward();

@@ -93,8 +93,8 @@ TEST(Sdp, AGradientThatNobodyElseHasTravelsWithoutACopy) {
   });
 }
 
-// A large gradient is sent from where autograd has left it, and the owner's own is added from there, but not one that a
-// hook has kept: what is written to it meanwhile, so that no version tells of it, does nothing, as in one process.
+// A large gradient is sent from autograd's memory, and the owner's own is added from there. One that a hook has kept is
+// copied: a later write to it, which raises no version, has no effect, as in one process.
 TEST(Sdp, AGradientThatIsOnItsWayIsNotWrittenTo) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
     static constexpr int64_t kWide = 600;
@@ -319,9 +319,10 @@ TEST(SdpMistakes, AreClear) {
     expect_contains(error_of<std::invalid_argument>([&] { ShardedDataParallel bad(other, optimizer, comm); }),
                     "parameter '0.weight' requires a gradient but is in none of the optimizers");
     OSS<Adam> twice(model->parameters(), AdamOptions(1e-2), comm);
-    expect_contains(
-        error_of<std::invalid_argument>([&] { ShardedDataParallel bad(model, {&optimizer, &twice}, comm); }),
-        "is in two of the optimizers");
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      ShardedDataParallel bad(model, {&optimizer, &twice}, comm);
+                    }),
+                    "is in two of the optimizers");
     EXPECT_THROW(ShardedDataParallel(model, optimizer, comm, {.reduce_buffer_size = -1}), std::invalid_argument);
 
     ShardedDataParallel sdp(model, optimizer, comm);

@@ -23,21 +23,19 @@ struct PlannedParameter;
 struct ReplicatedOptions;
 }  // namespace internal
 
-// A module whose parameters every rank holds in full: what DistributedDataParallel and
-// ShardedDataParallel have in common.
+// A module whose parameters every rank holds in full: the base of DistributedDataParallel and ShardedDataParallel.
 class ReplicatedModule : public DataParallel {
  public:
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // parameters(): the module's own, each once, in the module's order.
+  // parameters() returns the module's own parameters, each once, in the module's order.
 
-  // All parameters (under each of their names) and buffers by name, as copies. Not collective. Throws
-  // CommError if a collective that they come of was aborted.
+  // Copies of all parameters (under each of their names) and buffers, by name. Not collective. Throws CommError if a
+  // collective that computed them was aborted.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
-  // Bytes of parameters and of the gradients that are defined now, and of buckets that are not the gradients
-  // themselves.
+  // Bytes of parameters, of defined gradients, and of buckets that are not gradients themselves.
   MemoryReport memory() const override;
   void reset_peak_memory() override;
 
@@ -48,21 +46,21 @@ class ReplicatedModule : public DataParallel {
 
  protected:
   struct Setup {
-    std::string wrapper;             // its name, for errors
-    std::string options;             // a line of text that is the same on all ranks
-    bool sync_module_states = true;  // take rank 0's parameters and buffers
-    bool broadcast_buffers = true;   // before each forward that follows one which trains, from rank 0
+    std::string wrapper;             // the class name, for errors
+    std::string options;             // a line of text; must be equal on all ranks
+    bool sync_module_states = true;  // takes rank 0's parameters and buffers
+    bool broadcast_buffers = true;   // from rank 0, before each forward that follows a training forward
   };
   // Checks that all ranks have the same module and options. Collective. Throws std::invalid_argument, on every rank and
-  // with the first difference by name, if ranks differ, and for parameters that require_shardable() refuses.
+  // with the first difference by name, if ranks differ, and if a parameter cannot be trained by wrappers.
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
-  // The last part of construction: whom gradients go to (see ReplicatedGradients).
+  // The last part of construction: sets the owners of gradients (see ReplicatedGradients).
   void reduce_gradients(std::function<int(const internal::PlannedParameter&)> owner_of,
                         const internal::ReplicatedOptions& options);
   internal::ReplicatedGradients& gradients() const { return *gradients_; }
 
-  // What module->forward(args...) returns, and everything around it.
+  // Returns the result of module->forward(args...), called between begin_forward() and end_forward().
   template <class Holder, class... Args>
   auto run_forward(Holder& module, Args&&... args) {
     begin_forward();
