@@ -48,7 +48,7 @@ struct DdpOptions {
 };
 
 // The part of the wrapper that does not depend on the module's type.
-class DdpModule : public ReplicatedModule {
+class DdpModule : public internal::ReplicatedModule {
  public:
   // torch::nn::utils::clip_grad_norm_. Not collective: every rank has all gradients. On a device it returns without
   // blocking, unless error_if_nonfinite is set.

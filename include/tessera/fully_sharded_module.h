@@ -11,7 +11,7 @@
 
 #include <tessera/communicator.h>
 #include <tessera/model/data_parallel.h>
-#include <tessera/optim/gradient_source.h>
+#include <tessera/detail/gradient_source.h>
 #include <tessera/options/fsdp_options.h>
 #include <tessera/visit_tensors.h>
 
@@ -22,7 +22,7 @@ class Scheduler;
 }
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
-class FullyShardedModule : public DataParallel, public GradientSource {
+class FullyShardedModule : public DataParallel, public internal::GradientSource {
  public:
   // parameters(): this rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
   // the communicator's device (in host memory with FsdpOptions::offload), in the parameter's dtype, empty if the rank

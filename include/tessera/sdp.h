@@ -42,7 +42,7 @@ struct SdpOptions {
 };
 
 // The part of the wrapper that does not depend on the module's type.
-class SdpModule : public ReplicatedModule {
+class SdpModule : public internal::ReplicatedModule {
  public:
   // Picks up changes of requires_grad. Each forward does this, too.
   void refresh_trainable();

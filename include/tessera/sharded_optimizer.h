@@ -13,7 +13,7 @@
 #include <tessera/communicator.h>
 #include <tessera/model/grad_norm.h>
 #include <tessera/model/model_shards.h>
-#include <tessera/optim/averages.h>
+#include <tessera/detail/averages.h>
 #include <tessera/optim/optimizer_state_dict.h>
 #include <tessera/options/oss_options.h>
 
@@ -31,7 +31,7 @@ class ReplicaComparison;
 // The part of OSS that does not depend on the optimizer's class. A torch::optim::Optimizer over all parameters, with
 // all groups and options, whose step() updates the parameters that this rank owns, and then publishes them to all
 // ranks. state() holds the states of owned parameters. Not thread-safe.
-class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
+class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public internal::Averages {
  public:
   ~ShardedOptimizer() override;
 

@@ -9,8 +9,7 @@
 #include <tessera/optim/fused_optimizers.h>
 #include <tessera/optim/host_adam.h>
 
-namespace tessera {
-using namespace internal;
+namespace tessera::internal {
 namespace {
 
 template <class Optimizer>
@@ -45,4 +44,4 @@ void for_each_stepped(
                                          " tensors are no parameters of the optimizer"));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

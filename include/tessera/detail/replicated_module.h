@@ -15,13 +15,11 @@
 #include <tessera/model/data_parallel.h>
 #include <tessera/visit_tensors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-namespace internal {
 class ReplicatedGradients;
 struct PlannedParameter;
 struct ReplicatedOptions;
-}  // namespace internal
 
 // A module whose parameters every rank holds in full: the base of DistributedDataParallel and ShardedDataParallel.
 class ReplicatedModule : public DataParallel {
@@ -56,9 +54,9 @@ class ReplicatedModule : public DataParallel {
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
   // The last part of construction: sets the owners of gradients (see ReplicatedGradients).
-  void reduce_gradients(std::function<int(const internal::PlannedParameter&)> owner_of,
-                        const internal::ReplicatedOptions& options);
-  internal::ReplicatedGradients& gradients() const { return *gradients_; }
+  void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of,
+                        const ReplicatedOptions& options);
+  ReplicatedGradients& gradients() const { return *gradients_; }
 
   // Returns the result of module->forward(args...), called between begin_forward() and end_forward().
   template <class Holder, class... Args>
@@ -74,10 +72,10 @@ class ReplicatedModule : public DataParallel {
     }
   }
 
-  const std::vector<internal::PlannedParameter>& planned_parameters() const { return parameters_; }
+  const std::vector<PlannedParameter>& planned_parameters() const { return parameters_; }
 
  private:
-  internal::BackwardPass& backward_pass() const override;
+  BackwardPass& backward_pass() const override;
   void begin_forward();
   void end_forward(const std::vector<at::Tensor>& outputs);
   void broadcast_buffers();
@@ -86,10 +84,10 @@ class ReplicatedModule : public DataParallel {
   const std::shared_ptr<torch::nn::Module> module_;
   const std::shared_ptr<Communicator> comm_;
   const Setup setup_;
-  std::vector<internal::PlannedParameter> parameters_;
-  std::shared_ptr<internal::ReplicatedGradients> gradients_;
+  std::vector<PlannedParameter> parameters_;
+  std::shared_ptr<ReplicatedGradients> gradients_;
   bool last_forward_trained_ = false;
   std::chrono::steady_clock::time_point forward_since_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -16,7 +16,7 @@ namespace tessera {
 // Gradients may have any strides. step() throws std::invalid_argument for sparse gradients and for parameters that are
 // not dense or not of floating-point type.
 template <class Base>
-class FusedOptimizer : public Base, public ChosenStep {
+class FusedOptimizer : public Base, public internal::ChosenStep {
  public:
   using Base::Base;
   // Takes one step; returns the closure's loss, if there is a closure. Is not collective.

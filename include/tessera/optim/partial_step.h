@@ -26,6 +26,8 @@ class RevocableSteps {
   virtual void keep() = 0;
 };
 
+namespace internal {
+
 // An optimizer that can step some of its parameters and leave the others for later. Must be used by one thread at a
 // time. Is not collective.
 class ChosenStep {
@@ -52,8 +54,11 @@ void for_each_stepped(
     torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
     const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
 
-// A ChosenStep that runs in host memory, on any thread (StepInBackward).
-class PartialStep : public ChosenStep {
+}  // namespace internal
+
+// An optimizer that can step some of its parameters in host memory, on any thread, and leave the others for later
+// (StepInBackward). Derived classes implement step_parameters() and, if needed, require_steppable().
+class PartialStep : public internal::ChosenStep {
  public:
   // Returns an object for steps that can be rolled back; null if unsupported.
   virtual std::unique_ptr<RevocableSteps> revocable_steps() { return nullptr; }

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include <tessera/detail/listed_optimizer.h>
-#include <tessera/optim/averages.h>
+#include <tessera/detail/averages.h>
 
 namespace tessera {
 
@@ -70,7 +70,7 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 // under any sharding. Steps are counted for each parameter; a step without a gradient is not counted.
 class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
-      public Averages {
+      public internal::Averages {
  public:
   using ListedOptimizer::ListedOptimizer;
   // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped

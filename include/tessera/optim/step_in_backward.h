@@ -9,7 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include <tessera/optim/gradient_source.h>
+#include <tessera/detail/gradient_source.h>
 #include <tessera/optim/partial_step.h>
 
 namespace tessera {
@@ -59,7 +59,7 @@ class StepInBackward {
   // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
   // or without revocable_steps(); for an optimizer derived from one of Tessera's, whose own step() would be bypassed;
   // and for processors that this process may not use.
-  StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
+  StepInBackward(internal::GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
   // Rolls back speculative steps that finish() has not confirmed.
   ~StepInBackward();
   StepInBackward(const StepInBackward&) = delete;
@@ -83,7 +83,7 @@ class StepInBackward {
   void abandon() noexcept;
   void wait_for_steps();
 
-  GradientSource& source_;
+  internal::GradientSource& source_;
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
   const std::unique_ptr<RevocableSteps> speculation_;   // null: not speculative

@@ -9,7 +9,7 @@
 #include <tessera/model/grad_norm.h>
 #include <tessera/scope_exit.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A wrapper that reports final gradients, so that an optimizer can step before backward ends.
 class GradientSource {
@@ -39,4 +39,4 @@ class GradientSource {
   virtual GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal
