@@ -38,19 +38,19 @@ class PunctualEngine final : public Engine {
   }
 };
 
-Engine& punctual_engine() {
-  static auto& engine = *new PunctualEngine;
+// In a process without devices this is libtorch's own engine. Must be chosen before the first backward: libtorch starts
+// the threads of devices once in a process, for the engine that runs it, and an engine that is set later has none.
+Engine& engine_of_process() {
+  static Engine& engine = at::globalContext().hasCUDA() ? *new PunctualEngine : Engine::get_base_engine();
   return engine;  // its threads outlive main()
 }
 
-// Only in a process that has a device, and unless another library, Python for one, has set an engine.
-void set_engine_for_devices() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
-    if (is_libtorchs && at::globalContext().hasCUDA()) torch::autograd::set_default_engine_stub(&punctual_engine);
-  });
-}
+// Does nothing if another library, Python for one, has set an engine.
+[[maybe_unused]] const bool has_set_engine = [] {
+  const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
+  if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine_of_process);
+  return is_libtorchs;
+}();
 
 }  // namespace
 
@@ -69,7 +69,7 @@ struct BackwardPass::Token {
   bool is_over = false;
 };
 
-BackwardPass::BackwardPass() { set_engine_for_devices(); }
+BackwardPass::BackwardPass() = default;
 
 void BackwardPass::enter() {
   if (is_running()) return;
