@@ -12,7 +12,7 @@
 #include <typeinfo>
 #include <variant>
 
-#include <tessera/detail/averages.h>
+#include <tessera/optim/averages.h>
 #include <tessera/optim/fused_optimizers.h>
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/load_state.h"

@@ -90,7 +90,9 @@ void FullyShardedModule::reset_peak_memory() { scheduler_->reset_peak_memory(); 
 std::string FullyShardedModule::describe() const { return scheduler_->describe(); }
 const std::shared_ptr<Communicator>& FullyShardedModule::comm() const { return scheduler_->model().mesh().world; }
 std::vector<NamedShard> FullyShardedModule::named_shards() const { return scheduler_->named_shards(); }
-std::vector<HeldPart> FullyShardedModule::held_by(int rank) const { return scheduler_->model().held_by(rank); }
+std::vector<ModelShards::HeldPart> FullyShardedModule::held_by(int rank) const {
+  return scheduler_->model().held_by(rank);
+}
 std::vector<NamedShard> FullyShardedModule::shards_to_save() const {
   scheduler_->show_in_shards();
   return named_shards();

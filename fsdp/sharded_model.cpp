@@ -154,9 +154,9 @@ void ShardedModel::name_shards() {
 }
 
 // The ranks of a copy are consecutive: see make_mesh().
-std::vector<HeldPart> ShardedModel::held_by(int rank) const {
+std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
-  std::vector<HeldPart> held;
+  std::vector<ModelShards::HeldPart> held;
   for (const auto& [layout, parameter] : in_layouts_)
     held.push_back({layout->owned(parameter, rank % ranks), rank / ranks});
   return held;

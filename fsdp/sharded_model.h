@@ -43,7 +43,7 @@ class ShardedModel {
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
-  std::vector<HeldPart> held_by(int rank) const;  // of named_shards()
+  std::vector<ModelShards::HeldPart> held_by(int rank) const;  // of named_shards()
   // Parameters of ignored modules, unsharded, under each of their names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
   const CastBuffers& cast_buffers() const { return cast_buffers_; }

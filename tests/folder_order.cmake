@@ -12,10 +12,10 @@ set(library_of
 foreach(public
     base=detail/operation_handle,detail/copy_traffic,errors,event_writer,memory_cache,peak_memory,plan/memory_kind,scope_exit
     comm=communicator,host_results,launch,wait_report
-    flat=deferred,distributed_sampler,model/,detail/gradient_source,checkpoint/stateful,options/wire_format,uneven_data
+    flat=deferred,distributed_sampler,model/,detail/gradient_source,checkpoint/stateful,options/wire_format
     flat=visit_tensors,wrap,plan/planned_memory,detail/optimizer_shards
     offload=activation_offload,checkpointed.,detail/saved_inputs,options/offload_options,options/cpu_offload
-    optim=optim/,detail/averages,detail/listed,detail/parameter_parts,detail/linear_weights,quantize_linears
+    optim=optim/,detail/listed,detail/parameter_parts,detail/linear_weights,quantize_linears
     checkpoint=checkpoint.,checkpoint/
     oss=oss,sharded_optimizer,options/oss
     fsdp=fsdp,fully_sharded_module,options/fsdp,detail/converted_inputs

@@ -19,7 +19,7 @@ torch::OrderedDict<std::string, at::Tensor> ModelShards::named_parameters() cons
   return leaves;
 }
 
-std::vector<HeldPart> ModelShards::held_by(int rank) const {
+std::vector<ModelShards::HeldPart> ModelShards::held_by(int rank) const {
   std::vector<HeldPart> held;
   for (const NamedShard& shard : named_shards()) {
     if (shard.replica_count != comm()->size())

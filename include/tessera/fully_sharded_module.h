@@ -10,8 +10,8 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/model/data_parallel.h>
 #include <tessera/detail/gradient_source.h>
+#include <tessera/model/data_parallel.h>
 #include <tessera/options/fsdp_options.h>
 #include <tessera/visit_tensors.h>
 
@@ -36,7 +36,9 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   // For an optimizer that steps during backward: see StepInBackward. Throws std::invalid_argument with
   // FsdpOptions::check_finite.
   ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
+  // The shards that have a gradient now.
   std::vector<at::Tensor> parameters_with_gradients() const override;
+  // While the scope lives, uses outside backward throw std::logic_error with `reason`.
   ScopeExit refuse_use(std::string reason) override;
 
   // While the scope lives, every parameter of the module is unsharded on every rank, in its own dtype despite mixed

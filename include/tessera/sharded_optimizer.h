@@ -13,7 +13,7 @@
 #include <tessera/communicator.h>
 #include <tessera/model/grad_norm.h>
 #include <tessera/model/model_shards.h>
-#include <tessera/detail/averages.h>
+#include <tessera/optim/averages.h>
 #include <tessera/optim/optimizer_state_dict.h>
 #include <tessera/options/oss_options.h>
 
@@ -31,7 +31,7 @@ class ReplicaComparison;
 // The part of OSS that does not depend on the optimizer's class. A torch::optim::Optimizer over all parameters, with
 // all groups and options, whose step() updates the parameters that this rank owns, and then publishes them to all
 // ranks. state() holds the states of owned parameters. Not thread-safe.
-class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public internal::Averages {
+class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 
@@ -58,7 +58,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // Collective. Throws std::logic_error for other optimizers.
   ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer keeps averages
-  bool are_swapped_in() const override;
+  bool are_swapped_in() const override;  // while that scope lives
 
   // The owners, by parameter, counted through all groups. Frozen parameters weigh nothing.
   const internal::Partition& partition() const { return *partition_; }
@@ -97,8 +97,11 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // As load_state_dict(), from a file of save().
   void load(torch::serialize::InputArchive& archive) override;
 
+  // The optimizer that steps the parameters of this rank.
   const torch::optim::Optimizer& local() const override { return *local_; }
+  // Whether this rank owns the parameter.
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
+  // Returns the owner's `values` as this rank receives them: rounded with OssOptions::broadcast_dtype.
   at::Tensor as_received(const at::Tensor& parameter, const at::Tensor& values) const override;
 
  protected:

@@ -35,7 +35,6 @@
 #include <tessera/quantize_linears.h>
 #include <tessera/sdp.h>
 #include <tessera/sync_batch_norm.h>
-#include <tessera/uneven_data.h>
 #include <tessera/wait_report.h>
 #include <tessera/wrap.h>
 #include <tessera/zero.h>

@@ -40,7 +40,7 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   }
   if (!is_without_data()) return;
   for (int rank = 0; rank < world; ++rank) {  // a dry run exchanges no data
-    const std::vector<HeldPart> held = model.held_by(rank);
+    const std::vector<ModelShards::HeldPart> held = model.held_by(rank);
     for (int64_t i = 0; i < count; ++i)
       known_[shards[i].tensor.unsafeGetTensorImpl()].by_rank[rank] = {held[i].range, held[i].replica};
   }

@@ -319,10 +319,9 @@ TEST(SdpMistakes, AreClear) {
     expect_contains(error_of<std::invalid_argument>([&] { ShardedDataParallel bad(other, optimizer, comm); }),
                     "parameter '0.weight' requires a gradient but is in none of the optimizers");
     OSS<Adam> twice(model->parameters(), AdamOptions(1e-2), comm);
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      ShardedDataParallel bad(model, {&optimizer, &twice}, comm);
-                    }),
-                    "is in two of the optimizers");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { ShardedDataParallel bad(model, {&optimizer, &twice}, comm); }),
+        "is in two of the optimizers");
     EXPECT_THROW(ShardedDataParallel(model, optimizer, comm, {.reduce_buffer_size = -1}), std::invalid_argument);
 
     ShardedDataParallel sdp(model, optimizer, comm);

@@ -81,7 +81,7 @@ struct Lock {
 """
 FILES = {
     "CMakeLists.txt": "add_library(tessera INTERFACE)\nadd_library(tessera_zero INTERFACE)\n",
-    "include/tessera/tessera.h": '#include <tessera/fsdp.h>\n#include <vector>\n#include <tessera/communicator.h>\n',
+    "include/tessera/tessera.h": '#include <tessera/fsdp.h>\n#include <vector>\n#include "core/comm/communicator.h"\n',
     "include/tessera/fsdp.h": '#include "tessera.h"\nnamespace tessera {\nclass Fsdp {};\n}\n',
     "core/CMakeLists.txt": "tessera_add_library(comm\n  SOURCES a.cpp)\nadd_library(tessera::comm ALIAS tessera_comm)\n",
     "core/comm/communicator.h": COMMUNICATOR,

@@ -54,8 +54,7 @@ class ReplicatedModule : public DataParallel {
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
   // The last part of construction: sets the owners of gradients (see ReplicatedGradients).
-  void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of,
-                        const ReplicatedOptions& options);
+  void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
   ReplicatedGradients& gradients() const { return *gradients_; }
 
   // Returns the result of module->forward(args...), called between begin_forward() and end_forward().

@@ -28,16 +28,16 @@ struct NamedShard {
   int replica_count = 1;
 };
 
-// The part of one parameter that a rank holds.
-struct HeldPart {
-  Range range;      // in elements in memory order
-  int replica = 0;  // NamedShard::replica
-};
-
 // The state of a wrapped model under the module's own names, for code that does not know the wrapper (checkpoints). Not
 // collective.
 class ModelShards {
  public:
+  // The part of one parameter that a rank holds.
+  struct HeldPart {
+    Range range;      // in elements in memory order
+    int replica = 0;  // NamedShard::replica
+  };
+
   virtual ~ModelShards() = default;
   // The group that trains the model.
   virtual const std::shared_ptr<Communicator>& comm() const = 0;

@@ -30,7 +30,9 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
   using torch::optim::Adam::Adam;
   // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
   at::Tensor step(LossClosure closure = nullptr) override;
+  // Steps those of `parameters` that have a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  // Throws what step() would throw for its parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
@@ -41,7 +43,9 @@ class HostAdamW : public torch::optim::AdamW, public PartialStep {
   using torch::optim::AdamW::AdamW;
   // See HostAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
+  // Steps those of `parameters` that have a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  // Throws what step() would throw for its parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include <tessera/detail/listed_optimizer.h>
-#include <tessera/detail/averages.h>
+#include <tessera/optim/averages.h>
 
 namespace tessera {
 
@@ -70,15 +70,15 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 // under any sharding. Steps are counted for each parameter; a step without a gradient is not counted.
 class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
-      public internal::Averages {
+      public Averages {
  public:
   using ListedOptimizer::ListedOptimizer;
   // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped
   // in.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  ScopeExit swap_in_averages() override;  // not collective
-  bool are_swapped_in() const override { return is_swapped_in_; }
+  ScopeExit swap_in_averages() override;                           // not collective
+  bool are_swapped_in() const override { return is_swapped_in_; }  // while that scope lives
 
  private:
   bool is_swapped_in_ = false;

@@ -1,4 +1,4 @@
-#include <tessera/uneven_data.h>
+#include <tessera/host_results.h>
 
 #include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>

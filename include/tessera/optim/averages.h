@@ -2,7 +2,7 @@
 
 #include <tessera/scope_exit.h>
 
-namespace tessera::internal {
+namespace tessera {
 
 // An optimizer that evaluates with averaged parameters (ScheduleFreeAdamW, also under OSS).
 class Averages {
@@ -18,4 +18,4 @@ class Averages {
   virtual bool keeps_averages() const { return true; }
 };
 
-}  // namespace tessera::internal
+}  // namespace tessera
