@@ -121,7 +121,7 @@ void make(const Settings& settings) {
   manifest.saved.has_rng = true;
   manifest.id = manifest.saved.id = kId;
   const std::string text = tessera::internal::format_manifest(manifest);
-  tessera::internal::write_text(fs::path(settings.folder) / tessera::kManifestName, text);
+  tessera::internal::write_text(fs::path(settings.folder) / tessera::internal::kManifestName, text);
   root_s += seconds_since(began);
   std::cout << settings.ranks << " ranks, " << settings.tensors << " tensors: manifest of " << text.size() / 1000
             << " kB; made in " << leader_s << " s by the slowest of the groups' first ranks and " << root_s

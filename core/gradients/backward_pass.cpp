@@ -46,7 +46,7 @@ Engine& engine_of_process() {
 }
 
 // Does nothing if another library, Python for one, has set an engine.
-[[maybe_unused]] const bool has_set_engine = [] {
+[[maybe_unused]] const bool kHasSetEngine = [] {
   const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
   if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine_of_process);
   return is_libtorchs;

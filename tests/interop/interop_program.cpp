@@ -17,7 +17,7 @@
 
 #include <tessera/tessera.h>
 #include "checkpoint/load/find_checkpoints.h"
-#include "gpt2_files.h"
+#include "gpt.h"
 
 namespace {
 
