@@ -6,7 +6,8 @@
 
 namespace tessera::internal {
 
-// What lies where in such a file, index or directory. Not collective. Throws CheckpointError.
+// Lists the tensors of a safetensors file, an index or a directory, and their places. Not collective. Throws
+// CheckpointError.
 SavedTensors find_full_tensors(const std::filesystem::path& path);
 
 }  // namespace tessera::internal

@@ -3,8 +3,6 @@
 #include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>
 
-#include <tessera/host_results.h>
-
 namespace tessera {
 using namespace internal;
 

@@ -33,8 +33,8 @@ class StorageUnavailable : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-// An archive of torch.export that cannot be read, or asks for what is not supported or not allowed. what() names the
-// file and, where it is about a node of the graph, the node, its operator and the line of Python that it comes from.
+// An archive of torch.export cannot be read, or needs an operator or feature that is not supported or not allowed.
+// what() names the file; for an error in the graph also the node, its operator and its line of Python.
 class ExportedError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

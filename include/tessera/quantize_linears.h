@@ -11,14 +11,14 @@
 
 namespace tessera {
 
-// In what form a frozen weight is kept.
+// The storage format of a frozen weight.
 enum class WeightFormat : uint8_t {
-  kFull,  // as it is
+  kFull,  // the weight's own dtype, not quantized
   // 4 bit, QLoRA's NormalFloat (Dettmers et al., 2023): blocks of 64 elements, each the nearest of 16 quantiles of the
   // normal distribution times the block's largest absolute value, which is fp32: 4.5 bits an element.
   kNf4,
-  // As kNf4, with those values in 8 bit themselves, as bitsandbytes has it (its dynamic map, blocks of 256, less their
-  // mean): 4.13 bits an element.
+  // kNf4 with its scales in 8 bit, as in bitsandbytes (its dynamic map, blocks of 256, minus their mean): 4.13 bits an
+  // element.
   kNf4Double,
   kInt8,  // blocks of 64 elements: 8.5 bits an element
 };
@@ -26,11 +26,11 @@ enum class WeightFormat : uint8_t {
 // A low-rank adapter beside a frozen weight (Hu et al., 2021): y = W x + alpha / rank * B A dropout(x).
 struct LoraOptions {
   int64_t rank = 0;    // 0: none
-  double alpha = 16;   // see above
+  double alpha = 16;   // the factor alpha of the formula
   double dropout = 0;  // of the adapter's input, while the module trains
 };
 
-// How quantize_linears() changes the layers that it takes.
+// Options of quantize_linears().
 struct QuantizeOptions {
   WeightFormat format = WeightFormat::kNf4Double;
   LoraOptions lora{};  // rank 0: no adapters

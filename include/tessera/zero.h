@@ -43,12 +43,12 @@ struct ZeroOptions {
   // Parameters with options of their own, as torch's optimizers take them.
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // What is split over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+  // 0: nothing is sharded. 1: optimizer state. 2: also gradients. 3: also parameters.
   int stage = 2;
   // Makes the optimizer's groups out of the parameters by name (whole ones, or shards in stage 3).
   // Empty: one group of all.
   std::function<Groups(const Parameters&)> groups;
-  // Of what the stage uses: stages 0 and 1; 1 and 2; 2; 3.
+  // Options of the parts that a stage uses: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
   DdpOptions ddp;
   OssOptions oss;
   SdpOptions sdp;

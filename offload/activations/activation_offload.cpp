@@ -18,7 +18,7 @@ using namespace internal;
 
 static constexpr size_t kMaxLeaving = 2;
 
-// After the copy's end, behind which the current stream is; the memory need not be that stream's.
+// Must be called after the current stream waits for the copy. The memory may belong to another stream.
 static void let_go(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();

@@ -12,8 +12,8 @@
 
 namespace tessera {
 
-// What an optimizer keeps for one parameter, by name: {"exp_avg", ...}, {"step", 7}. Tensors have the shape that
-// StateForm says; undefined ones are left out. They are the optimizer's own, not copies.
+// An optimizer's state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Undefined tensors are left out. The
+// tensors are the optimizer's own, not copies.
 struct ParameterState {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   std::vector<std::pair<std::string, int64_t>> numbers;
@@ -23,8 +23,8 @@ struct ParameterState {
 using OptimizerOption = std::variant<bool, double>;
 using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
-// An optimizer's state, as Python's optimizer.state_dict(): parameters are known by their place in
-// the groups, counted through all of them.
+// An optimizer's state, like Python's optimizer.state_dict(). The key of a parameter is its index, counted through all
+// groups.
 struct OptimizerStateDict {
   struct Group {
     OptionList options;
