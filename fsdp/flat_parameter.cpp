@@ -101,8 +101,12 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
     shard_ = sync_module_states || all_are_read ? own : own.clone();
   }
   if (chosen.pager == nullptr) return;
-  if (is_paged(shard_)) return page_of(shard_)->tell_of_writes(*chosen.pager, chosen.page_id);
-  shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name(), shard_.device());
+  if (is_paged(shard_)) {
+    shard_page_ = page_of(shard_);
+    return shard_page_->tell_of_writes(*chosen.pager, chosen.page_id);
+  }
+  own_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name(), shard_.device());
+  shard_page_ = own_page_.get();
   shard_page_->set_writable(true);
   shard_page_->attach_permanently(shard_);
   shard_ = shard_page_->view(dtype(), {layout().shard_numel()}, {1}, 0);

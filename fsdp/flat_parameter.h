@@ -107,8 +107,8 @@ class FlatParameter : public FlatSpec {
   const at::Tensor& shard() const { return shard_; }
   // The page of which the shard is a view. It counts writes. After set_shard_writable(false) operators that write to
   // the shard throw.
-  const Page& shard_page() const { return *page_of(shard_); }
-  void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
+  const Page& shard_page() const { return *shard_page_; }
+  void set_shard_writable(bool writable) { shard_page_->set_writable(writable); }
   // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
   // Whether a parameter's shard is still that view: set_data() gives it another storage.
@@ -149,7 +149,9 @@ class FlatParameter : public FlatSpec {
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() is another
   std::vector<at::Tensor> parameter_shards_;
-  std::unique_ptr<Page> shard_page_;  // of the shard; null on a disk, since the DiskPager has the page
+  std::unique_ptr<Page> own_page_;  // of the shard; null on a disk, since the DiskPager owns the page
+  // Kept, because page_of(shard_) would race with another thread that evicts the shard.
+  Page* shard_page_ = nullptr;
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
