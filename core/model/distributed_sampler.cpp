@@ -1,10 +1,13 @@
 #include <tessera/distributed_sampler.h>
+#include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <variant>
 
 namespace tessera {
 using namespace internal;
@@ -51,44 +54,208 @@ int64_t EpochOrder::draw_of_epoch(int64_t epoch, int64_t bound) {
   return drawn_;
 }
 
+// The shared position of a sampler and its copies: the batch that the loop receives next, and the batch that a loader
+// requests next.
+struct DistributedSampler::Position {
+  struct Cursor {
+    int64_t first = 0;  // place of the step's first item in EpochOrder
+    int64_t micro_batch = 0;
+  };
+  struct Run {
+    int64_t offset, numel;
+  };
+
+  EpochOrder order;
+  int64_t rank, world_size;
+  DistributedSamplerOptions options;
+  Cursor received, requested;
+  std::optional<int64_t> loop_end;  // the end of the epoch that a loader reads
+  int64_t first_requests = 0;       // that a loader still makes before the loop receives its first batch
+  std::optional<torch::data::FullDataLoaderOptions> loader;
+
+  int64_t of_step() const { return world_size * options.batch_numel * options.accumulation; }
+  int64_t end_of_epoch(int64_t place) const { return (place / order.items_numel() + 1) * order.items_numel(); }
+
+  // This rank's items of the step that begins at `first`, relative to `first`. `end`: of the epoch, if steps stop
+  // there.
+  Run run_of(int64_t first, std::optional<int64_t> end) const {
+    const int64_t of_rank = options.batch_numel * options.accumulation;
+    if (!end || *end - first >= of_step()) return {rank * of_rank, of_rank};
+    if (options.drop_last) return {0, 0};
+    const int64_t rest = *end - first;
+    if (options.partition) return {rest * rank / world_size, rest * (rank + 1) / world_size - rest * rank / world_size};
+    const int64_t numel = (rest + world_size - 1) / world_size;
+    return {rank * numel, numel};
+  }
+
+  // Past one micro-batch.
+  void advance(Cursor& cursor, std::optional<int64_t> end) const {
+    if (++cursor.micro_batch * options.batch_numel < run_of(cursor.first, end).numel) return;
+    cursor.micro_batch = 0;
+    cursor.first += of_step();
+    if (end && (cursor.first > *end || run_of(cursor.first, end).numel == 0)) cursor.first = *end;
+  }
+
+  std::vector<int64_t> items(const Cursor& cursor, std::optional<int64_t> end) {
+    const Run run = run_of(cursor.first, end);
+    const int64_t begin = cursor.micro_batch * options.batch_numel;
+    std::vector<int64_t> found(static_cast<size_t>(std::min(options.batch_numel, run.numel - begin)));
+    for (size_t i = 0; i < found.size(); ++i) {
+      int64_t place = cursor.first + run.offset + begin + static_cast<int64_t>(i);
+      if (end && place >= *end) {  // a repeat, of the epoch's beginning
+        const int64_t numel = order.items_numel();
+        place = *end - numel + (place - *end) % numel;
+      }
+      found[i] = order.item(place);
+    }
+    return found;
+  }
+
+  // The end of the epoch of a loop that begins now. Without its last items, an epoch may already be over.
+  int64_t begin_loop(Cursor& cursor) const {
+    int64_t end = end_of_epoch(cursor.first);
+    if (options.drop_last && cursor.micro_batch == 0 && end - cursor.first < of_step()) {
+      cursor.first = end;
+      end = end_of_epoch(end);
+    }
+    if (run_of(cursor.first, end).numel == 0) cursor.first = end;
+    return end;
+  }
+
+  void begin_at(int64_t first) {
+    received = {first, 0};
+    if (options.drop_last) static_cast<void>(begin_loop(received));
+    requested = received;
+    loop_end.reset();
+    first_requests = 0;
+  }
+
+  // A request after the first ones means that the loop has received a batch.
+  void count_received(bool request_is_served) {
+    if (!loader || loader->workers == 0) {
+      received = requested;
+    } else if (first_requests > 0) {
+      first_requests = request_is_served ? first_requests - 1 : 0;
+    } else if (received.first < *loop_end) {
+      advance(received, loop_end);
+    }
+  }
+
+  void set_drop_last(bool drop_last) {
+    if (drop_last && options.partition)
+      throw std::invalid_argument("a sampler has drop_last or partition, not both: a partition has each item once");
+    if (drop_last && order.items_numel() < of_step())
+      throw std::invalid_argument("drop_last leaves no item of " + std::to_string(order.items_numel()) +
+                                  ": a step of all ranks takes " + std::to_string(of_step()));
+    options.drop_last = drop_last;
+  }
+
+  StateValues values() const {
+    return {{"items", order.items_numel()},
+            {"seed", std::to_string(options.seed)},
+            {"shuffle", options.shuffle},
+            {"taken", received.first}};
+  }
+};
+
 DistributedSampler::DistributedSampler(int64_t items_numel, int rank, int world_size, DistributedSamplerOptions options)
-    : order_(items_numel, options.seed, options.shuffle), rank_(rank), world_size_(world_size), options_(options) {
+    : position_(std::make_shared<Position>(Position{
+          EpochOrder(items_numel, options.seed, options.shuffle), rank, world_size, options, {}, {}, {}, 0, {}})) {
   require_at_least_one(world_size, "world_size");
   require_at_least_one(options.batch_numel, "batch_numel");
   require_at_least_one(options.accumulation, "accumulation");
   if (rank < 0 || rank >= world_size)
     throw std::invalid_argument("rank is " + std::to_string(rank) + ", expected 0 to " +
                                 std::to_string(world_size - 1));
+  position_->set_drop_last(options.drop_last);
 }
 
 std::vector<int64_t> DistributedSampler::next() {
-  const int64_t of_rank = options_.batch_numel * options_.accumulation;
-  const int64_t begin = first_ + rank_ * of_rank + micro_batch_ * options_.batch_numel;
-  std::vector<int64_t> items(static_cast<size_t>(options_.batch_numel));
-  for (int64_t i = 0; i < options_.batch_numel; ++i) items[i] = order_.item(begin + i);
-  if (++micro_batch_ == options_.accumulation) {
-    micro_batch_ = 0;
-    first_ += world_size_ * of_rank;
-  }
-  return items;
+  Position& at = *position_;
+  if (at.options.partition)
+    throw std::logic_error(
+        "next() is endless, and a partition ends: use a data loader, or reset() and next(batch_numel)");
+  std::optional<int64_t> end;
+  if (at.options.drop_last) end = at.begin_loop(at.received);
+  auto found = at.items(at.received, end);
+  at.advance(at.received, end);
+  at.requested = at.received;
+  at.loop_end.reset();
+  return found;
 }
 
-StateValues DistributedSampler::form() const {
-  return {{"items", order_.items_numel()},
-          {"seed", std::to_string(options_.seed)},
-          {"shuffle", options_.shuffle},
-          {"taken", first_}};
+std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_numel) {
+  Position& at = *position_;
+  if (batch_numel != static_cast<size_t>(at.options.batch_numel))
+    throw std::invalid_argument("the data loader asks for batches of " + std::to_string(batch_numel) +
+                                ", the sampler has batch_numel " + std::to_string(at.options.batch_numel) +
+                                ": set both to one value");
+  if (!at.loop_end) reset();
+  std::optional<std::vector<size_t>> found;
+  if (at.requested.first < *at.loop_end) {
+    const auto items = at.items(at.requested, at.loop_end);
+    found.emplace(items.begin(), items.end());
+    at.advance(at.requested, at.loop_end);
+  }
+  at.count_received(found.has_value());
+  return found;
+}
+
+void DistributedSampler::reset(std::optional<size_t> new_items_numel) {
+  Position& at = *position_;
+  if (new_items_numel && static_cast<int64_t>(*new_items_numel) != at.order.items_numel()) {
+    const int64_t of_now = epoch();
+    at.order = EpochOrder(static_cast<int64_t>(*new_items_numel), at.options.seed, at.options.shuffle);
+    at.set_drop_last(at.options.drop_last);
+    at.begin_at(of_now * at.order.items_numel());
+  }
+  at.loop_end = at.begin_loop(at.received);
+  at.requested = at.received;
+  at.first_requests = at.loader && at.loader->workers > 0 ? static_cast<int64_t>(at.loader->max_jobs) : 0;
+}
+
+void DistributedSampler::set_epoch(int64_t epoch) {
+  if (epoch < 0) throw std::invalid_argument("epoch is " + std::to_string(epoch) + ", expected 0 or more");
+  if (epoch != this->epoch()) position_->begin_at(epoch * position_->order.items_numel());
+}
+
+int64_t DistributedSampler::epoch() const { return position_->received.first / position_->order.items_numel(); }
+int64_t DistributedSampler::micro_batch() const { return position_->received.micro_batch; }
+
+int64_t DistributedSampler::batches_left() const {
+  const Position& at = *position_;
+  Position::Cursor cursor = at.received;
+  const int64_t end = at.loop_end ? *at.loop_end : at.begin_loop(cursor);
+  if (cursor.first >= end) return 0;
+  const int64_t batch = at.options.batch_numel;
+  auto batches = [&](int64_t items) { return (items + batch - 1) / batch; };
+  const int64_t full_steps = (end - cursor.first) / at.of_step();
+  return full_steps * at.options.accumulation +
+         batches(at.run_of(cursor.first + full_steps * at.of_step(), end).numel) - cursor.micro_batch;
+}
+
+void DistributedSampler::follow(const torch::data::FullDataLoaderOptions& loader) {
+  Position& at = *position_;
+  at.set_drop_last(at.options.drop_last || loader.drop_last);
+  at.loader.emplace(loader);
+  at.requested = at.received;
+  at.loop_end.reset();
 }
 
 StateValues DistributedSampler::state_values() const {
-  if (micro_batch_ != 0)
-    throw std::logic_error("a sampler is saved between steps; it has given " + std::to_string(micro_batch_) + " of " +
-                           std::to_string(options_.accumulation) + " micro-batches of one");
-  return form();
+  const Position& at = *position_;
+  if (at.received.micro_batch != 0)
+    throw std::logic_error("a sampler is saved between steps; it has given " + std::to_string(at.received.micro_batch) +
+                           " of " + std::to_string(at.options.accumulation) + " micro-batches of one");
+  if (at.loader && !at.loader->enforce_ordering && at.received.first != at.requested.first)
+    throw std::logic_error(
+        "a sampler cannot be saved while a data loader without enforce_ordering reads ahead: save between epochs, or "
+        "set enforce_ordering(true)");
+  return at.values();
 }
 
 void DistributedSampler::check_state_values(const StateValues& values) const {
-  const StateValues own = form();
+  const StateValues own = position_->values();
   require_same_form(values, own, "a sampler");
   for (const char* name : {"items", "seed", "shuffle"})
     if (values.at(name) != own.at(name))
@@ -98,8 +265,25 @@ void DistributedSampler::check_state_values(const StateValues& values) const {
 }
 
 void DistributedSampler::load_state_values(const StateValues& values) {
-  first_ = std::get<int64_t>(values.at("taken"));
-  micro_batch_ = 0;
+  position_->begin_at(std::get<int64_t>(values.at("taken")));
+}
+
+void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
+  for (const auto& [name, value] : state_values())
+    std::visit([&, &name = name](const auto& held) { archive.write(name, c10::IValue(held)); }, value);
+}
+
+void DistributedSampler::load(torch::serialize::InputArchive& archive) {
+  StateValues values = position_->values();
+  for (auto& [name, value] : values) {
+    c10::IValue found;
+    archive.read(name, found);
+    if (found.isInt()) value = found.toInt();
+    if (found.isBool()) value = found.toBool();
+    if (found.isString()) value = found.toStringRef();
+  }
+  check_state_values(values);
+  load_state_values(values);
 }
 
 }  // namespace tessera
