@@ -55,6 +55,7 @@ interop: setup
 	@$(compile) interop_program tessera_command
 	@tools/python.sh tests/interop/interop_test.py $(BUILD)/tests/interop/interop_program
 	@tools/python.sh tests/interop/convert_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera Convert
+	@tools/python.sh tests/interop/damage_test.py
 	@tools/python.sh --with s3 tests/interop/s3_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera
 	@$(compile) train_gpt
 	@tools/python.sh --with tensorboard tests/interop/tensorboard_test.py $(BUILD)/examples/train_gpt

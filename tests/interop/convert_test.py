@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONVERT, BENCH = ROOT / "tools/tessera-convert", ROOT / "bench/compare"
 PROGRAM = COMMAND = ""
+sys.path.insert(0, str(ROOT / "tools"))
 
 
 def make_model():
@@ -81,6 +82,16 @@ def one_rank(rank, ranks, port, queue, work, arguments):
     dist.destroy_process_group()
 
 
+def safe_reader(folder):
+    """Reads a folder of torch.distributed.checkpoint without the ability to run code from its pickles."""
+    from convert import untrusted
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    reader = dcp.FileSystemReader(folder)
+    reader.read_metadata = lambda *_, **__: untrusted.load_metadata(pathlib.Path(folder) / ".metadata")
+    return reader
+
+
 def run_fsdp2(rank, load, before, save, after):
     from torch.distributed.fsdp import fully_shard
 
@@ -91,7 +102,7 @@ def run_fsdp2(rank, load, before, save, after):
     if load:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optim": optimizer_state}
-        dcp.load(state, checkpoint_id=load)
+        dcp.load(state, storage_reader=safe_reader(load))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     losses = steps(model, optimizer, before)
     if save:
@@ -364,7 +375,6 @@ class Convert(Base):
         torch.save(weights, self.path / "file.pt")
         self.convert(self.path / "file.pt", self.path / "ours")
         self.run_words(COMMAND, "reshard", self.path / "ours", self.path / "of4", "--ranks", 4)
-        sys.path.insert(0, str(ROOT / "tools"))
         from convert import checkpoint
 
         with unittest.mock.patch.object(checkpoint, "PIECE_BYTES", 48), checkpoint.Reader(self.path / "of4") as reader:

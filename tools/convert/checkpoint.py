@@ -1,5 +1,6 @@
 """Reads and writes Tessera's checkpoints, format 2 (checkpoint/format/FORMAT.md), one piece of a tensor at a time."""
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -155,6 +156,9 @@ def write(target, checkpoint, progress=lambda name: None):
     target = pathlib.Path(target)
     if target.exists():
         raise ConvertError(f"{target}: is there already")
+    names = [name for entry in checkpoint.tensors for name in (entry.name, *entry.aliases)]
+    if len(set(names)) < len(names):
+        raise ConvertError(f"there are two tensors '{next(name for name in names if names.count(name) > 1)}'")
     for entry in checkpoint.tensors:
         if entry.dtype not in NAMES:
             raise ConvertError(f"'{entry.name}' has the dtype {entry.dtype}, which safetensors files have no name for")
@@ -248,6 +252,15 @@ def sync_folder(folder):
     os.close(descriptor)
 
 
+@contextlib.contextmanager
+def damage_named(path):
+    """Damaged JSON raises errors of many kinds."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
+        raise ConvertError(f"{path}: is damaged: {error}") from None
+
+
 class Reader:
     """Reads a checkpoint of any number of ranks in verified pieces, and locks it against removal."""
 
@@ -255,21 +268,27 @@ class Reader:
         self.folder = pathlib.Path(folder)
         try:
             self.hold = open(self.folder / "tessera.json", "rb")
-            try:  # a shared lock on the whole file, as in FORMAT.md
-                fcntl.fcntl(self.hold, fcntl.F_OFD_SETLK, struct.pack("@hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-            except OSError:
-                pass  # no locks on this file system
-            self.manifest = json.loads(self.hold.read().decode())
         except FileNotFoundError:
             raise ConvertError(f"{folder}: is not a checkpoint: it has no tessera.json") from None
-        if self.manifest.get("version") != 2:
-            raise ConvertError(f"{folder}: is of format version {self.manifest.get('version')}; `tessera reshard` makes version 2 of it")
-        if sum_of_manifest(self.manifest) != self.manifest["checksum"]:
-            raise ConvertError(f"{folder}: tessera.json: its checksum does not match: the manifest is damaged")
-        self.files = self.folder / self.manifest.get("folder", "")
+        try:  # a shared lock on the whole file, as in FORMAT.md
+            fcntl.fcntl(self.hold, fcntl.F_OFD_SETLK, struct.pack("@hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError:
+            pass  # no locks on this file system
+        with damage_named(self.folder / "tessera.json"):
+            self.manifest = json.loads(self.hold.read().decode())
+            self.check_manifest()
+            self.files = self.folder / self.manifest.get("folder", "")
         self.slices = {}  # by name: (file, offsets, shape, begin, checksums)
         for path in sorted(self.files.glob("rank-*.safetensors")):
-            self.list_file(path)
+            with damage_named(path):
+                self.list_file(path)
+
+    def check_manifest(self):
+        if self.manifest.get("version") != 2:
+            raise ConvertError(f"{self.folder}: is of format version {self.manifest.get('version')}; `tessera reshard` makes "
+                               "version 2 of it")
+        if sum_of_manifest(self.manifest) != self.manifest["checksum"]:
+            raise ConvertError(f"{self.folder}: tessera.json: its checksum does not match: the manifest is damaged")
 
     def __enter__(self):
         return self

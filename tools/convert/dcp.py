@@ -1,109 +1,24 @@
 """torch.distributed.checkpoint's folders (.metadata, *.distcp)."""
 
 import dataclasses
-import io
-import math
 import os
 import pathlib
 import shutil
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (LoadItemType, LoadPlan, ReadItem, TensorWriteData, WriteItem,
-                                                  WriteItemType)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from . import optimizers
 from .checkpoint import DTYPES, Checkpoint, ConvertError, Tensor
-
-
-class OneMetadata(FileSystemReader):
-    """Reads the metadata once for all tensors."""
-
-    def read_metadata(self, *args, **kwargs):
-        if not hasattr(self, "known"):
-            self.known = super().read_metadata(*args, **kwargs)
-        return self.known
-
-
-class Taker:
-    """Replaces a planner and the tensor that a reader would fill: takes the data without a copy."""
-
-    def resolve_tensor(self, item):
-        self.lengths = item.lengths
-        return self
-
-    def detach(self):
-        return self
-
-    def size(self):
-        return self.lengths
-
-    def copy_(self, tensor):
-        self.tensor = tensor
-
-    def commit_tensor(self, *_):
-        pass
-
-
-def follow_one_another(size, chunks):
-    """Returns whether each chunk is a range of the tensor's memory that begins where the previous one ends."""
-    strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
-    end = 0
-    for chunk in chunks:
-        lead = next((d for d, n in enumerate(chunk.sizes) if n > 1), len(size))
-        if any(n != whole for n, whole in zip(chunk.sizes[lead + 1 :], size[lead + 1 :])):
-            return False
-        if sum(o * s for o, s in zip(chunk.offsets, strides)) != end:
-            return False
-        end += math.prod(chunk.sizes)
-    return end == math.prod(size)
-
-
-class Folder:
-    def __init__(self, path):
-        self.reader = OneMetadata(str(path))
-        metadata = self.reader.read_metadata()
-        self.reader.set_up_storage_reader(metadata, True)
-        self.entries = metadata.state_dict_metadata
-        # The keys of the state dict, by flat name: ("optim", "state", "0.weight", "exp_avg").
-        self.paths = {name: tuple(keys) for name, keys in (metadata.planner_data or {}).items() if name in self.entries}
-        for name in self.entries:
-            self.paths.setdefault(name, (name,))
-
-    def read(self, name):
-        entry = self.entries[name]
-        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else io.BytesIO()}
-        dcp.load(state, storage_reader=self.reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
-        return state[name]
-
-    def load(self, name):
-        """Returns a tensor chunk by chunk as it was saved, if chunks are consecutive; otherwise whole."""
-        entry = self.entries[name]
-        chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
-        if not follow_one_another(entry.size, chunks):
-            return self.read(name)
-        return (self.read_chunk(name, chunk) for chunk in chunks)
-
-    def read_chunk(self, name, chunk):
-        start, taker = torch.Size([0] * len(chunk.sizes)), Taker()
-        item = ReadItem(LoadItemType.TENSOR, MetadataIndex(name, chunk.offsets), start, MetadataIndex(name, chunk.offsets), start, chunk.sizes)
-        self.reader.read_data(LoadPlan([item]), taker).wait()
-        return taker.tensor
-
-    def spec(self, name):
-        """Returns (dtype, shape, load), or the value of a small entry."""
-        entry = self.entries[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            return self.read(name)
-        if not entry.size:
-            return self.read(name).item()
-        return entry.properties.dtype, list(entry.size), lambda: self.load(name)
+from .dcp_folder import Folder
+from .untrusted import NeedsTrust
 
 
 def split(paths):
@@ -116,8 +31,17 @@ def split(paths):
     return optimizer, model, other
 
 
+def small_value(folder, name):
+    """Returns an entry that is a number or a text, or None."""
+    try:
+        value = folder.read(name)
+    except NeedsTrust:
+        return None
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
 def read_dcp(path, options):
-    folder = Folder(path)
+    folder = Folder(path, options.trust)
     prefix, of_model, of_optimizer = split(folder.paths)
     tensors = []
     extra = {}
@@ -126,13 +50,13 @@ def read_dcp(path, options):
         if options.model and keys[: len(options.model)] != options.model:
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            value = folder.read(name)
-            if isinstance(value, (bool, int, float, str)):
-                extra[".".join(map(str, keys))] = value
-            else:
+            value = small_value(folder, name)
+            if value is None:
                 options.warn(f"'{name}' is no tensor, and is left out")
+            else:
+                extra[".".join(map(str, keys))] = value
             continue
-        tensors.append((keys[-1], entry, name))
+        tensors.append((str(keys[-1]), entry, name))
     fronts = {keys[:-1] for name, keys in of_model.items() if isinstance(folder.entries[name], TensorStorageMetadata)}
     if len(fronts) > 1 and not options.model:
         raise ConvertError(f"{path}: tensors are under {', '.join('.'.join(map(str, f)) or '(nothing)' for f in sorted(fronts, key=str))}: "
@@ -151,11 +75,11 @@ def read_optimizer(folder, names, depth, result, options):
         rest = keys[depth:]
         if rest == ("param_groups",):
             groups = folder.read(name)
-        elif rest[0] == "param_groups" and len(rest) == 3:  # a list whose entries were flattened
+        elif rest[:1] == ("param_groups",) and len(rest) == 3:  # a list whose entries were flattened
             flat_groups.setdefault(rest[1], {})[rest[2]] = folder.spec(name)
-        elif rest[0] == "param_groups":
+        elif rest[:1] == ("param_groups",):
             raise ConvertError(f"'{name}': groups of this form are not known (flatten_optimizer_state_dict is not read)")
-        elif rest[0] == "state" and len(rest) == 3:
+        elif rest[:1] == ("state",) and len(rest) == 3:
             states.setdefault(rest[1], {})[rest[2]] = folder.spec(name)
         else:
             raise ConvertError(f"'{name}' is not what an optimizer's state is called")
@@ -252,6 +176,7 @@ def write_dcp(target, reader, options):
         state["extra"] = manifest["extra"]
     try:
         dcp.save(state, storage_writer=OneFile(str(target)), planner=Lazy(pieces), no_dist=True)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
-        raise
+        failures = getattr(error, "failures", None)  # of CheckpointException: (exception, traceback) by rank
+        raise failures[0][0] if failures and 0 in failures else error from None

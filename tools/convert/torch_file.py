@@ -7,23 +7,12 @@ import re
 
 import torch
 
-from . import optimizers
+from . import optimizers, untrusted
 from .checkpoint import Checkpoint, ConvertError, Tensor
 
 
 def load(path, options):
-    """Memory-maps the file if possible, so that a tensor takes memory only when it is read."""
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=not options.trust)
-    except RuntimeError as error:
-        if "mmap can only be used" not in str(error):
-            raise ConvertError(f"{path}: {str(error).splitlines()[0]}") from None
-        return torch.load(path, map_location="cpu", weights_only=not options.trust)  # the format before torch 1.6
-    except Exception as error:
-        if "weights_only" in str(error) or "Weights only" in str(error):
-            raise ConvertError(f"{path}: has other things than tensors and numbers, which unpickling would run as code: "
-                               "--trust reads it all the same") from None
-        raise
+    return untrusted.load_file(path, options.trust)
 
 
 def is_tensors(value):
