@@ -1,6 +1,5 @@
 #include "exported/graph/steps.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/_native_batch_norm_legit.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
@@ -8,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <tessera/autocast.h>
 #include <tessera/checkpointed.h>
 #include "exported/graph/higher_order_steps.h"
 
@@ -78,32 +78,7 @@ void GradModeStep::run(Frame& frame) const {
 }
 
 void AutocastStep::run(Frame& frame) const {
-  // As torch.autocast's __enter__ and __exit__.
-  class Scope {
-   public:
-    Scope(const Mode& mode, at::DeviceType device)
-        : device_(device),
-          was_enabled_(at::autocast::is_autocast_enabled(device)),
-          dtype_(at::autocast::get_autocast_dtype(device)),
-          cache_enabled_(at::autocast::is_autocast_cache_enabled()) {
-      at::autocast::set_autocast_enabled(device, mode.enabled);
-      if (mode.dtype) at::autocast::set_autocast_dtype(device, *mode.dtype);
-      if (mode.cache_enabled) at::autocast::set_autocast_cache_enabled(*mode.cache_enabled);
-      at::autocast::increment_nesting();
-    }
-    ~Scope() {
-      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-      at::autocast::set_autocast_enabled(device_, was_enabled_);
-      at::autocast::set_autocast_dtype(device_, dtype_);
-      at::autocast::set_autocast_cache_enabled(cache_enabled_);
-    }
-
-   private:
-    const at::DeviceType device_;
-    const bool was_enabled_;
-    const at::ScalarType dtype_;
-    const bool cache_enabled_;
-  } scope(mode_, frame.execution->device.type());
+  const Autocast autocast(frame.execution->device.type(), mode_.dtype, mode_.enabled, mode_.cache_enabled);
   set_results(frame, graph()->run(take_operands(frame), frame.execution));
 }
 

@@ -4,6 +4,7 @@
 // included on demand: <tessera/exported.h> (models exported from Python) and <tessera/plan.h> (dry runs and plans).
 
 #include <tessera/activation_offload.h>
+#include <tessera/autocast.h>
 #include <tessera/checkpoint.h>
 #include <tessera/checkpoint/folder_lock.h>
 #include <tessera/checkpoint/full_file.h>

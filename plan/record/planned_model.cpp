@@ -1,6 +1,5 @@
 #include <tessera/plan/planned_model.h>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/zeros.h>
 
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/autocast.h>
 #include <tessera/exported.h>
 #include <tessera/optim/fused_optimizers.h>
 #include <tessera/optim/host_adam.h>
@@ -52,30 +52,10 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
   return result;
 }
 
-// In stages 0 to 2 bfloat16 is libtorch's autocast: casts the inputs of listed operators, keeps parameters unchanged,
-// and keeps copies of weights until the end of forward.
-class AutocastScope {
- public:
-  explicit AutocastScope(const TrainingChoice& choice)
-      : is_on_(choice.bf16 && choice.stage < 3), dtype_(at::autocast::get_autocast_dtype(at::kCPU)) {
-    if (!is_on_) return;
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::increment_nesting();
-  }
-  ~AutocastScope() {
-    if (!is_on_) return;
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    at::autocast::set_autocast_dtype(at::kCPU, dtype_);
-  }
-  AutocastScope(const AutocastScope&) = delete;
-  AutocastScope& operator=(const AutocastScope&) = delete;
-
- private:
-  const bool is_on_;
-  const at::ScalarType dtype_;  // previous
-};
+// In stages 0 to 2 bfloat16 is libtorch's autocast, around forward and loss.
+void enter(std::optional<Autocast>& scope, const TrainingChoice& choice) {
+  if (choice.bf16 && choice.stage < 3) scope.emplace(at::kCPU, at::kBFloat16);
+}
 
 class PlannedDecoder : public PlannedModel {
  public:
@@ -90,7 +70,8 @@ class PlannedDecoder : public PlannedModel {
         choice, where, units, [&] { return choice.stage == 3 ? deferred(build) : build(); },
         [&](auto& training) {
           const at::Tensor tokens = at::zeros({options_.batch, options_.sequence}, at::kLong);
-          std::optional<AutocastScope> autocast(std::in_place, choice);
+          std::optional<Autocast> autocast;
+          enter(autocast, choice);
           const at::Tensor logits = training(tokens);
           const at::Tensor loss = at::cross_entropy_loss(logits, tokens.flatten());
           autocast.reset();
@@ -185,7 +166,8 @@ class PlannedArchive : public PlannedModel {
                              : choice.units == UnitChoice::kLinears ? wrap_classes({"Linear"})
                                                                     : WrapPolicy();
     return run_choice(choice, where, units, make, [&](auto& training) {
-      std::optional<AutocastScope> autocast(std::in_place, choice);
+      std::optional<Autocast> autocast;
+      enter(autocast, choice);
       ExportedValue outputs = training(inputs_);
       const at::Tensor loss = loss_of_outputs(outputs).first;
       autocast.reset();

@@ -230,10 +230,9 @@ TEST(Checkpointed, AutocastIsThatOfTheFirstTime) {
     seen.push_back(y.scalar_type());
     return y;
   };
-  at::autocast::set_autocast_enabled(at::kCPU, true);
+  std::optional<Autocast> autocast(std::in_place, at::kCPU);
   auto y = checkpointed(record, torch::ones({1, 4}));
-  at::autocast::clear_cache();
-  at::autocast::set_autocast_enabled(at::kCPU, false);
+  autocast.reset();
   y.sum().backward();
   EXPECT_EQ(seen, (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16}));
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));

@@ -27,14 +27,39 @@ TEST_P(Evaluation, AutocastAroundForward) {
   play(GetParam(), {.model = single, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
-      at::autocast::set_autocast_enabled(at::kCPU, true);
+      std::optional<Autocast> autocast(std::in_place, at::kCPU);
       const at::Tensor out = run(run.x(step).to(at::kFloat));
-      at::autocast::clear_cache();
-      at::autocast::set_autocast_enabled(at::kCPU, false);
+      autocast.reset();
       torch::mse_loss(out.to(at::kFloat), run.y(step).to(at::kFloat)).backward();
       run.optimizer().step();
     }
   });
+}
+
+TEST(Autocast, RestoresThreadStateAndFreesCopiesAtTheOutermostEnd) {
+  torch::nn::Linear layer(4, 4);
+  const at::Tensor x = torch::ones({2, 4});
+  {
+    const Autocast outer(at::kCPU, at::kHalf);
+    EXPECT_EQ(layer(x).scalar_type(), at::kHalf);
+    {
+      const Autocast inner(at::kCPU, std::nullopt, /*enabled=*/false);
+      EXPECT_EQ(layer(x).scalar_type(), at::kFloat);
+    }
+    EXPECT_EQ(layer(x).scalar_type(), at::kHalf);
+    const torch::NoGradGuard no_grad;
+    layer->weight.fill_(0);  // the cached copy becomes stale
+  }
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  EXPECT_EQ(at::autocast::get_autocast_dtype(at::kCPU), at::kBFloat16);
+  const Autocast again(at::kCPU);
+  EXPECT_TRUE(torch::equal(layer(x), layer->bias.to(at::kBFloat16).expand({2, 4})));  // no stale copy
+}
+
+TEST(Autocast, RefusesOtherDtypes) {
+  EXPECT_EQ(error_of<std::invalid_argument>([] { const Autocast autocast(at::kCPU, at::kDouble); }),
+            "Autocast: dtype is Double, expected BFloat16, Half or Float");
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
 }
 
 TEST_P(Evaluation, OnlyEvaluated) {

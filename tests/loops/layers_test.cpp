@@ -2,7 +2,6 @@
 #include "tests/loops/loops.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/library.h>
 #include <future>

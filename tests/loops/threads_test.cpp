@@ -1,7 +1,6 @@
 // Threads of the program.
 #include "tests/loops/loops.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/library.h>
 #include <future>

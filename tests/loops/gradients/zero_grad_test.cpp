@@ -1,7 +1,6 @@
 // zero_grad() of every form.
 #include "tests/loops/loops.h"
 
-#include <ATen/autocast_mode.h>
 #include <semaphore>
 #include <sstream>
 #include <stdexcept>

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <optional>
+
+namespace tessera {
+
+// A scope in which libtorch's autocast is on for one type of device, as torch.autocast in Python: listed operators get
+// their floating-point inputs in `dtype`, and parameters stay as they are. For stages 0 to 2; FSDP has MixedPrecision,
+// which sends and holds less. Open it around forward and loss, and end it before backward:
+//
+//   std::optional<tessera::Autocast> autocast(std::in_place, comm->device().type());
+//   at::Tensor loss = torch::mse_loss(ddp(x), y);
+//   autocast.reset();
+//   loss.backward();
+//
+// Sets state of the calling thread only, and restores it in the destructor, which the same thread must run. The end of
+// the outermost scope frees the cast copies of weights. Scopes may be nested; an inner one with `enabled` = false turns
+// autocast off for a part of the model. kHalf needs ShardedGradScaler.
+class Autocast {
+ public:
+  // `dtype`: kBFloat16, kHalf, or kFloat under an outer scope of 16 bit; empty: libtorch's default for the device,
+  // kBFloat16 on CPUs and kHalf on GPUs. `caches`: whether weights are cast once for all their uses in the scope; empty:
+  // as outside. Throws std::invalid_argument for another dtype.
+  explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
+                    std::optional<bool> caches = std::nullopt);
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  const c10::DeviceType device_;
+  const bool was_enabled_;
+  const c10::ScalarType former_dtype_;
+  const bool cached_;
+};
+
+}  // namespace tessera
