@@ -285,7 +285,7 @@ Batch make_batch(std::span<const uint16_t> tokens, const std::vector<int64_t>& s
 }
 
 at::Tensor language_model_loss(const at::Tensor& logits, const at::Tensor& targets) {
-  return at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
+  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets.flatten());
 }
 
 }  // namespace train_gpt

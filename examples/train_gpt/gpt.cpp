@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <tessera/checkpoint/full_file.h>
+#include <tessera/checkpointed.h>
 #include <tessera/errors.h>
 #include <tessera/model/model_shards.h>
 
@@ -116,7 +117,11 @@ at::Tensor GptImpl::forward(const at::Tensor& tokens) {
                     options_.context);
   const auto positions = torch::arange(length, tokens.options());
   auto x = token_embedding_->forward(tokens) + position_embedding_->forward(positions);
-  for (const auto& block : *blocks_) x = block->as<BlockImpl>()->forward(x);
+  for (const auto& module : *blocks_) {
+    auto* block = module->as<BlockImpl>();
+    x = options_.checkpointed ? tessera::checkpointed([block](const at::Tensor& in) { return block->forward(in); }, x)
+                              : block->forward(x);
+  }
   x = norm_->forward(x);
   return head_ ? head_->forward(x) : at::linear(x, token_embedding_->weight);
 }

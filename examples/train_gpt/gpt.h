@@ -15,10 +15,11 @@ namespace train_gpt {
 struct GptOptions {
   int64_t vocabulary = 256;
   int64_t layers = 4;
-  int64_t width = 128;    // features of a token between blocks
-  int64_t heads = 4;      // must divide width
-  int64_t context = 128;  // the longest sequence
-  bool tie = false;       // the head's weight is the token embedding's
+  int64_t width = 128;        // features of a token between blocks
+  int64_t heads = 4;          // must divide width
+  int64_t context = 128;      // the longest sequence
+  bool tie = false;           // the head's weight is the token embedding's
+  bool checkpointed = false;  // backward computes each block again from its input
 
   // Some published GPT-2 models have other values of these.
   double norm_epsilon = 1e-5;             // added to variances

@@ -1,7 +1,9 @@
 #include "model.h"
 
+#include <tessera/autocast.h>
 #include <tessera/model/model_shards.h>
 #include <tessera/optim/ema.h>
+#include <tessera/optim/sharded_grad_scaler.h>
 #include <tessera/quantize_linears.h>
 
 #include <mutex>
@@ -108,6 +110,46 @@ int64_t state_bytes(torch::optim::Optimizer& optimizer) {
 
 // The ways to hold a model: whole in one process, in a ZeRO stage over the ranks, and either with an average.
 
+// Forward and backward in the precision of --dtype. Wrappers that keep whole parameters compute under autocast; FSDP
+// casts the parameters that it gathers. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
+class Mixed {
+ public:
+  Mixed(const TrainOptions& options, const std::shared_ptr<tessera::Communicator>& comm)
+      : device_(comm->device().type()) {
+    const Precision precision = options.precision_on(comm->device());
+    if (precision != Precision::kFloat) dtype_ = precision == Precision::kHalf ? at::kHalf : at::kBFloat16;
+    autocasts_ = dtype_ && options.wrapper != Wrapper::kFsdp;
+    if (precision == Precision::kHalf) scaler_.emplace(comm);
+  }
+
+  tessera::MixedPrecision of_units() const {
+    if (!dtype_ || autocasts_) return {};
+    return {.param_dtype = dtype_, .reduce_dtype = at::kFloat};
+  }
+  template <class Compute>
+  at::Tensor compute(Compute compute) const {
+    std::optional<tessera::Autocast> autocast;
+    if (autocasts_) autocast.emplace(device_, dtype_);
+    return compute();
+  }
+  void backward(const at::Tensor& loss) const { (scaler_ ? scaler_->scale(loss) : loss).backward(); }
+  void before_clipping(torch::optim::Optimizer& optimizer) {
+    if (scaler_) scaler_->unscale_(optimizer);
+  }
+  void step(torch::optim::Optimizer& optimizer) {
+    if (!scaler_) return static_cast<void>(optimizer.step());
+    scaler_->step(optimizer);
+    scaler_->update();
+  }
+  tessera::ShardedGradScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
+
+ private:
+  at::DeviceType device_;
+  std::optional<at::ScalarType> dtype_;  // unless fp32
+  bool autocasts_ = false;
+  std::optional<tessera::ShardedGradScaler> scaler_;  // of fp16
+};
+
 // A model that every rank holds whole, as the functions that load and save take it.
 class WholeModel final : public tessera::ModelShards {
  public:
@@ -138,21 +180,26 @@ class WholeModel final : public tessera::ModelShards {
 template <class Optimizer, class Options>
 class LocalModel final : public Trainable {
  public:
-  LocalModel(Gpt model, const Options& options, std::shared_ptr<tessera::Communicator> comm)
+  LocalModel(Gpt model, const Options& options, Mixed mixed, std::shared_ptr<tessera::Communicator> comm)
       : model_(std::move(model)),
+        mixed_(std::move(mixed)),
         shards_(model_, std::move(comm)),
         optimizer_(groups_of(model_->named_parameters(), matrix_names(*model_), options), options) {}
 
-  at::Tensor forward(const at::Tensor& tokens) override { return model_->forward(tokens); }
+  at::Tensor forward(const at::Tensor& tokens) override {
+    return mixed_.compute([&] { return model_->forward(tokens); });
+  }
   at::Tensor add_gradients(const Batch& batch, double scale, bool /*last_of_step*/) override {
-    const auto loss = language_model_loss(model_->forward(batch.inputs), batch.targets);
-    (loss * scale).backward();
+    const auto loss = mixed_.compute([&] { return language_model_loss(model_->forward(batch.inputs), batch.targets); });
+    mixed_.backward(loss * scale);
     return loss.detach();
   }
   double clip_grad_norm(double max_norm) override {
+    mixed_.before_clipping(optimizer_);
     return torch::nn::utils::clip_grad_norm_(model_->parameters(), max_norm);
   }
-  void step() override { optimizer_.step(); }
+  void step() override { mixed_.step(optimizer_); }
+  tessera::ShardedGradScaler* scaler() override { return mixed_.scaler(); }
   void zero_grad() override { model_->zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   tessera::ModelShards& shards() override { return shards_; }
@@ -176,6 +223,7 @@ class LocalModel final : public Trainable {
 
  private:
   Gpt model_;
+  Mixed mixed_;
   WholeModel shards_;
   mutable Optimizer optimizer_;
 };
@@ -185,21 +233,28 @@ template <class Optimizer, class Options>
 class DistributedModel final : public Trainable {
  public:
   // Sets the groups and the wrap policy of `zero`.
-  DistributedModel(Gpt model, const Options& options, std::shared_ptr<tessera::Communicator> comm,
+  DistributedModel(Gpt model, const Options& options, Mixed mixed, std::shared_ptr<tessera::Communicator> comm,
                    tessera::ZeroOptions zero)
-      : units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
+      : mixed_(std::move(mixed)),
+        units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
         zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
 
-  at::Tensor forward(const at::Tensor& tokens) override { return zero_(tokens); }
+  at::Tensor forward(const at::Tensor& tokens) override {
+    return mixed_.compute([&] { return zero_(tokens); });
+  }
   at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override {
     std::optional<tessera::ScopeExit> without_reduction;
     if (!last_of_step) without_reduction.emplace(zero_.no_sync());
-    const auto loss = language_model_loss(zero_(batch.inputs), batch.targets);
-    (loss * scale).backward();
+    const auto loss = mixed_.compute([&] { return language_model_loss(zero_(batch.inputs), batch.targets); });
+    mixed_.backward(loss * scale);
     return loss.detach();
   }
-  double clip_grad_norm(double max_norm) override { return zero_.clip_grad_norm_(max_norm); }
-  void step() override { zero_.step(); }
+  double clip_grad_norm(double max_norm) override {
+    mixed_.before_clipping(zero_.optimizer());
+    return zero_.clip_grad_norm_(max_norm);
+  }
+  void step() override { mixed_.step(zero_.optimizer()); }
+  tessera::ShardedGradScaler* scaler() override { return mixed_.scaler(); }
   void zero_grad() override { zero_.zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
   tessera::ModelShards& shards() override { return zero_; }
@@ -245,6 +300,7 @@ class DistributedModel final : public Trainable {
     return zero;
   }
 
+  Mixed mixed_;
   size_t units_;
   mutable tessera::Zero<Gpt, Optimizer> zero_;
 };
@@ -266,6 +322,7 @@ class WithEma final : public Trainable {
   void zero_grad() override { model_->zero_grad(); }
   std::optional<tessera::ScopeExit> averaged() override { return ema_.swap_in(); }
   torch::optim::Optimizer& optimizer() override { return model_->optimizer(); }
+  tessera::ShardedGradScaler* scaler() override { return model_->scaler(); }
   tessera::ModelShards& shards() override { return ema_.with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }
   NamedTensors full_state() override { return model_->full_state(); }
@@ -282,24 +339,26 @@ template <class Optimizer, class Options, class Offloaded = Optimizer>
 std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                    std::shared_ptr<tessera::Communicator> comm) {
   const auto own = options_from<Options>({options.lr, options.weight_decay, options.warmup_steps()});
+  Mixed mixed(options, comm);
   if (options.wrapper == Wrapper::kLocal)
-    return std::make_unique<LocalModel<Optimizer, Options>>(std::move(model), own, std::move(comm));
+    return std::make_unique<LocalModel<Optimizer, Options>>(std::move(model), own, std::move(mixed), std::move(comm));
   const int stage = static_cast<int>(options.wrapper) - static_cast<int>(Wrapper::kDdp);
   tessera::ZeroOptions zero{.stage = stage};
   zero.fsdp.reshard_after_forward = options.reshard_after_forward;
   zero.fsdp.prefetch = options.prefetch;
+  zero.fsdp.mixed_precision = mixed.of_units();
   if (options.int8_wire) {
     zero.fsdp.wire = {tessera::WireFormat::kInt8Blocks, tessera::WireFormat::kInt8Blocks};
     zero.sdp.wire = tessera::WireFormat::kInt8Blocks;
   }
   if (options.offload == Offload::kNone)
-    return std::make_unique<DistributedModel<Optimizer, Options>>(std::move(model), own, std::move(comm),
-                                                                  std::move(zero));
+    return std::make_unique<DistributedModel<Optimizer, Options>>(std::move(model), own, std::move(mixed),
+                                                                  std::move(comm), std::move(zero));
   zero.fsdp.offload = {.params = true, .grads = true};
   zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) zero.fsdp.offload.directory = options.offload_directory.string();
-  return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(comm),
-                                                                std::move(zero));
+  return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(mixed),
+                                                                std::move(comm), std::move(zero));
 }
 
 // Ranks that are threads of one process share torch's generator, so they draw one after the other.

@@ -52,6 +52,8 @@ class Trainable {
   virtual std::optional<tessera::ScopeExit> averaged() { return std::nullopt; }
 
   virtual torch::optim::Optimizer& optimizer() = 0;
+  // The scale of losses in fp16, which checkpoints keep; null in other precisions.
+  virtual tessera::ShardedGradScaler* scaler() { return nullptr; }
   virtual tessera::ModelShards& shards() = 0;                      // for checkpoints
   virtual tessera::ModelShards& own_shards() { return shards(); }  // without the average of weights
   // The model's own parameters by name, whole on every rank; read only.

@@ -49,6 +49,8 @@ bool standard_output_is_terminal();
 // The header of a run.
 struct RunFacts {
   std::string layout;  // Trainable::describe()
+  std::string device;
+  Precision precision = Precision::kFloat;  // of forward and backward
   int ranks = 1;
   int threads = 1;
   int64_t parameters_numel = 0;

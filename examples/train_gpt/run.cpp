@@ -195,6 +195,8 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   if (shows) {
     print_header(std::cout, options, job.corpus,
                  {.layout = wrapped->describe(),
+                  .device = comm->device().str(),
+                  .precision = options.precision_on(comm->device()),
                   .ranks = comm->size(),
                   .threads = threads,
                   .parameters_numel = parameters_numel,
@@ -245,7 +247,10 @@ bool is_first_to_fail(const tessera::Communicator& comm) {
 }
 
 int run_launched(const TrainOptions& options) {
-  const auto comm = tessera::init();
+  tessera::InitOptions init;
+  if (options.device == DeviceKind::kCuda || (options.device == DeviceKind::kAuto && torch::cuda::is_available()))
+    init.device = at::kCUDA;
+  const auto comm = tessera::init(init);
   try {
     run_rank(prepare(options), comm);
   } catch (const std::exception& error) {

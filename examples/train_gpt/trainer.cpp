@@ -225,16 +225,21 @@ Checkpoints::Resumed Checkpoints::resume() {
   Resumed resumed{.warmup = warmup_};
   if (options_.resume.empty()) return resumed;
   const auto decays = weight_decays(model_.optimizer());  // loading overwrites them with the saved ones
+  nlohmann::json extra;
   if (options_.resume == "auto") {
     auto loaded = tessera::load_newest_checkpoint(folder_of(options_), model_.shards(), model_.optimizer());
     if (!loaded) return resumed;
-    resumed = compare(loaded->path.string(), loaded->extra);
+    extra = loaded->extra;
+    resumed = compare(loaded->path.string(), extra);
     for (const auto& error : loaded->damaged) resumed.notes.push_back("passed over: " + error);
     if (!loaded->damaged.empty()) resumed.notes.push_back("goes on from " + loaded->path.string());
   } else {
-    resumed = compare(options_.resume, tessera::load_checkpoint(options_.resume, model_.shards(), model_.optimizer()));
+    extra = tessera::load_checkpoint(options_.resume, model_.shards(), model_.optimizer());
+    resumed = compare(options_.resume, extra);
   }
   warmup_ = resumed.warmup;
+  if (extra.contains("grad_scaler") && model_.scaler() != nullptr)
+    model_.scaler()->load_state({extra["grad_scaler"]["scale"], extra["grad_scaler"]["steps"]});
   set_weight_decays(model_.optimizer(), decays);
   return resumed;
 }
@@ -247,6 +252,8 @@ void Checkpoints::after_step(int64_t step) {
   if (options_.save_every == 0 || (step % options_.save_every != 0 && step != options_.steps)) return;
   nlohmann::json extra = description();
   extra["step"] = step;
+  if (const auto* scaler = model_.scaler())
+    extra["grad_scaler"] = {{"scale", scaler->state().scale}, {"steps", scaler->state().finite_steps}};
   pending_ =
       tessera::save_checkpoint_async(folder_of(options_) / name_of_step(step), model_.shards(), model_.optimizer(),
                                      extra, {.keep_last = static_cast<int>(options_.keep), .copy_in_background = true});

@@ -22,8 +22,8 @@ namespace tessera {
 class Autocast {
  public:
   // `dtype`: kBFloat16, kHalf, or kFloat under an outer scope of 16 bit; empty: libtorch's default for the device,
-  // kBFloat16 on CPUs and kHalf on GPUs. `caches`: whether weights are cast once for all their uses in the scope; empty:
-  // as outside. Throws std::invalid_argument for another dtype.
+  // kBFloat16 on CPUs and kHalf on GPUs. `caches`: whether weights are cast once for all their uses in the scope;
+  // empty: as outside. Throws std::invalid_argument for another dtype.
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
                     std::optional<bool> caches = std::nullopt);
   ~Autocast();

@@ -156,6 +156,8 @@ TEST(Options, MistakesAreNamed) {
       {{"--sample", "0", "--prompt", "x"}, "--prompt has no effect"},
       {{"--temperature", "0", "--top-k", "4"}, "--top-k has no effect"},
       {{"--quantize", "fp4", "--lora", "2"}, "--quantize must be none, nf4 or int8"},
+      {{"--dtype", "fp8"}, "--dtype must be fp32, bf16 or fp16, got 'fp8'"},
+      {{"--device", "tpu"}, "--device must be auto, cpu or cuda, got 'tpu'"},
       {{"--quantize", "nf4"}, "--quantize nf4 is for the frozen base of adapters: it needs --lora"},
       {{"--lora", "4"}, "name them with --import-gpt2"},
       {{"--steps", "3", "--steps", "4"}, "steps"},

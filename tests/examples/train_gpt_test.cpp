@@ -179,6 +179,46 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
 }
 
 // Each optimizer, in one stage over ranks, compared with one process.
+TEST(TrainGpt, EachWrapperComputesInThePrecisionThatIsAsked) {
+  const auto exact = train("--wrapper local --batch 4 --sample 0");
+  for (const std::string precision : {"bf16", "fp16"})
+    for (const std::string wrapper : {"local --batch 4", "ddp --ranks 2 --batch 2", "oss --ranks 2 --batch 2",
+                                      "sdp --ranks 2 --batch 2", "fsdp --ranks 2 --batch 2"}) {
+      const auto rounded = train("--sample 0 --dtype " + precision + " --wrapper " + wrapper);
+      ASSERT_EQ(rounded.size(), exact.size());
+      for (size_t i = 0; i < exact.size(); ++i) {
+        const double difference = std::abs(rounded[i]["loss"].get<double>() - exact[i]["loss"].get<double>());
+        EXPECT_LT(difference, 0.02) << precision << " " << wrapper << " step " << i + 1;
+        EXPECT_NE(difference, 0) << precision << " " << wrapper << ": computed in fp32";
+      }
+    }
+}
+
+TEST(TrainGpt, BlocksThatAreComputedAgainTrainBitEqual) {
+  for (const std::string wrapper : {"local --batch 4", "fsdp --ranks 2 --batch 2"}) {
+    const std::string arguments = "--sample 0 --dtype bf16 --wrapper " + wrapper;
+    const auto kept = train(arguments), again = train(arguments + " --checkpoint-activations");
+    ASSERT_EQ(kept.size(), again.size());
+    for (size_t i = 0; i < kept.size(); ++i) EXPECT_EQ(kept[i]["loss"], again[i]["loss"]) << wrapper << " " << i;
+  }
+}
+
+TEST(TrainGpt, TheScaleOfLossesIsResumed) {
+  const TemporaryFolder out;
+  const std::string arguments =
+      kTiny + "--ranks 2 --batch 2 --dtype fp16 --sample 0 --save-every 4 --out " + out.path().string();
+  const auto last = out.path() / "checkpoints" / "step-000008";
+  const auto saved = [&] {
+    return nlohmann::json::parse(std::ifstream(last / "tessera.json"))["extra"]["grad_scaler"];
+  };
+  EXPECT_EQ(run(arguments).exit_code, 0);
+  const auto expected = saved();
+  EXPECT_EQ(expected["steps"], 8);
+  std::filesystem::remove_all(last);
+  EXPECT_EQ(run(arguments + " --wrapper sdp --resume auto").exit_code, 0);
+  EXPECT_EQ(saved(), expected);
+}
+
 TEST(TrainGpt, OptimizersDoNotDependOnHowTheBatchIsSpread) {
   const std::vector<std::pair<std::string, std::string>> spreads{{"adamw8bit --lr 1e-3", "fsdp"},
                                                                  {"muon --lr 1e-3", "fsdp"},
