@@ -1,7 +1,9 @@
 #include <tessera/optim/fused_optimizers.h>
 
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_fused_sgd.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
@@ -15,6 +17,7 @@
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
 #include "optim/host/adam_update.h"
+#include "optim/host/fused_kernels.h"
 
 namespace tessera {
 using namespace internal;
@@ -44,6 +47,31 @@ void require_inputs(torch::optim::SGD& optimizer) {
 struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
   std::vector<torch::optim::SGDParamState*> states;  // owners of the momenta
+
+  void step(const torch::optim::SGDOptions& options, bool is_first) const {
+    if (!fused_sgd_is_right(parameters[0].scalar_type(), parameters[0].device().type()))
+      return step_by_operators(options, is_first);
+    at::_fused_sgd_(parameters, gradients, momenta, options.weight_decay(), options.momentum(), options.lr(),
+                    options.dampening(), options.nesterov(), /*maximize=*/false, is_first);
+    // The fused operators do not bump versions, by which writes are detected.
+    for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
+  }
+
+  // In the order of torch::optim::SGD, so with its bits.
+  void step_by_operators(const torch::optim::SGDOptions& options, bool is_first) const {
+    std::vector<at::Tensor> direction = gradients;
+    if (options.weight_decay() != 0) direction = at::_foreach_add(gradients, parameters, options.weight_decay());
+    if (options.momentum() != 0) {
+      if (is_first) {
+        at::_foreach_copy_(momenta, direction);
+      } else {
+        at::_foreach_mul_(momenta, options.momentum());
+        at::_foreach_add_(momenta, direction, 1 - options.dampening());
+      }
+      direction = options.nesterov() ? at::_foreach_add(direction, momenta, options.momentum()) : momenta;
+    }
+    at::_foreach_add_(parameters, direction, -options.lr());
+  }
 };
 
 // Keys: group, dtype, device, and whether this is the first momentum (a copy of the gradient), which the kernel takes
@@ -67,7 +95,7 @@ void add_to(SgdBatches& batches, torch::optim::SGD& optimizer, torch::optim::Opt
   batch.parameters.push_back(parameter);
   batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
   if (state == nullptr) return;
-  batch.momenta.push_back(is_first ? at::empty_like(parameter) : laid_out_as(momentum, parameter));
+  batch.momenta.push_back(is_first ? at::zeros_like(parameter) : laid_out_as(momentum, parameter));
   batch.states.push_back(state);
 }
 
@@ -81,11 +109,8 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
   for (const auto& [group, parameter] : stepped) add_to(batches, optimizer, *group, parameter);
   for (const auto& [key, batch] : batches) {
     const auto& options = static_cast<const torch::optim::SGDOptions&>(std::get<0>(key)->options());
-    at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
-                    options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, std::get<3>(key));
+    batch.step(options, std::get<3>(key));
     for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
-    // The fused operators do not bump versions, by which writes are detected.
-    for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the libraries, train_gpt and a consumer of the installed package with the newest supported libtorch, and trains
-# a few steps with both versions: losses and gradient norms must be equal in every digit.
+# Builds the libraries, train_gpt and a consumer of the installed package with the newest supported libtorch, measures
+# its fused kernels, and trains a few steps with both versions: losses and gradient norms must be equal in every digit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jobs=${JOBS:-$(nproc)}
@@ -9,10 +9,13 @@ tools/setup.sh
 tools/setup.sh 2.15.0
 cmake --preset release --log-level=WARNING >/dev/null
 # As in README.md for another libtorch, in a separate build tree.
-cmake --preset release -B build/newest -DCMAKE_PREFIX_PATH="$PWD/.deps/torch-2.15.0/torch" --log-level=WARNING >/dev/null
+cmake --preset release -B build/newest -DCMAKE_PREFIX_PATH="$PWD/.deps/torch-2.15.0/torch" \
+  -DTESSERA_BUILD_TESTS=ON --log-level=WARNING >/dev/null
 for tree in release newest; do
   cmake --build "build/$tree" -j "$jobs" --target tessera_all train_gpt
 done
+cmake --build build/newest -j "$jobs" --target optim_tests
+build/newest/tests/optim/optim_tests --gtest_brief=1 --gtest_filter='FusedKernels.*:Dtypes.*'
 
 # The package stores its libtorch.
 prefix="$PWD/build/newest/prefix"

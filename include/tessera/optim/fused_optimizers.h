@@ -13,6 +13,7 @@ namespace tessera {
 // torch::optim's optimizer `Base`, which steps all parameters of a group, dtype and device in one call of libtorch's
 // fused kernel. torch::optim runs about ten operators for each parameter; under FullyShardedDataParallel one call
 // covers all shards of a rank. Results are equal to rounding; options, states and archives are those of `Base`.
+// SGD steps 16-bit parameters on CPUs by operators, because libtorch's kernel is wrong for them (pytorch#191763).
 // Gradients may have any strides. step() throws std::invalid_argument for sparse gradients and for parameters that are
 // not dense or not of floating-point type.
 template <class Base>
