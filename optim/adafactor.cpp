@@ -1,5 +1,6 @@
 #include <tessera/optim/adafactor.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -62,7 +63,7 @@ struct Adafactor::Work {
       visit({begin, std::min(begin + kChunkNumel, shape.held.numel())});
   }
   at::Tensor squares(Range range) const {
-    return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square_();
+    return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square();
   }
   // Returns the row or column of each element: [range.numel()].
   at::Tensor places(Range range, bool of_rows) const {
@@ -78,7 +79,7 @@ struct Adafactor::Work {
     }
     return places;
   }
-  // Returns the gradient over the root of its average square, in fp32.
+  // Returns the gradient over the root of its average square, in the dtype of the averages.
   at::Tensor direction(Range range) const {
     at::Tensor average;
     if (is_matrix()) {
@@ -141,7 +142,7 @@ void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& par
     parameter_squares.push_back(sums[static_cast<int64_t>(i)].item<double>());
     if (!work.is_matrix()) {
       const at::Tensor average = in_memory_order(work.state->exp_avg_sq());
-      const at::Tensor gradient = work.gradient.to(at::kFloat);
+      const at::Tensor gradient = work.gradient.to(average.scalar_type());
       average.mul_(1 - work.share()).addcmul_(gradient, gradient, work.share());
       continue;
     }
@@ -170,12 +171,12 @@ at::Tensor Adafactor::step(LossClosure closure) {
     const int64_t numel = c10::multiply_integers(shape.sizes);
     if (!used[i] || numel == 0) continue;
     AdafactorParamState& state = state_of(parameter);
-    const auto fp32 = parameter.options().requires_grad(false).dtype(at::kFloat);
+    const auto averages = parameter.options().requires_grad(false).dtype(at::toOpMathType(parameter.scalar_type()));
     if (shape.sizes.size() >= 2 && !state.exp_avg_sq_row().defined()) {
-      state.exp_avg_sq_row(at::zeros(state_sizes("exp_avg_sq_row", shape.sizes), fp32));
-      state.exp_avg_sq_col(at::zeros(state_sizes("exp_avg_sq_col", shape.sizes), fp32));
+      state.exp_avg_sq_row(at::zeros(state_sizes("exp_avg_sq_row", shape.sizes), averages));
+      state.exp_avg_sq_col(at::zeros(state_sizes("exp_avg_sq_col", shape.sizes), averages));
     } else if (shape.sizes.size() < 2 && !state.exp_avg_sq().defined()) {
-      state.exp_avg_sq(at::zeros_like(parameter, fp32));
+      state.exp_avg_sq(at::zeros_like(parameter, averages));
     }
     state.step(state.step() + 1);
     const at::Tensor own = in_memory_order(parameter.detach());

@@ -1,5 +1,6 @@
 #include <tessera/optim/adamw_8bit.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -160,11 +161,11 @@ struct AdamW8bit::Work {
   void update(const at::Tensor& own, const at::Tensor& average, const at::Tensor& square) const {
     const auto t = static_cast<double>(state->step());
     const double correction1 = 1 - std::pow(options->beta1(), t), correction2 = 1 - std::pow(options->beta2(), t);
-    at::Tensor values = own.to(at::kFloat);
+    const at::Tensor values = own.to(at::toOpMathType(own.scalar_type()));  // `own` itself in fp32 and fp64
     if (options->decoupled()) values.mul_(1 - options->lr() * options->weight_decay());
     values.addcdiv_(average, square.sqrt().div_(std::sqrt(correction2)).add_(options->eps()),
                     -options->lr() / correction1);
-    if (own.scalar_type() != at::kFloat) own.copy_(values);
+    if (!values.is_same(own)) own.copy_(values);
   }
 
   void step_in_fp32() const {

@@ -1,5 +1,6 @@
 #include <tessera/optim/muon.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -11,6 +12,7 @@
 #include <cmath>
 #include <deque>
 #include <numeric>
+#include <stdexcept>
 
 #include "core/layout/partition.h"
 #include "core/paging/residency.h"
@@ -57,10 +59,13 @@ void MuonOptions::check() const {
 
 at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
   constexpr double kA = 3.4445, kB = -4.7750, kC = 2.0315;
+  if (matrix.dim() != 2 || !at::isFloatingType(matrix.scalar_type()))
+    throw std::invalid_argument(c10::str("orthogonalized: a tensor of shape ", matrix.sizes(), " and type ",
+                                         matrix.scalar_type(), ", expected a floating-point matrix"));
   const bool is_tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = is_tall ? matrix.t() : matrix;
-  // The norm must be in fp32: rounding in bf16 could leave a singular value above 1, where the iteration diverges.
-  x = x / x.norm(2, at::kFloat).clamp_min(kSmallestNorm).to(x.scalar_type());
+  // The norm must not be in bf16: its rounding could leave a singular value above 1, where the iteration diverges.
+  x = x / x.norm(2, at::toOpMathType(x.scalar_type())).clamp_min(kSmallestNorm).to(x.scalar_type());
   for (int64_t step = 0; step < ns_steps; ++step) {
     const at::Tensor gram = at::mm(x, x.t());
     x = at::addmm(x, at::addmm(gram, gram, gram, kB, kC), x, kA, 1);

@@ -35,12 +35,12 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   }
 };
 
-// Adafactor's state of one parameter.
+// Adafactor's state of one parameter, in fp32, or in fp64 for fp64 parameters.
 struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;           // number of steps taken
-  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: fp32, one number for each row
-  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: fp32, one number for each column
-  TORCH_ARG(at::Tensor, exp_avg_sq);      // other parameters: fp32
+  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: one number for each row
+  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: one number for each column
+  TORCH_ARG(at::Tensor, exp_avg_sq);      // other parameters
 
  public:
   // Calls visit(name, value) for each field.

@@ -73,7 +73,7 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 // Blocks divide the whole parameter in memory order, wherever the parameter is cut; lay_out_as() follows changed
 // strides. Ranks that share a block agree on its scale in one all-reduce a step, of two numbers for each cut. So with
 // equal gradients, parameters are bit-equal at every world size, and a checkpoint continues at any other. A step
-// processes a million elements at a time, in fp32.
+// processes a million elements at a time, in fp32; fp64 parameters keep their precision.
 class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;

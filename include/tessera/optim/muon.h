@@ -101,6 +101,7 @@ class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, inter
 
 // Returns an approximation of U V^T for a matrix [rows, columns] U S V^T, in its dtype, by a quintic iteration with
 // coefficients 3.4445, -4.7750 and 2.0315. Singular values end between 0.7 and 1.2. A matrix of zeros stays zero.
+// Throws std::invalid_argument unless it is a floating-point matrix.
 at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps = 5);
 
 }  // namespace tessera
