@@ -111,8 +111,9 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   void check_state_values(const StateValues& values) const override;
   void load_state_values(const StateValues& values) override;  // continues from there
 
-  // libtorch's archives, with the same values. load() throws like check_state_values().
+  // Writes state_values() to one of libtorch's archives.
   void save(torch::serialize::OutputArchive& archive) const override;
+  // Continues from an archive of save(). Throws like check_state_values().
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
