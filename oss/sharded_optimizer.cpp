@@ -432,12 +432,12 @@ GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double nor
   take_added_groups();
   check_before_step(all_parameters());
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> others;  // gradients here of parameters that other ranks own
+  std::vector<at::Tensor> all;  // gradients here, also of parameters that other ranks own
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second && !owns(parameter) && parameter.grad().defined())
-      others.push_back(parameter.grad());
-  return clip_shards_by_norm(owned_gradients(), max_norm, norm_type, error_if_nonfinite, *comm_, others);
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second && parameter.grad().defined())
+      all.push_back(parameter.grad());
+  return clip_shards_by_norm(owned_gradients(), max_norm, norm_type, error_if_nonfinite, *comm_, &all);
 }
 
 // ---- state dictionaries ------------------------------------------------------------------------

@@ -5,10 +5,8 @@
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/fmin.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
@@ -45,7 +43,7 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// The p-th power of this rank's norm, or the largest absolute value, as one number on `device`. NaN stays NaN.
+// The p-th power of this rank's norm, or the largest absolute value, as one double on `device`. NaN stays NaN.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
                               int64_t row_numel) {
   std::vector<at::Tensor> others, norms;
@@ -57,11 +55,23 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
   }
   if (!others.empty())
     for (at::Tensor& norm : at::_foreach_norm(others, norm_type)) norms.push_back(std::move(norm));
-  for (const at::Tensor& shard : shards) forget_norm(shard);  // that of all ranks is computed next
   if (norms.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
   const at::Tensor all = at::stack(norms);
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
+}
+
+// All-reduces local contributions. A NaN of any rank must win, but NCCL's maximum drops it: the bits of doubles that
+// are 0 or more are ordered like the doubles, with NaN above infinity.
+at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Communicator& comm,
+                           const std::string& what) {
+  if (norm_type == kInfinity) {
+    const at::Tensor bits = contribution.abs().view(at::kLong);
+    comm.all_reduce(bits, ReduceOp::kMax, what).wait();
+    return bits.view(at::kDouble);
+  }
+  comm.all_reduce(contribution, ReduceOp::kSum, what).wait();
+  return contribution.pow(1.0 / norm_type);
 }
 
 // foreach operators need one dtype and device. They cannot write to lazy tensors; lazy zeros need no scaling.
@@ -96,24 +106,27 @@ void require_clip_arguments(double max_norm, double norm_type) {
                                          ", expected max_norm >= 0 and norm_type > 0"));
 }
 
+void require_finite_norm(double norm, int rank) {
+  if (!std::isfinite(norm))
+    throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(rank) + ": the norm of the gradients is " +
+                             std::to_string(norm));
+}
+
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also,
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>* scaled,
                              int64_t row_numel) {
   require_clip_arguments(max_norm, norm_type);
-  const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
-  at::Tensor norm = local_contribution(shards, norm_type, comm.device(), row_numel);
+  if (scaled == nullptr) scaled = &shards;
+  const at::Tensor own = local_contribution(shards, norm_type, comm.device(), row_numel);
+  for (const auto* list : {&shards, scaled})
+    for (const at::Tensor& shard : *list) forget_norm(shard);  // that of all ranks is computed next
   // The text makes ranks that clip by different numbers fail: each would scale its part by another factor.
-  comm.all_reduce(norm, op, c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm)).wait();
-  if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);
-  if (error_if_nonfinite)
-    if (const double value = comm.to_host(norm, "the gradient norm").item<double>(); !std::isfinite(value))
-      throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
-                               ": the norm of the gradients is " + std::to_string(value));
-  // fmin() is 1 for NaN, so gradients stay unchanged.
-  const at::Tensor factor = at::fmin(at::full_like(norm, max_norm).div_(norm + kNormMargin), at::ones_like(norm));
-  scale(shards, factor);
-  scale(also, factor);
-  return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(std::move(norm));
+  const at::Tensor norm = norm_over_ranks(own, norm_type, comm,
+                                          c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm));
+  if (error_if_nonfinite) require_finite_norm(comm.to_host(norm, "the gradient norm").item<double>(), comm.rank());
+  // As in torch, NaN if the norm is NaN.
+  scale(*scaled, at::full_like(norm, max_norm).div_(norm + kNormMargin).clamp_max_(1.0));
+  return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(norm);
 }
 
 bool clips_gradients(double norm, double max_norm) { return !(max_norm / (norm + kNormMargin) >= 1); }

@@ -12,18 +12,21 @@ namespace tessera::internal {
 
 // Throws std::invalid_argument unless max_norm >= 0 and norm_type > 0. Infinity is valid.
 void require_clip_arguments(double max_norm, double norm_type);
+// Throws std::runtime_error for infinity and NaN.
+void require_finite_norm(double norm, int rank);
 
 // torch::nn::utils::clip_grad_norm_ over ranks. Scales `shards` in place so that the norm of the whole set is at most
 // max_norm, and returns the norm before. `shards` are this rank's parts of a set of tensors, with each element on
-// exactly one rank. An empty list is allowed. `also` is scaled by the same factor, but does not count.
+// exactly one rank. An empty list is allowed. With `scaled`, scales those tensors in place of `shards`. If the norm is
+// NaN, all become NaN.
 //
 // Collective: an all-reduce of one number. The host waits for it if error_if_nonfinite is set or the result is read.
 // Throws like require_clip_arguments(), and std::runtime_error, before it scales, if error_if_nonfinite is set and the
 // norm is not finite. On the host, the norm of a large shard is computed in rows of `row_numel` elements, on all
 // intra-operator threads.
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also = {},
-                             int64_t row_numel = int64_t{1} << 16);
+                             bool error_if_nonfinite, Communicator& comm,
+                             const std::vector<at::Tensor>* scaled = nullptr, int64_t row_numel = int64_t{1} << 16);
 
 // Whether clipping changes gradients of this norm; true if it is infinite or NaN. As in torch, the factor is max_norm /
 // (norm + 1e-6), at most 1, which keeps the bits.

@@ -6,7 +6,7 @@
 #include <ATen/ops/max.h>
 #include <ATen/ops/norm.h>
 #include <ATen/ops/stack.h>
-#include <torch/nn/utils/clip_grad.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cmath>
@@ -35,17 +35,27 @@ std::string describe(const DdpOptions& options) {
   return text.str();
 }
 
-// torch::nn::utils::clip_grad_norm_, operator by operator, but the host does not read the norm.
-GradNorm clip_without_looking(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type) {
+// torch::nn::utils::clip_grad_norm_ operator by operator, so with its bits. Torch's own reads the norm on the host, has
+// no maximum of no elements, and throws another error.
+GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
+              int rank) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
   std::vector<at::Tensor> norms;
   for (const at::Tensor& gradient : gradients)
     norms.push_back(is_largest ? gradient.abs().max() : gradient.norm(norm_type));
   at::Tensor norm = norms[0];
   if (norms.size() > 1) norm = is_largest ? at::stack(norms).max() : at::stack(norms).norm(norm_type);
+  if (error_if_nonfinite) require_finite_norm(norm.item<double>(), rank);
   const at::Tensor factor = at::clamp(max_norm / (norm + 1e-6), std::nullopt, 1.0);
-  at::_foreach_mul_(gradients, factor);
-  return GradNorm(norm);
+  const bool are_alike = std::ranges::all_of(gradients, [&](const at::Tensor& gradient) {
+    return gradient.device() == gradients[0].device() && !has_lazy_values(gradient);
+  });
+  if (are_alike && norm.is_cuda()) {
+    at::_foreach_mul_(gradients, factor);
+    return GradNorm(norm);
+  }
+  for (const at::Tensor& gradient : gradients) gradient.mul_(factor);
+  return {norm.item<double>()};
 }
 
 const DdpOptions& checked(const DdpOptions& options) {
@@ -100,17 +110,11 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
 GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_clip_arguments(max_norm, norm_type);
   gradients().require_averages();
+  at::NoGradGuard no_grad;
   std::vector<at::Tensor> present;
   for (const at::Tensor& parameter : parameters())
-    if (parameter.grad().defined()) present.push_back(parameter.grad().detach());
-  const bool are_alike = !present.empty() && std::ranges::all_of(present, [&](const at::Tensor& gradient) {
-    return gradient.is_cuda() && gradient.device() == present[0].device() && !has_lazy_values(gradient);
-  });
-  if (are_alike && !error_if_nonfinite) {
-    at::NoGradGuard no_grad;
-    return clip_without_looking(present, max_norm, norm_type);
-  }
-  return torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type, error_if_nonfinite);
+    if (parameter.grad().defined() && parameter.grad().numel() > 0) present.push_back(parameter.grad().detach());
+  return present.empty() ? GradNorm(0.0) : clip(present, max_norm, norm_type, error_if_nonfinite, comm()->rank());
 }
 
 }  // namespace tessera

@@ -21,7 +21,7 @@ TEST(ShardNorm, OfRowsEqualsThatOfTheWholeTensor) {
     run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
       const at::Tensor shard = whole[comm->rank()].clone();
       const std::vector<at::Tensor> shards{shard.narrow(0, 0, 7), torch::zeros({0}, at::kDouble)};
-      const double norm = clip_shards_by_norm(shards, 1.0, norm_type, false, *comm, {}, /*row_numel=*/3);
+      const double norm = clip_shards_by_norm(shards, 1.0, norm_type, false, *comm, nullptr, /*row_numel=*/3);
       EXPECT_NEAR(norm, whole.norm(norm_type).item<double>(), 1e-9 * norm);
       EXPECT_TRUE(torch::allclose(shard, whole[comm->rank()] / norm, 1e-6));
     });

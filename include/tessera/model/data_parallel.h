@@ -61,10 +61,10 @@ class DataParallel : public ModelShards {
   int64_t divide_gradients_by_sum(int64_t own);
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, and returns the norm
-  // before, like torch::nn::utils::clip_grad_norm_. norm_type may be infinity. Must be called between backward and
-  // step. Collective, unless every rank has all gradients (DistributedDataParallel). Throws std::invalid_argument for
-  // max_norm < 0 or norm_type <= 0; std::runtime_error if error_if_nonfinite and the norm is not finite;
-  // std::logic_error if gradients are not ready for a step.
+  // before, like torch::nn::utils::clip_grad_norm_: a NaN norm makes all gradients NaN. norm_type may be infinity. Must
+  // be called between backward and step. Collective, unless every rank has all gradients (DistributedDataParallel).
+  // Throws std::invalid_argument for max_norm < 0 or norm_type <= 0; std::runtime_error if error_if_nonfinite and the
+  // norm is not finite; std::logic_error if gradients are not ready for a step.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
