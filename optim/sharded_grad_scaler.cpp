@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -17,6 +18,19 @@
 
 namespace tessera {
 using namespace internal;
+namespace {
+
+// Returns the numbers of a gradient as a view, of a real type, to which operators can write. Replaces a gradient that
+// has no such view.
+at::Tensor writable_values(const at::Tensor& parameter) {
+  at::Tensor& gradient = parameter.mutable_grad();
+  if (gradient.is_sparse() && !gradient.is_coalesced()) gradient = gradient.coalesce();
+  if (has_lazy_values(gradient)) gradient = gradient.clone();
+  const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  return values.is_complex() ? at::view_as_real(values) : values;
+}
+
+}  // namespace
 
 ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options)
     : comm_(std::move(comm)), options_(options), scale_(options.initial_scale) {
@@ -44,9 +58,8 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   for (auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.grad().numel() == 0) continue;
-      // the write needs memory
-      if (has_lazy_values(parameter.grad())) parameter.mutable_grad() = parameter.grad().clone();
-      kinds[{parameter.grad().scalar_type(), parameter.grad().device().index()}].push_back(parameter.grad());
+      const at::Tensor values = writable_values(parameter);
+      kinds[{values.scalar_type(), values.device().index()}].push_back(values);
     }
   at::Tensor found = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(comm_->device()));
   for (auto& [kind, gradients] : kinds) {

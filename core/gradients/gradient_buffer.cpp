@@ -7,6 +7,15 @@
 #include "core/paging/residency.h"
 
 namespace tessera::internal {
+namespace {
+
+// `grad` may be a sparse one that the leaf had before it was wrapped.
+void add_to(at::Tensor& grad, const at::Tensor& values) {
+  if (grad.is_sparse()) grad = grad.to_dense();
+  grad.add_(values);
+}
+
+}  // namespace
 
 GradientBuffer::GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory,
                                bool as_views)
@@ -60,7 +69,7 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
       if (grad.defined()) views_[i].add_(grad);  // the user's graph reached the leaf itself
       grad = views_[i];
     } else if (grad.defined()) {
-      grad.add_(part_of(values, i));
+      add_to(grad, part_of(values, i));
     } else {
       grad = as_gradient(part_of(values, i).clone(), i);
     }
@@ -71,7 +80,7 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
 void GradientBuffer::adopt(const at::Tensor& values) {
   at::Tensor& grad = members_[0].leaf.mutable_grad();
   if (grad.defined()) {
-    grad.add_(part_of(values, 0));
+    add_to(grad, part_of(values, 0));
   } else {
     drop_if_unused();
     grad = as_gradient(part_of(values, 0).detach(), 0);

@@ -143,6 +143,8 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
 // ---- gradients ----------------------------------------------------------------------------------
 
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
+  // Dense at every world size, and under no_sync(), whose sums are reduced later.
+  if (gradient.defined() && gradient.is_sparse()) return take(parameter, gradient.to_dense());
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
   if (!tensor.requires_grad()) return gradient;

@@ -30,7 +30,8 @@ struct GradScalerOptions {
 //   scaler.step(optimizer);           // instead of optimizer.step()
 //   scaler.update();
 //
-// Works with every wrapper and any torch::optim optimizer. Must be used by one thread.
+// Works with every wrapper and any torch::optim optimizer, also for complex and sparse gradients. Must be used by one
+// thread.
 class ShardedGradScaler {
  public:
   // Throws std::invalid_argument for factors out of range.
