@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/checks/earlier_gradients.h"
 #include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {
@@ -31,7 +32,7 @@ std::unique_ptr<PagedFlatParameter> make_paged(std::string name, std::vector<Pla
   if (own.is_cast()) paged->exact_page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
   if (is_exempt && options.gather_dtype && *options.gather_dtype != own.dtype() && at::isFloatingType(own.dtype()))
     paged->page->convert_activations(*options.gather_dtype);
-  for (const PlannedParameter& parameter : own.parameters()) parameter.tensor.mutable_grad() = at::Tensor();
+  take_earlier_gradients(paged->flat);
   paged->point_parameters(*paged->page, own.gather_dtype());
   return paged;
 }

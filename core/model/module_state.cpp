@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/comm/fingerprint.h"
+#include "core/paging/residency.h"
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 
@@ -96,6 +98,23 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
     lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
     for (int64_t dim = 0; dim < buffer.value().dim(); ++dim)
       if (is_expanded(buffer.value(), dim)) lines.back() += c10::str(" expanded in dimension ", dim);
+  }
+  return lines;
+}
+
+bool is_earlier_gradient(const at::Tensor& grad) { return grad.defined() && !is_paged(grad); }  // no placeholder
+
+std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters) {
+  const NoGradNoInferenceGuard quiet;
+  std::vector<std::string> lines;
+  for (const PlannedParameter& parameter : parameters) {
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (!is_earlier_gradient(grad)) continue;
+    const at::Tensor values =
+        (grad.is_sparse() ? grad.to_dense() : grad).cpu().contiguous().resolve_conj().resolve_neg();
+    const auto checksum =
+        Fingerprint().add({static_cast<const char*>(values.const_data_ptr()), values.nbytes()}).value();
+    lines.push_back("a gradient of '" + parameter.fqn + "' with the checksum " + std::to_string(checksum));
   }
   return lines;
 }

@@ -31,4 +31,10 @@ void require_strided(const std::string& label, const at::Tensor& tensor);
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
+// Whether a parameter's `.grad` is a gradient that it has had since before it was wrapped, which wrappers keep.
+bool is_earlier_gradient(const at::Tensor& grad);
+// Describes those gradients with checksums, one line each. Each rank keeps its own, so they must be equal where other
+// gradients would make ranks diverge.
+std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
+
 }  // namespace tessera::internal

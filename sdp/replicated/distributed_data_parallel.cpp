@@ -89,7 +89,7 @@ int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1
 DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options)
     : ReplicatedModule(module, std::move(comm),
                        {"DistributedDataParallel", describe(checked(options)), options.sync_module_states,
-                        options.broadcast_buffers}) {
+                        options.broadcast_buffers, /*compares_gradients=*/true}) {
   ReplicatedOptions replicated;
   replicated.wire_dtype = wire_dtype(options.compression);
   const bool adopts_gradients = !replicated.wire_dtype && !options.backend_all_reduce &&

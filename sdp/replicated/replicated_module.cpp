@@ -27,6 +27,8 @@ ReplicatedModule::ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Co
   std::vector<std::string> lines{"options: " + setup_.options};
   for (auto& line : describe_parameters(parameters_)) lines.push_back(std::move(line));
   for (auto& line : describe_buffers(module)) lines.push_back(std::move(line));
+  if (setup_.compares_gradients)
+    for (auto& line : describe_earlier_gradients(parameters_)) lines.push_back(std::move(line));
   require_agreement(*comm_, "the module given to " + setup_.wrapper, lines);
   if (!setup_.sync_module_states) return;
   broadcast_tensors(parameters(), *comm_, "the module's parameters");

@@ -127,6 +127,9 @@ struct NormTensors {
 // In training: uses the statistics of all ranks, and updates the running ones with `momentum`.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
+  if (!at::isFloatingType(input.scalar_type()))
+    throw std::invalid_argument(
+        c10::str("SyncBatchNorm: the input is ", input.scalar_type(), ", expected a floating-point type"));
   Statistics statistics;
   {
     at::NoGradGuard no_grad;

@@ -84,6 +84,24 @@ TEST_P(Wrapping, TheModelAfterItsWrapperHasGone) {
   });
 }
 
+TEST_P(Wrapping, GradientsFromBeforeWrappingStay) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const Model model = another_mlp();
+    double value = 0.25;
+    for (at::Tensor& parameter : model->parameters())  // of other strides, where it has two dimensions
+      if ((value += 0.25) != 0.75) parameter.mutable_grad() = torch::full_like(parameter.t(), value).t();
+    const auto other = run.another(model);
+    {
+      auto scope = other->no_sync();
+      other->loss(0).backward();
+    }
+    other->loss(1).backward();
+    run.note(torch::tensor(other->clip_grad_norm_(1.0), at::kDouble));
+    other->optimizer().step();
+    run.note_state(*other);
+  });
+}
+
 TEST_P(Wrapping, ASecondWrapperAroundTheSameModule) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
