@@ -27,10 +27,6 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-LaunchEnvironment read_launch_environment() {
-  return parse_launch_environment([](const char* name) { return std::getenv(name); });
-}
-
 template <class... Parts>
 void require(bool holds, const Parts&... otherwise) {
   if (!holds) throw std::invalid_argument(c10::str(otherwise...));

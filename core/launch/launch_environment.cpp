@@ -1,9 +1,11 @@
 #include "core/launch/launch_environment.h"
 
 #include <c10/util/StringUtil.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
 #include <initializer_list>
 #include <iterator>
 #include <numeric>
@@ -17,7 +19,7 @@ namespace {
 constexpr size_t kMaxHosts = 65536;
 constexpr int kMaxPort = 65535;
 constexpr int kMaxRanks = 1 << 20;
-constexpr auto kTorchrunVariables = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+constexpr const char* kAgentStore = "TORCHELASTIC_USE_AGENT_STORE";
 
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... message) {
@@ -74,6 +76,11 @@ class Variables {
     fail(launcher, "'s environment is half set: ", describe(names), "; expected ", expected);
   }
 
+  [[noreturn]] void fail_half_set_torchrun(std::string_view expected) const {
+    fail("the environment is half set: ", describe({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}), "; expected ",
+         expected);
+  }
+
  private:
   const GetVariable& get_;
 };
@@ -89,6 +96,8 @@ struct Group {
   const char* size_name;
   int rank;
   int size;
+
+  bool operator==(const Group& other) const noexcept { return rank == other.rank && size == other.size; }
 };
 
 // Returns the group of a launcher that has one variable for the rank and one for the size; nullopt if neither is set.
@@ -102,9 +111,74 @@ std::optional<Group> read_group(const Variables& variables, const char* launcher
   return Group{launcher, rank_name, size_name, *rank, *size};
 }
 
-std::optional<Group> read_open_mpi_group(const Variables& variables) {
-  auto group = read_group(variables, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-  return group && group->size > 1 ? group : std::nullopt;
+// A launcher of MPI programs and the names of its variables. Names that are null do not exist.
+struct MpiLauncher {
+  const char* name;
+  const char* rank;
+  const char* size;
+  const char* local_rank;
+  const char* local_size;
+  const char* id;  // of the job, equal on all ranks
+  const char* export_option;
+};
+
+constexpr const char* kPmiSize = "PMI_SIZE";
+constexpr const char* kPmixId = "PMIX_NAMESPACE";
+
+// The launchers, innermost first: those above PMI and PMIx may set the variables of both as well as their own.
+constexpr MpiLauncher kMpiLaunchers[] = {
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", kPmixId, "mpirun -x MASTER_ADDR=<host> ..."},
+    {"MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+     "MPIRUN_ID", "mpirun_rsh ... MASTER_ADDR=<host> ..."},
+    {"JSM", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", kPmixId,
+     "jsrun -E MASTER_ADDR=<host> ..."},
+    {"Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", nullptr, "FLUX_JOB_ID",
+     "flux run --env=MASTER_ADDR=<host> ..."},
+    {"Cray PALS", "PALS_RANKID", kPmiSize, "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_APID",
+     "mpiexec --env MASTER_ADDR=<host> ..."},
+    {"MPICH or Intel MPI", "PMI_RANK", kPmiSize, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", nullptr,
+     "mpiexec -genv MASTER_ADDR <host> ..."},
+    {"PMIx", "PMIX_RANK", nullptr, nullptr, nullptr, kPmixId, "prun -x MASTER_ADDR=<host> ..."},
+};
+constexpr const MpiLauncher& kOpenMpi = kMpiLaunchers[0];
+
+// Returns the group of a launcher; nullopt if its variables are not set. WORLD_SIZE may give a missing size. `outer` is
+// the group of a launcher that may have set these variables for its own ranks, as srun does for PMI and PMIx.
+std::optional<Group> read_mpi_group(const Variables& variables, const MpiLauncher& launcher,
+                                    const std::optional<Group>& outer) {
+  const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);
+  if (!variables.has(launcher.rank)) {
+    const bool is_other_size = launcher.rank == std::string_view("PALS_RANKID");  // PMI's
+    if (outer || !gives_size || is_other_size) return std::nullopt;
+  } else if (!gives_size) {
+    const bool is_given = variables.has("RANK") && variables.has("WORLD_SIZE");
+    if (is_given || (outer && outer->rank == variables.number(launcher.rank, 0, kMaxRanks - 1))) return std::nullopt;
+    if (!variables.has("WORLD_SIZE"))
+      fail(launcher.name, " has started this process, but does not give the number of ranks: ",
+           variables.describe({launcher.rank, launcher.size == nullptr ? "WORLD_SIZE" : launcher.size}),
+           "; set WORLD_SIZE on all ranks, and for several hosts MASTER_ADDR and MASTER_PORT");
+  }
+  return read_group(variables, launcher.name, launcher.rank, gives_size ? launcher.size : "WORLD_SIZE");
+}
+
+struct MpiGroup {
+  const MpiLauncher& launcher;
+  Group group;
+};
+
+// Returns the group of the innermost of these launchers that has started more than one rank. `slurm_step` is the group
+// of srun that this process belongs to. If another launcher than Open MPI has the same group, it is srun.
+std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
+  std::optional<Group> outer = slurm_step;
+  for (const MpiLauncher& launcher : kMpiLaunchers) {
+    const auto group = read_mpi_group(variables, launcher, outer);
+    if (!group) continue;
+    const bool is_srun = slurm_step && *group == *slurm_step && &launcher != &kOpenMpi;
+    if (group->size > 1 && !is_srun) return MpiGroup{launcher, *group};
+    outer = group;
+  }
+  return std::nullopt;
 }
 
 // Returns whether srun started this process as a task of a step. Batch scripts have SLURM_PROCID=0 and the job's
@@ -119,8 +193,7 @@ std::optional<Group> read_slurm_group(const Variables& variables) {
   if (!in_slurm_step(variables)) return std::nullopt;
   // SLURM_NTASKS may be that of the whole job, so the step's own number takes precedence.
   const char* size_name = variables.has("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
-  auto group = read_group(variables, "Slurm", "SLURM_PROCID", size_name);
-  return group && group->size > 1 ? group : std::nullopt;
+  return read_group(variables, "Slurm", "SLURM_PROCID", size_name);
 }
 
 // Returns torchrun's group; nullopt if it is not set, or is incomplete and `other` agrees: scripts for Slurm and MPI
@@ -130,8 +203,7 @@ std::optional<Group> read_torchrun_group(const Variables& variables, const std::
   const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
   const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
   const bool is_whole = rank.has_value() == size.has_value();
-  if (!other && !is_whole)
-    variables.fail_half_set("torchrun", kTorchrunVariables, "all of them, or none for a world of one");
+  if (!other && !is_whole) variables.fail_half_set_torchrun("all of them, or none for a world of one");
   if (other && (rank || size)) {
     const bool is_same = rank.value_or(other->rank) == other->rank && size.value_or(other->size) == other->size;
     if (is_same && !is_whole) return std::nullopt;
@@ -139,11 +211,22 @@ std::optional<Group> read_torchrun_group(const Variables& variables, const std::
     const bool is_nested =
         rank && size && local && int64_t{other->size} * *local == *size && *rank / *local == other->rank;
     if (!is_same && !is_nested)
-      fail("two launchers contradict each other: torchrun's ", variables.describe({"RANK", "WORLD_SIZE"}), ", but ",
+      fail("two launchers contradict each other: ", variables.describe({"RANK", "WORLD_SIZE"}), ", but ",
            other->launcher, "'s ", variables.describe({other->rank_name, other->size_name}),
            "; unset the variables of one of them");
   }
-  return read_group(variables, "torchrun", "RANK", "WORLD_SIZE");
+  // Kubernetes and shell scripts set torchrun's variables without torchrun.
+  const char* launcher = variables.has("TORCHELASTIC_RUN_ID") ? kTorchrun
+                         : variables.has(kAgentStore)         ? kSpawnLocal
+                                                              : kByHand;
+  return read_group(variables, launcher, "RANK", "WORLD_SIZE");
+}
+
+std::string master_address(const Variables& variables) {
+  const std::string address = variables.text("MASTER_ADDR").value_or("");
+  if (address.starts_with('[') || address.ends_with(']'))
+    fail("MASTER_ADDR=", address, ": expected a name or an address without brackets, such as ::1");
+  return address;
 }
 
 LaunchEnvironment start_environment(const Variables& variables, const Group& group) {
@@ -167,23 +250,23 @@ void read_local(const Variables& variables, const char* rank_name, const char* s
 
 LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group) {
   auto environment = start_environment(variables, group);
-  environment.master_address = variables.text("MASTER_ADDR").value_or("");
+  environment.master_address = master_address(variables);
   environment.master_port = variables.number("MASTER_PORT", 1, kMaxPort).value_or(0);
   if (group.size > 1 && (environment.master_address.empty() || environment.master_port == 0))
-    variables.fail_half_set("torchrun", kTorchrunVariables,
-                            "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
+    variables.fail_half_set_torchrun(
+        "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
   if (is_loopback(environment.master_address) && !variables.has("LOCAL_WORLD_SIZE"))
     environment.local_world_size = group.size;  // a process that reaches that address is on this host
   read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
-  environment.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  environment.agent_serves_store = variables.text(kAgentStore) == "True";
   environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, INT32_MAX).value_or(0);
   return environment;
 }
 
 // MASTER_ADDR and MASTER_PORT if set; else loopback for one host, and a port derived from the job's id.
 void find_master(const Variables& variables, const char* id_name, LaunchEnvironment& environment) {
-  environment.master_address = variables.text("MASTER_ADDR").value_or("");
+  environment.master_address = master_address(variables);
   if (environment.master_address.empty() && environment.one_host()) environment.master_address = "127.0.0.1";
   if (const auto port = variables.number("MASTER_PORT", 1, kMaxPort)) {
     environment.master_port = *port;
@@ -195,15 +278,38 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
   }
 }
 
-LaunchEnvironment parse_open_mpi(const Variables& variables, const Group& group) {
+// Returns an id that is equal on all ranks of this host: of the process that serves PMI to them. Hydra makes a pair of
+// sockets for each rank, and the kernel tells which process made it. Returns "" if that process is unknown.
+std::string pmi_server(const Variables& variables) {
+  if (const auto port = variables.text("PMI_PORT")) return *port;
+  const auto descriptor = variables.number("PMI_FD", 0, INT32_MAX);
+  ucred server{};
+  socklen_t length = sizeof(server);
+  if (!descriptor || ::getsockopt(*descriptor, SOL_SOCKET, SO_PEERCRED, &server, &length) != 0 || server.pid <= 0)
+    return {};
+  return c10::str("pmi-", server.pid);
+}
+
+LaunchEnvironment parse_mpi(const Variables& variables, const MpiLauncher& launcher, const Group& group) {
   auto environment = start_environment(variables, group);
-  read_local(variables, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", environment);
-  environment.job = variables.first_text({"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"}).value_or("");
-  find_master(variables, "PMIX_NAMESPACE", environment);
+  if (variables.number("FLUX_JOB_NNODES", 1, kMaxRanks) == 1) environment.local_world_size = group.size;
+  const auto own_or = [&](const char* name, const char* otherwise) {
+    return name != nullptr && variables.has(name) ? name : otherwise;
+  };
+  read_local(variables, own_or(launcher.local_rank, "LOCAL_RANK"), own_or(launcher.local_size, "LOCAL_WORLD_SIZE"),
+             environment);
+  if (&launcher == &kOpenMpi) environment.job = variables.text("OMPI_MCA_ess_base_jobid").value_or("");
+  if (environment.job.empty() && launcher.id != nullptr) environment.job = variables.text(launcher.id).value_or("");
+  if (environment.job.empty() && environment.one_host()) environment.job = pmi_server(variables);
+  if (environment.job.empty() && launcher.id == nullptr && !variables.has("MASTER_PORT"))
+    fail(launcher.name,
+         " gives no id of the job, from which a port could be derived: ", variables.describe({"MASTER_PORT"}),
+         "; set it on all ranks, to a free port of rank 0's host");
+  find_master(variables, launcher.id, environment);
   if (environment.master_address.empty())
-    fail("Open MPI's ranks are on several hosts (",
-         variables.describe({"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR"}),
-         "); expected MASTER_ADDR, the address of rank 0's host: mpirun -x MASTER_ADDR=<host> ...");
+    fail(launcher.name, "'s ranks are on several hosts, or it does not give the number of ranks on this host (",
+         variables.describe({group.size_name, own_or(launcher.local_size, "LOCAL_WORLD_SIZE"), "MASTER_ADDR"}),
+         "); expected MASTER_ADDR, the address of rank 0's host: ", launcher.export_option);
   return environment;
 }
 
@@ -250,9 +356,11 @@ LaunchEnvironment parse_none(const Variables& variables) {
     environment.note =
         c10::str("this process belongs to a Slurm job (", variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}),
                  ") but srun did not start it: it is a world of one");
-  const bool in_launcher = in_slurm_job || variables.has("OMPI_COMM_WORLD_RANK") || variables.has("SLURM_PROCID");
+  const bool in_launcher = in_slurm_job || variables.has("SLURM_PROCID") ||
+                           std::any_of(std::begin(kMpiLaunchers), std::end(kMpiLaunchers),
+                                       [&](const MpiLauncher& launcher) { return variables.has(launcher.rank); });
   if (!in_launcher && (variables.has("MASTER_ADDR") || variables.has("MASTER_PORT")))
-    variables.fail_half_set("torchrun", kTorchrunVariables, "all of them, or none for a world of one");
+    variables.fail_half_set_torchrun("all of them, or none for a world of one");
   return environment;
 }
 
@@ -337,14 +445,22 @@ LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   const Variables variables(get);
   // torchrun started this process, so the launcher of torchrun itself does not matter.
   const bool by_torchrun = variables.has("TORCHELASTIC_RUN_ID");
-  const auto open_mpi = by_torchrun ? std::nullopt : read_open_mpi_group(variables);
-  // Under mpirun, Slurm's variables describe the daemon that mpirun started with srun.
-  const auto slurm = by_torchrun || open_mpi ? std::nullopt : read_slurm_group(variables);
-  const auto& other = open_mpi ? open_mpi : slurm;
+  const bool has_step = !by_torchrun && variables.has("SLURM_PROCID") &&
+                        variables.first_text({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}).has_value();
+  const auto step = has_step ? read_slurm_group(variables) : std::nullopt;
+  const auto mpi = by_torchrun ? std::nullopt : read_mpi_groups(variables, step);
+  auto slurm = by_torchrun || mpi ? std::nullopt : read_slurm_group(variables);
+  if (slurm && slurm->size == 1) slurm.reset();
+  const auto other = mpi ? std::optional<Group>(mpi->group) : slurm;
   if (const auto torchrun = read_torchrun_group(variables, other)) return parse_torchrun(variables, *torchrun);
-  if (open_mpi) return parse_open_mpi(variables, *open_mpi);
+  // Under mpirun, Slurm's variables describe the daemon that mpirun started with srun.
+  if (mpi) return parse_mpi(variables, mpi->launcher, mpi->group);
   if (slurm) return parse_slurm(variables, *slurm);
   return parse_none(variables);
+}
+
+LaunchEnvironment read_launch_environment() {
+  return parse_launch_environment([](const char* name) { return std::getenv(name); });
 }
 
 }  // namespace tessera::internal

@@ -8,9 +8,14 @@
 
 namespace tessera::internal {
 
+// Names of LaunchEnvironment::launcher.
+inline constexpr const char* kTorchrun = "torchrun";
+inline constexpr const char* kSpawnLocal = "spawn_local";
+inline constexpr const char* kByHand = "RANK and WORLD_SIZE";  // set without torchrun
+
 // The group of this process according to its launcher. A value, read once from the environment.
 struct LaunchEnvironment {
-  std::string launcher;  // "torchrun", "Open MPI" or "Slurm"; empty if none started this process
+  std::string launcher;  // its name, for errors: "torchrun", "Slurm"; empty if none started this process
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;          // among the ranks of this host; -1 if unknown
@@ -33,14 +38,18 @@ using GetVariable = std::function<const char*(const char* name)>;
 
 // Reads the environment of the innermost launcher. Returns a world of one if there is none.
 //
-// torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, since torchrun runs inside the other launchers. Open
-// MPI's are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's count if srun started this
-// process. A batch script or a shell of salloc has the job's variables as well but is no task: it is a world of one,
-// and `note` says so. A job of one task of Open MPI or Slurm counts as no launcher, because it may be a shell.
+// torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, since torchrun runs inside the other launchers. Those
+// of MPI's launchers are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's count if srun
+// started this process. A batch script or a shell of salloc has the job's variables as well but is no task: it is a
+// world of one, and `note` says so. A job of one task of an MPI launcher or Slurm counts as no launcher, because it may
+// be a shell.
 //
 // Throws std::invalid_argument with every variable concerned and its value if variables are incomplete, not numbers or
-// out of range, or if two launchers contradict each other.
+// out of range, if two launchers contradict each other, or if a launcher gives no size or no address.
 LaunchEnvironment parse_launch_environment(const GetVariable& get);
+
+// Reads this process's environment.
+LaunchEnvironment read_launch_environment();
 
 // Expands Slurm's list of hosts: "node[03-05,9],gpu1" -> node03 node04 node05 node9 gpu1. Throws std::invalid_argument
 // for a malformed list, or one of more than 65536 hosts.

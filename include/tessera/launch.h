@@ -54,7 +54,8 @@ struct InitOptions {
 };
 
 // Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
-// Open MPI's (OMPI_COMM_WORLD_RANK, ...) or Slurm's (SLURM_PROCID, SLURM_NTASKS, ...). The first in this order counts.
+// Open MPI's (OMPI_COMM_WORLD_RANK, ...), those of other launchers of MPI programs (MPICH's and Intel MPI's PMI_RANK,
+// MVAPICH2, JSM, Flux, Cray PALS, PMIx), or Slurm's (SLURM_PROCID, SLURM_NTASKS, ...). The first in this order counts.
 // Without a launcher it is a world of one. docs/launch.md lists the variables. Collective; once in a process. Throws
 // std::invalid_argument with the names of variables that are incomplete or contradict each other. Throws CommError with
 // the missing ranks if the ranks do not meet within the timeout.

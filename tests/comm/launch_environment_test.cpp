@@ -1,6 +1,8 @@
 #include "core/launch/launch_environment.h"
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <map>
 #include <stdexcept>
@@ -99,6 +101,11 @@ TEST(LaunchEnvironment, Torchrun) {
   EXPECT_FALSE(parse(kTorchrun).agent_serves_store);
 }
 
+TEST(LaunchEnvironment, OnlyTorchrunsOwnRanksAreNamedAfterIt) {
+  EXPECT_EQ(parse(kTorchrun).launcher, "RANK and WORLD_SIZE");
+  EXPECT_EQ(parse(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"}})).launcher, "spawn_local");
+}
+
 TEST(LaunchEnvironment, TorchrunOfOneRankNeedsNoAddressAndIsLaunched) {
   const auto environment = parse({{"RANK", "0"}, {"WORLD_SIZE", "1"}});
   EXPECT_TRUE(environment.launched());
@@ -147,6 +154,7 @@ TEST(LaunchEnvironment, TorchrunBadValues) {
   expect_error(with(kTorchrun, {{"WORLD_SIZE", "0"}}), {"WORLD_SIZE=0", "from 1"});
   expect_error(with(kTorchrun, {{"LOCAL_RANK", "4"}}), {"LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4", "below"});
   expect_error(with(kTorchrun, {{"LOCAL_WORLD_SIZE", "9"}}), {"LOCAL_WORLD_SIZE=9", "from 1 to 8"});
+  expect_error(with(kTorchrun, {{"MASTER_ADDR", "[::1]"}}), {"MASTER_ADDR=[::1]", "without brackets"});
   expect_error(with(kTorchrun, {{"MASTER_PORT", "0"}}), {"MASTER_PORT=0"});
   expect_error(with(kTorchrun, {{"MASTER_PORT", "65536"}}), {"MASTER_PORT=65536", "65535"});
   expect_error(with(kTorchrun, {{"MASTER_PORT", "http"}}), {"MASTER_PORT=http"});
@@ -283,6 +291,127 @@ TEST(LaunchEnvironment, OpenMpiOfOneRankIsNoLauncher) {
   EXPECT_FALSE(parse({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}}).launched());
 }
 
+struct OtherLauncher {
+  const char* name;
+  Environment variables;  // of rank 1 of 3 on one host
+  const char* job;
+};
+
+const OtherLauncher kOtherLaunchers[] = {
+    {"MPICH or Intel MPI",
+     {{"PMI_RANK", "1"},
+      {"PMI_SIZE", "3"},
+      {"MPI_LOCALRANKID", "1"},
+      {"MPI_LOCALNRANKS", "3"},
+      {"PMI_PORT", "vm:4711"}},
+     "vm:4711"},
+    {"MVAPICH2",
+     {{"MV2_COMM_WORLD_RANK", "1"},
+      {"MV2_COMM_WORLD_SIZE", "3"},
+      {"MV2_COMM_WORLD_LOCAL_RANK", "1"},
+      {"MV2_COMM_WORLD_LOCAL_SIZE", "3"},
+      {"MPIRUN_ID", "4711"},
+      {"PMI_RANK", "1"},
+      {"PMI_SIZE", "3"}},
+     "4711"},
+    {"JSM",
+     {{"JSM_NAMESPACE_RANK", "1"},
+      {"JSM_NAMESPACE_SIZE", "3"},
+      {"JSM_NAMESPACE_LOCAL_RANK", "1"},
+      {"JSM_NAMESPACE_LOCAL_SIZE", "3"},
+      {"PMIX_RANK", "1"},
+      {"PMIX_NAMESPACE", "1.2"}},
+     "1.2"},
+    {"Flux",
+     {{"FLUX_TASK_RANK", "1"},
+      {"FLUX_JOB_SIZE", "3"},
+      {"FLUX_TASK_LOCAL_ID", "1"},
+      {"FLUX_JOB_NNODES", "1"},
+      {"FLUX_JOB_ID", "f2A"},
+      {"PMI_RANK", "1"},
+      {"PMI_SIZE", "3"}},
+     "f2A"},
+    {"Cray PALS",
+     {{"PALS_RANKID", "1"},
+      {"PMI_RANK", "1"},
+      {"PMI_SIZE", "3"},
+      {"PALS_LOCAL_RANKID", "1"},
+      {"PALS_LOCAL_SIZE", "3"},
+      {"PALS_APID", "a-b"}},
+     "a-b"},
+    {"PMIx",
+     {{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "prterun-7"}, {"WORLD_SIZE", "3"}, {"LOCAL_WORLD_SIZE", "3"}},
+     "prterun-7"},
+};
+
+TEST(LaunchEnvironment, OtherLaunchersOnOneHost) {
+  for (const auto& [name, variables, job] : kOtherLaunchers) {
+    SCOPED_TRACE(name);
+    const auto environment = parse(variables);
+    EXPECT_EQ(environment.launcher, name);
+    EXPECT_EQ(environment.rank, 1);
+    EXPECT_EQ(environment.world_size, 3);
+    EXPECT_EQ(environment.local_rank, 1);
+    EXPECT_TRUE(environment.one_host());
+    EXPECT_EQ(environment.master_address, "127.0.0.1");
+    EXPECT_EQ(environment.job, job);
+    EXPECT_EQ(environment.master_port, derived_port(job));
+    EXPECT_EQ(parse(with(variables, {{"MASTER_ADDR", "host0"}, {"MASTER_PORT", "9"}})).master_address, "host0");
+  }
+  expect_error(with(kOtherLaunchers[0].variables, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}),
+               {"RANK=0, WORLD_SIZE=2, but MPICH or Intel MPI's PMI_RANK=1, PMI_SIZE=3"});
+}
+
+TEST(LaunchEnvironment, OtherLaunchersWithoutSizeOrAddressSayWhatToSet) {
+  expect_error({{"PMIX_RANK", "1"}}, {"PMIx has started this process", "PMIX_RANK=1", "set WORLD_SIZE", "MASTER_ADDR"});
+  expect_error({{"PALS_RANKID", "1"}}, {"Cray PALS", "PALS_RANKID=1, PMI_SIZE is not set", "set WORLD_SIZE"});
+  expect_error({{"PMI_RANK", "0"}}, {"MPICH or Intel MPI", "PMI_SIZE is not set", "set WORLD_SIZE"});
+  expect_error({{"PMI_SIZE", "2"}}, {"PMI_RANK is not set, PMI_SIZE=2"});
+  for (const auto& [name, variables, job] : kOtherLaunchers) {
+    auto several_hosts = variables;
+    for (const char* one_host : {"MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE",
+                                 "FLUX_JOB_NNODES", "PALS_LOCAL_SIZE", "LOCAL_WORLD_SIZE"})
+      several_hosts.erase(one_host);
+    several_hosts["MASTER_PORT"] = "9";
+    expect_error(several_hosts, {name, "several hosts", "MASTER_ADDR is not set", "MASTER_ADDR", "<host>"});
+    several_hosts["MASTER_ADDR"] = "host0";
+    EXPECT_EQ(parse(several_hosts).local_world_size, 0) << name;
+  }
+  expect_error(with(kOtherLaunchers[0].variables, {{"MPI_LOCALNRANKS", "2"}, {"MASTER_ADDR", "host0"}}),
+               {"MASTER_PORT is not set"});  // each host has its own server of PMI
+}
+
+TEST(LaunchEnvironment, HydrasJobIsTheProcessAtTheOtherEndOfPmi) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  auto variables = without(kOtherLaunchers[0].variables, "PMI_PORT");
+  expect_error(variables, {"MASTER_PORT is not set"});
+  variables["PMI_FD"] = std::to_string(ends[1]);
+  EXPECT_EQ(parse(variables).job, "pmi-" + std::to_string(::getpid()));
+  for (const int end : ends) ::close(end);
+}
+
+TEST(LaunchEnvironment, OtherLaunchersOfOneRankAreNone) {
+  EXPECT_FALSE(parse({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}).launched());
+  EXPECT_FALSE(
+      parse({{"FLUX_TASK_RANK", "0"}, {"FLUX_JOB_SIZE", "1"}, {"PMI_SIZE", "1"}, {"PMI_RANK", "0"}}).launched());
+  EXPECT_EQ(parse(with(kOpenMpi, {{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}})).launcher, "Open MPI");
+  EXPECT_EQ(parse(with(kTorchrun, {{"PMIX_RANK", "0"}})).rank, 5) << "by spawn_local in a shell that prun has started";
+}
+
+TEST(LaunchEnvironment, SrunsPmiIsSrun) {
+  const Environment pmi[] = {{{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}}, {{"PMIX_RANK", "5"}}, {{"PALS_RANKID", "5"}}};
+  for (const auto& variables : pmi) {
+    const auto environment = parse(with(kSlurm, variables));
+    EXPECT_EQ(environment.launcher, "Slurm");
+    EXPECT_EQ(environment.master_address, "node07");
+  }
+  // Hydra starts its daemons with srun, one a node.
+  const Environment step = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}, {"SLURM_STEP_ID", "0"}};
+  EXPECT_EQ(parse(with(kOtherLaunchers[0].variables, step)).launcher, "MPICH or Intel MPI");
+  EXPECT_FALSE(parse(with(step, {{"PMIX_RANK", "0"}})).launched());
+}
+
 TEST(LaunchEnvironment, MpirunInsideOfASlurmJobWins) {
   // mpirun's daemons are tasks of an srun step of their own, with one task per node.
   const auto environment =
@@ -294,13 +423,13 @@ TEST(LaunchEnvironment, MpirunInsideOfASlurmJobWins) {
 TEST(LaunchEnvironment, TorchrunUnderAnotherLauncherWins) {
   const Environment one_per_node =
       with(kSlurm, {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_NUM_TASKS", "2"}});
-  EXPECT_EQ(parse(with(one_per_node, kTorchrun)).launcher, "torchrun") << "rank 5 is one of node 1's four";
+  EXPECT_EQ(parse(with(one_per_node, kTorchrun)).rank, 5) << "one of node 1's four";
   EXPECT_EQ(parse(with(with(kOpenMpi, kTorchrun), {{"TORCHELASTIC_RUN_ID", "r"}})).launcher, "torchrun");
 }
 
 TEST(LaunchEnvironment, TheSameGroupTwiceIsFine) {
   const auto environment = parse(with(kSlurm, kTorchrun));
-  EXPECT_EQ(environment.launcher, "torchrun");
+  EXPECT_EQ(environment.launcher, "RANK and WORLD_SIZE");
   // Scripts export one of the two for other programs.
   EXPECT_EQ(parse(with(kSlurm, {{"WORLD_SIZE", "8"}})).launcher, "Slurm");
   EXPECT_EQ(parse(with(kOpenMpi, {{"RANK", "2"}})).launcher, "Open MPI");

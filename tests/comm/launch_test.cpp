@@ -570,6 +570,15 @@ TEST(Launchers, Mpirun) {
   EXPECT_EQ(program.printed("sum 3 "), 3) << program.output();
 }
 
+// MPICH's launcher gives no id of the job. Open MPI's mpiexec may be installed beside it.
+TEST(Launchers, MpiexecOfMpich) {
+  if (std::system("command -v mpiexec.hydra > /dev/null") != 0) GTEST_SKIP() << "MPICH is not installed (mpich)";
+  ChildProcess program({"mpiexec.hydra", "-n", "3", "sh", "-c", kProgram + " && true"});  // not its own child
+  EXPECT_EQ(program.wait(), 0) << program.output();
+  EXPECT_EQ(program.printed("of 3 pid"), 3) << program.output();
+  EXPECT_EQ(program.printed("sum 3 "), 3) << program.output();
+}
+
 TEST(Launchers, ABatchScriptIsAWorldOfOneAndSaysSo) {
   ChildProcess program(
       {kProgram}, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "1"}, {"SLURM_SUBMIT_DIR", "/"}});
@@ -603,7 +612,7 @@ TEST(LaunchErrors, HalfSetEnvironmentIsNamed) {
 TEST(LaunchErrors, NobodyListens) {
   const auto port = free_port();
   const auto output = run_to_error(torchrun(1, 3, port), kCommError);
-  EXPECT_TRUE(contains(output, "rank 1 of 3 (torchrun)")) << output;
+  EXPECT_TRUE(contains(output, "rank 1 of 3 (RANK and WORLD_SIZE)")) << output;
   EXPECT_TRUE(contains(output, "127.0.0.1:" + port + " (timeout 1.5 s)")) << output;
   EXPECT_TRUE(contains(output, "Connection refused")) << output;
 }

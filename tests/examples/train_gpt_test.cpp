@@ -28,6 +28,7 @@
 #include "run.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
 #include "tests/support/temporary_folder.h"
 
 namespace train_gpt {
@@ -94,6 +95,12 @@ std::vector<nlohmann::json> train(const std::string& arguments) {
   return metrics_in(out.path());
 }
 
+std::vector<double> losses_of(const std::vector<nlohmann::json>& metrics) {
+  std::vector<double> losses;
+  for (const auto& step : metrics) losses.push_back(step["loss"]);
+  return losses;
+}
+
 void expect_same_losses(const std::vector<nlohmann::json>& a, const std::vector<nlohmann::json>& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
@@ -104,6 +111,30 @@ void expect_same_losses(const std::vector<nlohmann::json>& a, const std::vector<
       EXPECT_NEAR(a[i]["val_loss"].get<double>(), b[i]["val_loss"].get<double>(), 1e-4) << "step " << i + 1;
     }
   }
+}
+
+TEST(TrainGpt, LaunchersAgree) {
+  const TemporaryFolder folder;
+  const std::string program = tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + kTiny +
+                              "--wrapper fsdp --batch 2 --val-batches 1 --sample 0 --out " + folder.path().string() +
+                              "/";
+  const auto metrics = [&](const std::string& name, const std::string& command) {
+    tessera::testing::ChildProcess run({"sh", "-c", command});
+    EXPECT_EQ(run.wait(), 0) << run.output();
+    return metrics_in(folder / name);
+  };
+  const auto expected = metrics("spawn", program + "spawn --ranks 2");
+  ASSERT_EQ(expected.size(), 8u);
+  if (std::system("command -v mpirun > /dev/null") == 0)
+    EXPECT_EQ(losses_of(metrics("openmpi", "mpirun --allow-run-as-root --oversubscribe -np 2 " + program + "openmpi")),
+              losses_of(expected));
+  if (std::system("command -v mpiexec.hydra > /dev/null") == 0)
+    EXPECT_EQ(losses_of(metrics("mpich", "mpiexec.hydra -n 2 " + program + "mpich")), losses_of(expected));
+  const std::string by_hand =
+      "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(tessera::testing_support::free_port()) + " WORLD_SIZE=2 ";
+  EXPECT_EQ(
+      losses_of(metrics("hand", "export " + by_hand + "; RANK=1 " + program + "hand & RANK=0 " + program + "hand")),
+      losses_of(expected));
 }
 
 TEST(TrainGpt, KeepsTheMetricsOfAnEarlierRun) {
