@@ -37,7 +37,11 @@ std::pair<AddressList, std::string> resolve(const std::string& host, int port, i
   hints.ai_socktype = type;
   addrinfo* found = nullptr;
   const int code = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-  return std::pair(AddressList(code == 0 ? found : nullptr, ::freeaddrinfo), code == 0 ? "" : ::gai_strerror(code));
+  if (code == 0) return {AddressList(found, ::freeaddrinfo), ""};
+  return {AddressList(nullptr, ::freeaddrinfo), "the name \"" + host + "\" cannot be resolved (" +
+                                                    ::gai_strerror(code) +
+                                                    "); set MASTER_ADDR to a name or address of rank 0's host that "
+                                                    "this host knows"};
 }
 
 std::string numeric(const sockaddr* address, socklen_t length) {
@@ -86,6 +90,7 @@ std::string interface_address(const std::string& name) {
 
 std::string address_towards(const std::string& host, int port) {
   auto [addresses, reason] = resolve(host, port, SOCK_DGRAM);
+  if (!addresses) throw std::runtime_error(reason);
   for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
     const Socket socket(*entry);
     sockaddr_storage own{};
@@ -96,7 +101,8 @@ std::string address_towards(const std::string& host, int port) {
       return numeric(reinterpret_cast<const sockaddr*>(&own), length);
     reason = std::strerror(errno);
   }
-  throw std::runtime_error("no way to " + host + ": " + reason);
+  throw std::runtime_error("no way to " + host + ": " + reason +
+                           "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
 }
 
 bool is_loopback_address(const std::string& address) {

@@ -270,7 +270,7 @@ class Joining {
     try {
       return address_towards(host, environment_.master_port);
     } catch (const std::runtime_error& error) {
-      fail(error.what(), "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
+      fail(error.what());
     }
   }
 

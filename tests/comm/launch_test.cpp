@@ -617,6 +617,14 @@ TEST(LaunchErrors, NobodyListens) {
   EXPECT_TRUE(contains(output, "Connection refused")) << output;
 }
 
+TEST(LaunchErrors, AMasterWithoutAddressIsNamed) {
+  for (const int rank : {0, 1}) {
+    const auto output = run_to_error(torchrun(rank, 2, free_port(), "no-such-host.invalid"), kCommError);
+    EXPECT_TRUE(contains(output, "the name \"no-such-host.invalid\" cannot be resolved")) << output;
+    EXPECT_FALSE(contains(output, "GLOO_SOCKET_IFNAME")) << output;
+  }
+}
+
 TEST(LaunchErrors, SomebodyListensAndSaysNothing) {
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
