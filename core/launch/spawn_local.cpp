@@ -45,10 +45,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The time from SIGTERM to SIGKILL.
-constexpr std::chrono::seconds kGrace{5};
+// The time from SIGTERM to SIGKILL after the failure of a rank.
+constexpr std::chrono::milliseconds kGraceAfterFailure{5000};
 constexpr int kPollIntervalMs = 100;
-constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
+constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 
 [[noreturn]] void throw_errno(const char* call) {
   throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
@@ -90,14 +90,14 @@ class ListeningSocket {
   int port_ = 0;
 };
 
-// Blocks the signals that end a program until the end of the scope: supervise() reads them from a descriptor. Signals
+// Blocks the forwarded signals until the end of the scope: supervise() reads them from a descriptor. Signals
 // that the caller ignores (SIGHUP under nohup) stay ignored.
 class BlockedSignals {
  public:
   BlockedSignals() {
     sigset_t waited;
     sigemptyset(&waited);
-    for (const int signal : kEndingSignals) {
+    for (const int signal : kForwardedSignals) {
       struct sigaction action {};
       ::sigaction(signal, nullptr, &action);
       if (action.sa_handler != SIG_IGN) sigaddset(&waited, signal);
@@ -175,7 +175,7 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 // reap children with one. The keeper never calls exec. Other threads of this process may have held any lock when it was
 // made, so it must not allocate or lock: it only makes system calls.
 //
-// The keeper starts the ranks and reports how each one ends. It forwards signals from this process, SIGUSR1 as SIGKILL.
+// The keeper starts the ranks and reports how each one ends. It forwards signals from this process, SIGUSR2 as SIGKILL.
 // It ends after the ranks, and if it is killed, they are killed.
 
 struct Program {
@@ -245,8 +245,8 @@ void Keeper::run() const {
   sigset_t all, waited;
   sigfillset(&all);
   sigemptyset(&waited);
-  for (const int signal : {SIGCHLD, SIGUSR1}) sigaddset(&waited, signal);
-  for (const int signal : kEndingSignals) sigaddset(&waited, signal);
+  for (const int signal : {SIGCHLD, SIGUSR2}) sigaddset(&waited, signal);
+  for (const int signal : kForwardedSignals) sigaddset(&waited, signal);
   ::pthread_sigmask(SIG_SETMASK, &all, nullptr);
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
@@ -273,7 +273,7 @@ void Keeper::run() const {
       }
     } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which signals the ranks as well
       for (const pid_t pid : pids)
-        if (pid > 0) ::kill(pid, signal == SIGUSR1 ? SIGKILL : signal);
+        if (pid > 0) ::kill(pid, signal == SIGUSR2 ? SIGKILL : signal);
     }
   }
   ::_exit(0);
@@ -291,8 +291,9 @@ void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c
 // The running local ranks.
 class Ranks {
  public:
-  Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket)
-      : pids_(programs.size(), 0) {
+  Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket,
+        std::chrono::milliseconds grace)
+      : grace_(grace), pids_(programs.size(), 0) {
     int fds[2];
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
     reports_fd_ = fds[0];
@@ -312,7 +313,7 @@ class Ranks {
   // Ranks are alive here only after an exception.
   ~Ranks() {
     if (keeper_ > 0) {
-      ::kill(keeper_, SIGUSR1);
+      ::kill(keeper_, SIGUSR2);
       ::waitpid(keeper_, nullptr, __WALL);
     }
     ::close(reports_fd_);
@@ -345,7 +346,7 @@ class Ranks {
     return std::count_if(pids_.begin(), pids_.end(), [](pid_t pid) { return pid > 0; });
   }
 
-  void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR1 : signal); }
+  void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR2 : signal); }
 
   // Returns false when the keeper has ended.
   bool read_report() {
@@ -370,22 +371,23 @@ class Ranks {
     code_ = code;
     say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
                  alive() > 0 ? "; ending the others" : ""));
-    end_rest(SIGTERM);
+    end_rest(SIGTERM, std::min(grace_, kGraceAfterFailure));
   }
 
   void interrupt(int signal, int origin) {
     if (interrupted_) return kill_rest();  // a second signal ends the grace period
-    interrupted_ = true;
+    interrupted_ = signal != SIGUSR1;
     say(describe_signal(signal) + "; ending all ranks");
-    code_ = code_.value_or(128 + signal);
+    if (!code_ || *code_ == 128 + SIGUSR1) code_ = 128 + signal;
+    if (signal == SIGUSR1) return send(signal);
     // A key on the terminal has signalled the whole foreground group, which includes the ranks.
     if (origin == SI_KERNEL) signal = 0;
-    end_rest(signal);
+    end_rest(signal, grace_);
   }
 
-  void end_rest(int signal) {
+  void end_rest(int signal, std::chrono::milliseconds grace) {
     send(signal);
-    if (!kill_at_) kill_at_ = Clock::now() + kGrace;
+    if (!kill_at_) kill_at_ = Clock::now() + grace;
   }
 
   void kill_rest() {
@@ -395,6 +397,7 @@ class Ranks {
     kill_at_ = Clock::time_point::max();
   }
 
+  const std::chrono::milliseconds grace_;
   std::function<void(int rank)> ended_well_;
   std::vector<pid_t> pids_;  // by rank; 0: ended
   pid_t keeper_ = 0;
@@ -406,9 +409,12 @@ class Ranks {
 
 }  // namespace
 
-int spawn_local(int world, int argc, char** argv) {
+int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace) {
   if (world < 1)
     throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
+  if (grace < grace.zero() || grace > std::chrono::hours(24 * 365))
+    throw std::invalid_argument(
+        c10::str("tessera::spawn_local: grace is ", grace.count(), " ms; expected at least 0 and at most a year"));
   if (launched())
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
@@ -430,7 +436,7 @@ int spawn_local(int world, int argc, char** argv) {
     programs.push_back({path.c_str(), arguments.data(), pointers.back().data()});
   }
   const BlockedSignals signals;
-  Ranks ranks(programs, signals, socket);
+  Ranks ranks(programs, signals, socket, grace);
   const auto store = serve(socket);  // after the fork, which copies no threads
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {

@@ -69,10 +69,17 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 
 // Starts this program again as `world` processes on this machine, with argv and torchrun's environment. Returns the
 // exit code for main(): 0 if no rank failed. If a rank fails, prints its error, ends the others, and returns its exit
-// code (128 + signal). Forwards SIGINT, SIGTERM and SIGHUP. No rank outlives this process. Each rank gets an equal part
-// of the cores (OMP_NUM_THREADS) unless that is set. Throws std::invalid_argument for world < 1, and std::logic_error
-// in a process that a launcher started, including this function: see launched().
-int spawn_local(int world, int argc, char** argv);
+// code (128 + signal). No rank outlives this process. Each rank gets an equal part of the cores (OMP_NUM_THREADS)
+// unless that is set.
+//
+// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1. Ranks that have not ended `grace` after the first of them are killed
+// (SIGKILL); SIGUSR1, a warning of Slurm, starts no such period. `grace` must suffice to save a checkpoint, if the
+// ranks call stop_requested(). A second signal kills at once, unless the first was SIGUSR1. After a rank's failure the
+// others have 5 s, and at most `grace`.
+//
+// Throws std::invalid_argument for world < 1 or a negative `grace`, and std::logic_error in a process that a launcher
+// started, including this function: see launched().
+int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
 // Whether a launcher's environment is set, so that init() would join a group.
 bool launched();

@@ -1,6 +1,6 @@
 // The program that launch_test.cpp launches: joins its group, adds up the ranks, and then ends as its arguments say.
 //
-//   launch_program [--spawn N] [--timeout-ms N] [MODE [RANK]]
+//   launch_program [--spawn N] [--grace-ms N] [--timeout-ms N] [MODE [RANK]]
 //
 // MODE applies to rank RANK (0 by default), or to all ("ok"):
 //   ok       ends without error      exit      ends with code 3
@@ -48,6 +48,7 @@ namespace {
 struct Arguments {
   int spawn = 0;
   int timeout_ms = 60'000;
+  int grace_ms = 30'000;
   std::string mode = "ok";
   int rank = 0;
 };
@@ -61,6 +62,8 @@ Arguments parse(int argc, char** argv) {
       arguments.spawn = std::stoi(argv[++i]);
     } else if (text == "--timeout-ms") {
       arguments.timeout_ms = std::stoi(argv[++i]);
+    } else if (text == "--grace-ms") {
+      arguments.grace_ms = std::stoi(argv[++i]);
     } else if (positional++ == 0) {
       arguments.mode = text;
     } else {
@@ -155,7 +158,8 @@ int main(int argc, char** argv) {
         if (::waitpid(-1, nullptr, 0) <= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }).detach();
   }
-  if (arguments.spawn != 0 && !tessera::launched()) return tessera::spawn_local(arguments.spawn, argc, argv);
+  if (arguments.spawn != 0 && !tessera::launched())
+    return tessera::spawn_local(arguments.spawn, argc, argv, std::chrono::milliseconds(arguments.grace_ms));
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
   if (arguments.mode == "absent") {

@@ -94,6 +94,14 @@ std::vector<pid_t> rank_pids(const std::string& output) {
   return ::testing::AssertionSuccess();
 }
 
+using Processes = std::vector<std::unique_ptr<ChildProcess>>;
+
+std::string outputs(const Processes& processes) {
+  std::string all;
+  for (const auto& process : processes) all += process->output();
+  return all;
+}
+
 TEST(SpawnLocal, RunsAllRanks) {
   for (const int world : {1, 2, 5}) {
     ChildProcess program({kProgram, "--spawn", std::to_string(world)});
@@ -221,7 +229,7 @@ TEST(SpawnLocal, CtrlCOnATerminalEndsAllRanks) {
 }
 
 TEST(SpawnLocal, RanksThatDoNotEndAreKilled) {
-  ChildProcess program({kProgram, "--spawn", "2", "stubborn"});
+  ChildProcess program({kProgram, "--spawn", "2", "--grace-ms", "1000", "stubborn"});
   ASSERT_TRUE(program.await("hangs", 2)) << program.output();
   ::kill(program.pid(), SIGTERM);
   EXPECT_EQ(program.wait(seconds(15)), 128 + SIGTERM) << program.output();
@@ -248,17 +256,12 @@ TEST(SpawnLocal, RefusesToRunInsideOfALauncher) {
   ChildProcess inside({kProgram, "spawn-again"}, {{"RANK", "0"}, {"WORLD_SIZE", "1"}});
   EXPECT_EQ(inside.wait(), 128 + SIGABRT);
   EXPECT_TRUE(contains(inside.output(), "launcher has started this process already")) << inside.output();
+  ChildProcess graceless({kProgram, "--spawn", "1", "--grace-ms", "-1"});
+  EXPECT_EQ(graceless.wait(), 128 + SIGABRT);
+  EXPECT_TRUE(contains(graceless.output(), "grace is -1 ms; expected at least 0")) << graceless.output();
   ChildProcess none({kProgram, "--spawn", "-1"});
   EXPECT_EQ(none.wait(), 128 + SIGABRT);
   EXPECT_TRUE(contains(none.output(), "world is -1; expected at least 1")) << none.output();
-}
-
-using Processes = std::vector<std::unique_ptr<ChildProcess>>;
-
-std::string outputs(const Processes& processes) {
-  std::string all;
-  for (const auto& process : processes) all += process->output();
-  return all;
 }
 
 TEST(Trace, LeavesWhatIsNoTrace) {
