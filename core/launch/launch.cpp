@@ -19,6 +19,7 @@
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
+#include "core/launch/shared_cores.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 #include "core/trace/trace.h"
@@ -83,6 +84,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   process.terminate_handler &= environment.world_size > 1;
   // First, since CUDA opens files.
   const auto effects = std::make_shared<ProcessEffects>(process);
+  if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);
   if (!environment.note.empty()) {
     TORCH_WARN("tessera::init: ", environment.note);
@@ -134,7 +136,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
           " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
 
   ProcessSetup& process = options.process;
-  process.terminate_handler = process.permit_tracing = false;  // for several processes
+  process.terminate_handler = process.permit_tracing = process.share_cores = false;  // for several processes
   const auto effects = std::make_shared<ProcessEffects>(process);
   if (!nccl && (!options.peer_memory || c10::utils::check_env("TESSERA_PEER_MEMORY") == false))
     require_descriptors(world * tcp_descriptors(world), c10::str("the connections of ", world, " ranks in one process"),

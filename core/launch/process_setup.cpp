@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/comm/descriptors.h"
+#include "core/launch/shared_cores.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 
@@ -30,6 +31,7 @@ Effect effects[] = {
     {&ProcessSetup::raise_descriptor_limit, "raise_descriptor_limit", nullptr, &restore_descriptor_limit},
     {&ProcessSetup::open_standard_descriptors, "open_standard_descriptors", &internal::open_standard_descriptors,
      &close_standard_descriptors},
+    {&ProcessSetup::share_cores, "share_cores", nullptr, &stop_sharing_cores},  // share_cores()
 };
 
 }  // namespace

@@ -419,7 +419,8 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
-  const ProcessEffects effects({.cache_memory = false, .terminate_handler = false, .permit_tracing = false});
+  const ProcessEffects effects(
+      {.cache_memory = false, .terminate_handler = false, .permit_tracing = false, .share_cores = false});
   require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);
   ListeningSocket socket;
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // a real name for ps

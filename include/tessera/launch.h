@@ -28,6 +28,11 @@ struct ProcessSetup {
   // Opens /dev/null as stdin, stdout and stderr if they are closed, so that no connection gets their numbers and with
   // them the program's output.
   bool open_standard_descriptors = true;
+  // Sets the number of intra-operator threads (at::set_num_threads) to this host's cores divided by its ranks, at least
+  // 1. Never raises it, and keeps a number from OMP_NUM_THREADS, MKL_NUM_THREADS, or an earlier call of
+  // at::set_num_threads() with another number than the default. Leaves cores alone to which a launcher has bound the
+  // rank. init() with several ranks on a host only.
+  bool share_cores = true;
 
   // The names of the fields that are on: "cache_memory, permit_tracing"; "nothing" if none is.
   std::string describe() const;

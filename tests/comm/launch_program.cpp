@@ -177,7 +177,7 @@ int main(int argc, char** argv) {
   const char* threads = std::getenv("OMP_NUM_THREADS");
   say("rank " + std::to_string(comm->rank()) + " of " + std::to_string(comm->size()) + " pid " +
       std::to_string(::getpid()) + " sum " + std::to_string(sum_of_ranks(*comm)) + " threads " +
-      (threads == nullptr ? "default" : threads));
+      (threads == nullptr ? "default" : threads) + " intra-op " + std::to_string(at::get_num_threads()));
 
   const bool chosen = comm->rank() == arguments.rank;
   if (arguments.mode == "stubborn") {

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/memory/container_limits.h"
 #include "core/trace/trace.h"
 #include "core/trace/trace_file.h"
 #include "tests/support/built.h"
@@ -371,6 +372,20 @@ void expect_group(const std::vector<ChildProcess::Environment>& environments) {
   for (auto& process : processes) {
     EXPECT_TRUE(contains(process->output(), " of " + std::to_string(world) + " ")) << process->output();
     EXPECT_TRUE(contains(process->output(), "sum " + std::to_string(world * (world - 1) / 2) + " "));
+  }
+}
+
+TEST(Launchers, RanksByHandShareTheCores) {
+  if (available_cores() < 2) GTEST_SKIP() << "one core";
+  const auto port = free_port();
+  Processes processes;
+  for (int rank = 0; rank < 2; ++rank)
+    processes.push_back(std::make_unique<ChildProcess>(
+        std::vector<std::string>{"env", "-u", "OMP_NUM_THREADS", kProgram}, torchrun(rank, 2, port)));
+  const auto share = c10::str("threads default intra-op ", available_cores() / 2, "\n");
+  for (auto& process : processes) {
+    EXPECT_EQ(process->wait(), 0) << process->output();
+    EXPECT_TRUE(contains(process->output(), share)) << process->output();
   }
 }
 

@@ -67,10 +67,12 @@ std::string address(Function* function) {
 }
 
 std::string signal_actions() {
+  constexpr int kRestorer = 0x04000000;  // glibc sets this flag in every action
   std::string all;
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action {};
-    if (::sigaction(signal, nullptr, &action) == 0) all += address(action.sa_handler) + text(action.sa_flags) + " ";
+    if (::sigaction(signal, nullptr, &action) == 0)
+      all += address(action.sa_handler) + text(action.sa_flags & ~kRestorer) + " ";
   }
   return all;
 }
@@ -195,7 +197,9 @@ void lower_limits(int rank) {
   ::getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = kFewDescriptors;
   ::setrlimit(RLIMIT_NOFILE, &limit);
-  at::set_num_threads(1);
+  ::unsetenv("OMP_NUM_THREADS");
+  ::unsetenv("MKL_NUM_THREADS");
+  at::set_num_threads(at::intraop_default_num_threads());  // which counts as not chosen
   ::setenv("RANK", std::to_string(rank).c_str(), 1);
   ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
 }
@@ -225,12 +229,14 @@ const Field kFields[] = {
     {"permit_tracing", &ProcessSetup::permit_tracing, "tracer"},
     {"raise_descriptor_limit", &ProcessSetup::raise_descriptor_limit, "descriptor limit"},
     {"open_standard_descriptors", &ProcessSetup::open_standard_descriptors, "standard descriptors"},
+    {"share_cores", &ProcessSetup::share_cores, "intra-operator threads"},
 };
 
 Names expected_changes(const ProcessSetup& setup) {
   Names names;
   for (const auto& [name, field, change] : kFields)
     if (setup.*field) names.insert(change);
+  if (at::intraop_default_num_threads() == 1) names.erase("intra-operator threads");
 #ifdef __SANITIZE_ADDRESS__
   names.erase("CPU allocator");
 #endif
@@ -259,7 +265,8 @@ int check_init(const ProcessSetup& setup) {
 
 TEST(ProcessSetup, IsDescribedByTheNamesOfItsFields) {
   EXPECT_EQ(ProcessSetup{}.describe(),
-            "cache_memory, terminate_handler, permit_tracing, raise_descriptor_limit, open_standard_descriptors");
+            "cache_memory, terminate_handler, permit_tracing, raise_descriptor_limit, open_standard_descriptors, "
+            "share_cores");
   ProcessSetup one{};
   for (const auto& [name, field, change] : kFields) one.*field = false;
   EXPECT_EQ(one.describe(), "nothing");
@@ -302,6 +309,18 @@ TEST(ProcessSetup, InitMakesItsChangesUntilTheLastGroupEnds) {
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
+TEST(ProcessSetup, ThreadsThatTheProgramHasChosenStay) {
+  const auto codes = on_launched_processes([](int rank) {
+    const int chosen = at::intraop_default_num_threads() + 1;
+    if (rank == 0) ::setenv("OMP_NUM_THREADS", "2", 1);
+    if (rank == 1) at::set_num_threads(chosen);
+    const int before = at::get_num_threads();
+    const auto comm = init({.timeout = 60s});
+    return at::get_num_threads() == before ? 0 : 1;
+  });
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
+}
+
 TEST(ProcessSetup, AFieldThatIsOffLeavesItsPartAlone) {
   for (const auto& [name, field, change] : kFields) {
     ProcessSetup setup;
@@ -334,7 +353,7 @@ TEST(ProcessSetup, RunRanksMakesItsChangesUntilItReturns) {
       comm->barrier();
     };
     ProcessSetup setup;
-    setup.terminate_handler = setup.permit_tracing = false;  // for ranks that are processes
+    setup.terminate_handler = setup.permit_tracing = setup.share_cores = false;  // for ranks that are processes
     run_ranks(3, body, {.peer_memory = false});
     if (!is_equal("within run_ranks()", changed, expected_changes(setup))) return 1;
     if (!is_equal("after it", changes(before, state_of_process()), {})) return 2;

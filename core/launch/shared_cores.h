@@ -1,0 +1,13 @@
+#pragma once
+
+#include "core/launch/launch_environment.h"
+
+namespace tessera::internal {
+
+// ProcessSetup::share_cores. Thread-safe.
+void share_cores(const LaunchEnvironment& environment);
+
+// Restores the number of threads that share_cores() has changed, unless the program has changed it since.
+void stop_sharing_cores();
+
+}  // namespace tessera::internal
