@@ -1,13 +1,25 @@
 #include "core/launch/terminate_handler.h"
 
+#include <c10/util/StringUtil.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <iostream>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
 #include <utility>
 
+#include <tessera/launch.h>
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/watchdog.h"
+#include "core/launch/launch_environment.h"
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/guarded_by.h"
 
@@ -19,8 +31,39 @@ constexpr auto kLongestEnd = std::chrono::seconds(10);
 
 std::mutex terminating;
 std::terminate_handler handler_before TESSERA_GUARDED_BY(terminating) = nullptr;
+std::atomic<bool> prints_one_line = false;
+std::terminate_handler handler_before_run_main = nullptr;  // of the main thread
+
+// "rank 1 of 4: ", or "" in a world of one.
+std::string name_of_rank() {
+  try {
+    const auto environment = read_launch_environment();
+    if (environment.world_size > 1) return c10::str("rank ", environment.rank, " of ", environment.world_size, ": ");
+  } catch (const std::invalid_argument&) {  // NOLINT(bugprone-empty-catch): the error that is printed says so
+  }
+  return "";
+}
+
+// Prints the error on one line, unless another rank has printed its own, and ends the process.
+[[noreturn]] void end_with_one_line(const std::exception_ptr& error) noexcept {
+  // Of several threads, the first one ends the process.
+  if (!terminating.try_lock())
+    for (;;) std::this_thread::sleep_for(kLongestEnd);
+  call_with_timeout(kLongestEnd, [text = text_of(error)] {
+    std::cout.flush();
+    std::fflush(stdout);
+    if (Watchdog::is_first_to_tell()) {
+      const std::string line = c10::str(program_invocation_short_name, ": ", name_of_rank(), text, "\n");
+      [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+    }
+    Watchdog::publish_failure_of_process(text);
+    return true;
+  });
+  std::_Exit(1);
+}
 
 [[noreturn]] void tell_and_terminate() noexcept {
+  if (const auto error = std::current_exception(); error && prints_one_line) end_with_one_line(error);
   std::terminate_handler before = nullptr;
   // Only the first terminating thread publishes.
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
@@ -45,6 +88,33 @@ void stop_telling_when_terminated() {
   std::lock_guard lock(terminating);
   if (handler_before == nullptr || std::get_terminate() != &tell_and_terminate) return;
   std::set_terminate(std::exchange(handler_before, nullptr));
+}
+
+namespace {
+
+[[noreturn]] void terminate_in_run_main() noexcept {
+  if (const auto error = std::current_exception(); error && prints_one_line) end_with_one_line(error);
+  if (handler_before_run_main != nullptr) handler_before_run_main();
+  std::abort();
+}
+
+}  // namespace
+
+OneLineErrors::OneLineErrors() {
+  handler_before_run_main = std::set_terminate(&terminate_in_run_main);
+  prints_one_line = true;
+}
+
+OneLineErrors::~OneLineErrors() {
+  prints_one_line = false;
+  if (std::get_terminate() == &terminate_in_run_main) std::set_terminate(handler_before_run_main);
+}
+
+// Without a handler on the stack, __cxa_throw() calls std::terminate() before it unwinds, while the groups still exist.
+// So this function must have none, and must not be noexcept.
+int run_body(const std::function<int()>& body) {
+  const OneLineErrors one_line;
+  return body();
 }
 
 }  // namespace tessera::internal

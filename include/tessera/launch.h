@@ -5,6 +5,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include <tessera/communicator.h>
 
@@ -88,5 +90,27 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
 
 // Whether a launcher's environment is set, so that init() would join a group.
 bool launched();
+
+namespace internal {
+int run_body(const std::function<int()>& body);
+}  // namespace internal
+
+// Runs the body of main(), and returns the exit code: the body's, or 0 if it returns void. If an exception leaves the
+// body, the other ranks' operations fail with its text. The process prints it on one line with its rank, and ends with
+// exit code 1. If several ranks fail, only the first one prints. Does not unwind: as after std::terminate(), no
+// destructor runs, so no destructor waits for ranks that have failed. A world of one prints without a rank. Must be
+// called in the main thread, once at a time, and not within a try block, whose handler would get the exception. Source:
+// torch.distributed.elastic's @record.
+template <class Body>
+int run_main(Body&& body) {
+  if constexpr (std::is_void_v<std::invoke_result_t<Body&>>) {
+    return internal::run_body([&] {
+      body();
+      return 0;
+    });
+  } else {
+    return internal::run_body([&] { return static_cast<int>(body()); });
+  }
+}
 
 }  // namespace tessera

@@ -17,6 +17,8 @@
 //   leave    ends without error while the others continue, the last rank as late
 //   absent   ends without error before it joins the others
 //   torn     ends during a large message, which it cannot read to the end
+//   one-line throws in run_main(), while the others are in collectives
+//   one-line-all   all throw in run_main(); one-line-exit: all return 3
 // The other ranks continue with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
@@ -147,6 +149,17 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
   std::_Exit(4);
 }
 
+int run_to_a_failure(const std::string& mode, int rank) {
+  return tessera::run_main([&] {
+    const auto comm = tessera::init();
+    sum_of_ranks(*comm);
+    const bool chosen = comm->rank() == rank;
+    if (mode == "one-line-exit") return 3;
+    if (mode == "one-line-all" || chosen) throw std::runtime_error("rank has thrown this");
+    for (;;) sum_of_ranks(*comm);
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -162,6 +175,7 @@ int main(int argc, char** argv) {
     return tessera::spawn_local(arguments.spawn, argc, argv, std::chrono::milliseconds(arguments.grace_ms));
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
+  if (arguments.mode.starts_with("one-line")) return run_to_a_failure(arguments.mode, arguments.rank);
   if (arguments.mode == "absent") {
     say("begins");
     const char* rank = std::getenv("RANK");

@@ -229,6 +229,41 @@ TEST(SpawnLocal, CtrlCOnATerminalEndsAllRanks) {
   EXPECT_TRUE(all_gone(output, 2));
 }
 
+TEST(RunMain, OneErrorPerFailure) {
+  const std::string error = "rank has thrown this\n";
+  const auto runs_to = [&](const std::vector<std::string>& command, const std::string& line) {
+    ChildProcess program(command);
+    EXPECT_EQ(program.wait(), 1) << program.output();
+    EXPECT_EQ(program.printed("launch_program: " + line + error), 1) << program.output();
+    EXPECT_EQ(program.printed("launch_program: "), 1) << program.output();
+    EXPECT_EQ(program.printed("terminate called"), 0) << program.output();
+    EXPECT_EQ(program.printed(error), 1) << program.output();
+  };
+  for (const char* rank : {"0", "2"})
+    runs_to({kProgram, "--spawn", "3", "one-line", rank}, c10::str("rank ", rank, " of 3: "));
+  runs_to({kProgram, "one-line"}, "");
+  ChildProcess all({kProgram, "--spawn", "3", "one-line-all"});
+  EXPECT_EQ(all.wait(), 1) << all.output();
+  EXPECT_EQ(all.printed(error), 1) << all.output();
+  ChildProcess well({kProgram, "--spawn", "2", "one-line-exit"});
+  EXPECT_EQ(well.wait(), 3) << well.output();
+}
+
+// Without spawn_local, no supervisor ends the others.
+TEST(RunMain, RanksOfALauncherSayWhyOnce) {
+  const auto port = free_port();
+  for (const char* failing : {"0", "1"}) {
+    Processes processes;
+    for (int rank = 0; rank < 3; ++rank)
+      processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram, "one-line", failing},
+                                                         torchrun(rank, 3, port)));
+    for (auto& process : processes) EXPECT_EQ(process->wait(seconds(30)), 1) << outputs(processes);
+    const auto all = outputs(processes);
+    EXPECT_TRUE(contains(all, c10::str("launch_program: rank ", failing, " of 3: rank has thrown this"))) << all;
+    EXPECT_EQ(all.find("launch_program: "), all.rfind("launch_program: ")) << all;
+  }
+}
+
 TEST(SpawnLocal, RanksThatDoNotEndAreKilled) {
   ChildProcess program({kProgram, "--spawn", "2", "--grace-ms", "1000", "stubborn"});
   ASSERT_TRUE(program.await("hangs", 2)) << program.output();

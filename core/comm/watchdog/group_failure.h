@@ -26,6 +26,11 @@ class GroupFailure {
     std::lock_guard lock(mutex_);
     is_published_ = true;
   }
+  // Whether another rank has published why the group has failed.
+  bool is_known_to_all() const {
+    std::lock_guard lock(mutex_);
+    return is_published_ && !explanation_.empty();
+  }
   // Whether this rank must publish its failure: only once, and not without a store.
   bool begin_publishing() {
     std::lock_guard lock(mutex_);

@@ -24,6 +24,8 @@ class GroupNews {
 
   // Publishes that this rank has failed.
   void publish_failure(const std::string& reason);
+  // Whether this is the group's first call.
+  bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
   // The first failures, in the order in which they were published; "" if there are none.
   std::string read_failures() const;
   // Whether there is something to read: a failure, or that the store will end.

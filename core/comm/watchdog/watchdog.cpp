@@ -105,6 +105,18 @@ void Watchdog::publish_failure_of_process(const std::string& reason) noexcept {
   for (const auto& watchdog : watchdogs) watchdog->await_readers();
 }
 
+bool Watchdog::is_first_to_tell() noexcept {
+  const auto watchdogs = ProcessWatchdogs::instance().of_this_process();
+  if (watchdogs.empty()) return true;
+  try {
+    const auto answer =
+        call_with_timeout(kPatience, [loop = watchdogs.front()] { return loop->news.is_first_to_tell(); });
+    if (answer) return *answer;
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is lost
+  }
+  return !watchdogs.front()->failure.is_known_to_all();
+}
+
 // Returns the answer of the store, or nullopt if there is none.
 template <class Ask>
 auto Watchdog::ask_store(Ask ask) -> std::optional<decltype(ask())> {

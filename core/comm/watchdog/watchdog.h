@@ -97,6 +97,10 @@ class Watchdog {
   // ranks do not see closed connections before they can read the reason. Then waits as await_readers() does.
   static void publish_failure_of_process(const std::string& reason) noexcept;
 
+  // Whether this process is the first of its group to say why it ends. If the store is lost, returns whether this rank
+  // knows no failure that another one has published. True without a group.
+  static bool is_first_to_tell() noexcept;
+
   // If the store is in this process, blocks until the other ranks have read the failure or left the group, at most
   // kReaders; if the group has not failed, at most two intervals of ask_every(). Must be called after the other ranks
   // were woken. Only the first call counts.
