@@ -16,6 +16,7 @@
 #include "core/comm/agreement.h"
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/collective.h"
+#include "core/comm/group_process.h"
 #include "core/comm/reduce_scatter_pieces.h"
 #include "core/comm/single_thread_checker.h"
 #include "core/comm/traffic.h"
@@ -93,7 +94,9 @@ void Pending::wait() {
 }
 
 internal::CommunicatorBackend::CommunicatorBackend()
-    : counters_{std::make_shared<TrafficCounter>()}, single_thread_checker_(std::make_unique<SingleThreadChecker>()) {}
+    : counters_{std::make_shared<TrafficCounter>()},
+      single_thread_checker_(std::make_unique<SingleThreadChecker>()),
+      live_group_(std::make_unique<LiveGroup>()) {}
 internal::CommunicatorBackend::~CommunicatorBackend() = default;
 
 Communicator::Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)

@@ -4,7 +4,11 @@
 #include <c10/util/StringUtil.h>
 #include <unistd.h>
 
+#include <mutex>
+#include <vector>
+
 #include <tessera/errors.h>
+#include "core/runtime/guarded_by.h"
 
 namespace tessera::internal {
 
@@ -16,6 +20,33 @@ void GroupProcess::require_this(std::string_view what) const {
   if (!is_this())
     throw CommError(c10::str(what, ": process ", ::getpid(), " is a child (fork) of process ", pid_,
                              ", to which the group belongs"));
+}
+
+namespace {
+
+std::mutex counting;
+int live_groups TESSERA_GUARDED_BY(counting) = 0;
+std::vector<void (*)()> after_last_group TESSERA_GUARDED_BY(counting);
+
+}  // namespace
+
+LiveGroup::LiveGroup() {
+  std::lock_guard lock(counting);
+  ++live_groups;
+}
+
+LiveGroup::~LiveGroup() {
+  std::vector<void (*)()> due;
+  {
+    std::lock_guard lock(counting);
+    if (--live_groups == 0) due.swap(after_last_group);
+  }
+  for (auto* const act : due) act();
+}
+
+void call_after_last_group(void (*act)()) {
+  std::lock_guard lock(counting);
+  after_last_group.push_back(act);
 }
 
 std::string text_of(const std::exception_ptr& exception) {

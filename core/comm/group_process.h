@@ -23,6 +23,18 @@ class GroupProcess {
   const pid_t pid_;
 };
 
+// Counts the groups of this process: each of its Communicators owns one.
+class LiveGroup {
+ public:
+  LiveGroup();
+  ~LiveGroup();
+  LiveGroup(const LiveGroup&) = delete;
+  LiveGroup& operator=(const LiveGroup&) = delete;
+};
+
+// Calls `act` once, when the last group of this process has been destroyed. There must be a group. Thread-safe.
+void call_after_last_group(void (*act)());
+
 // Returns the text of an exception, without libtorch's stack trace. Null means a call of std::terminate().
 std::string text_of(const std::exception_ptr& exception);
 // The reason of a group that is destroyed during unwinding, when the text of the exception is not known.

@@ -7,6 +7,7 @@
 
 #include "core/comm/descriptors.h"
 #include "core/launch/shared_cores.h"
+#include "core/launch/stop_signals.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 
@@ -32,6 +33,7 @@ Effect effects[] = {
     {&ProcessSetup::open_standard_descriptors, "open_standard_descriptors", &internal::open_standard_descriptors,
      &close_standard_descriptors},
     {&ProcessSetup::share_cores, "share_cores", nullptr, &stop_sharing_cores},  // share_cores()
+    {&ProcessSetup::stop_signals, "stop_signals", &catch_stop_signals, &release_stop_signals},
 };
 
 }  // namespace

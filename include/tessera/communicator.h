@@ -19,6 +19,7 @@ namespace tessera {
 
 namespace internal {
 struct Collective;
+class LiveGroup;
 class SingleThreadChecker;
 class TrafficCounter;
 }  // namespace internal
@@ -91,6 +92,7 @@ class CommunicatorBackend {
 
  private:
   const std::unique_ptr<SingleThreadChecker> single_thread_checker_;
+  const std::unique_ptr<LiveGroup> live_group_;
 };
 
 }  // namespace internal

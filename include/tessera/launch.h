@@ -35,6 +35,8 @@ struct ProcessSetup {
   // at::set_num_threads() with another number than the default. Leaves cores alone to which a launcher has bound the
   // rank. init() with several ranks on a host only.
   bool share_cores = true;
+  // Catches the signals of stop_requested() from init() on, and not only from its first call on.
+  bool stop_signals = false;
 
   // The names of the fields that are on: "cache_memory, permit_tracing"; "nothing" if none is.
   std::string describe() const;
@@ -90,6 +92,22 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
 
 // Whether a launcher's environment is set, so that init() would join a group.
 bool launched();
+
+// Returns the signal that asks this program to stop, 0 if there is none: SIGINT, SIGTERM, or SIGUSR1 (Slurm's --signal)
+// that any rank has received. All ranks get the same answer, so they leave the loop in the same step, and can save a
+// checkpoint before they end. Call it once a step:
+//
+//   if (const int signal = tessera::stop_requested(*comm)) {
+//     tessera::save_checkpoint(...);
+//     return 128 + signal;  // main()'s exit code: 130 or 143
+//   }
+//
+// Collective: an all-reduce of one number, which on a device waits for the work in its current stream. The first call
+// of the process (or ProcessSetup::stop_signals) sets handlers of these signals, except of those that the program
+// handles or ignores. They are removed with the last group. A second signal of the same number ends the process.
+// Source: the signal handling of PyTorch Lightning and of Slurm's requeue scripts.
+int stop_requested(Communicator& comm);
+inline int stop_requested(const std::shared_ptr<Communicator>& comm) { return stop_requested(*comm); }
 
 namespace internal {
 int run_body(const std::function<int()>& body);

@@ -19,6 +19,7 @@
 //   torn     ends during a large message, which it cannot read to the end
 //   one-line throws in run_main(), while the others are in collectives
 //   one-line-all   all throw in run_main(); one-line-exit: all return 3
+//   save     all loop until stop_requested(), save for a second, and return 128 + signal
 // The other ranks continue with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
@@ -160,6 +161,21 @@ int run_to_a_failure(const std::string& mode, int rank) {
   });
 }
 
+int run_until_stopped() {
+  return tessera::run_main([] {
+    const auto comm = tessera::init();
+    for (int step = 0;; ++step) {
+      if (const int signal = tessera::stop_requested(comm)) {
+        std::this_thread::sleep_for(std::chrono::seconds(1));
+        say("saved at step " + std::to_string(step));
+        return 128 + signal;
+      }
+      if (step == 0) say("loops");
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -176,6 +192,7 @@ int main(int argc, char** argv) {
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
   if (arguments.mode.starts_with("one-line")) return run_to_a_failure(arguments.mode, arguments.rank);
+  if (arguments.mode == "save") return run_until_stopped();
   if (arguments.mode == "absent") {
     say("begins");
     const char* rank = std::getenv("RANK");

@@ -229,6 +229,25 @@ TEST(SpawnLocal, CtrlCOnATerminalEndsAllRanks) {
   EXPECT_TRUE(all_gone(output, 2));
 }
 
+// In their own time: a save may take longer than the end of a failed group.
+TEST(SpawnLocal, RanksSaveBeforeTheyStop) {
+  for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) {
+    ChildProcess program({kProgram, "--spawn", "3", "--grace-ms", "20000", "save"});
+    ASSERT_TRUE(program.await("loops", 3)) << program.output();
+    ::kill(program.pid(), signal);
+    EXPECT_EQ(program.wait(seconds(30)), 128 + signal) << program.output();
+    EXPECT_EQ(program.printed("saved at step "), 3) << program.output();
+    const auto step = program.output().substr(program.output().find("saved at step "));
+    EXPECT_EQ(program.printed(step.substr(0, step.find('\n') + 1)), 3) << "in one step\n" << program.output();
+  }
+  ChildProcess late({kProgram, "--spawn", "2", "--grace-ms", "100", "save"});
+  ASSERT_TRUE(late.await("loops", 2)) << late.output();
+  ::kill(late.pid(), SIGTERM);
+  EXPECT_EQ(late.wait(seconds(20)), 128 + SIGTERM) << late.output();
+  EXPECT_EQ(late.printed("saved"), 0) << late.output();
+  EXPECT_EQ(late.printed("did not end; killing it"), 2) << late.output();
+}
+
 TEST(RunMain, OneErrorPerFailure) {
   const std::string error = "rank has thrown this\n";
   const auto runs_to = [&](const std::vector<std::string>& command, const std::string& line) {

@@ -230,6 +230,7 @@ const Field kFields[] = {
     {"raise_descriptor_limit", &ProcessSetup::raise_descriptor_limit, "descriptor limit"},
     {"open_standard_descriptors", &ProcessSetup::open_standard_descriptors, "standard descriptors"},
     {"share_cores", &ProcessSetup::share_cores, "intra-operator threads"},
+    {"stop_signals", &ProcessSetup::stop_signals, "signal actions"},
 };
 
 Names expected_changes(const ProcessSetup& setup) {
@@ -304,8 +305,31 @@ TEST(ProcessSetup, AGroupOfTheProgramsOwnStoreChangesNothing) {
 }
 
 TEST(ProcessSetup, InitMakesItsChangesUntilTheLastGroupEnds) {
-  const auto codes = on_launched_processes([](int) { return check_init({}); });
-  if (codes == std::vector<int>(2, kSkipped)) GTEST_SKIP() << "the kernel has no peer memory for processes";
+  for (const bool stop_signals : {false, true}) {
+    const auto codes = on_launched_processes([&](int) { return check_init({.stop_signals = stop_signals}); });
+    if (codes == std::vector<int>(2, kSkipped)) GTEST_SKIP() << "the kernel has no peer memory for processes";
+    EXPECT_EQ(codes, std::vector<int>(2, 0)) << stop_signals;
+  }
+}
+
+TEST(ProcessSetup, StopRequestedCatchesSignalsUntilTheLastGroupEnds) {
+  const auto codes = on_launched_processes([](int rank) {
+    ::signal(SIGUSR1, [](int) {});  // the program's own
+    const State before = state_of_process();
+    auto comm = init({.timeout = 60s});
+    const State with_group = state_of_process();
+    for (int step = 0; step < 3; ++step)
+      if (stop_requested(comm) != 0) return 1;
+    if (!is_equal("after the first call", changes(with_group, state_of_process()), {"signal actions"})) return 2;
+    if (rank == 1) ::raise(SIGTERM);
+    ::raise(SIGUSR1);
+    if (stop_requested(*comm) != SIGTERM || stop_requested(*comm) != SIGTERM) return 3;
+    auto part = comm->split(0);
+    comm.reset();
+    if (stop_requested(part) != SIGTERM) return 4;
+    part.reset();
+    return is_equal("after it", changes(before, state_of_process()), {}) ? 0 : 5;
+  });
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 

@@ -1,0 +1,98 @@
+#include "core/launch/stop_signals.h"
+
+#include <ATen/ops/full.h>
+#include <signal.h>
+
+#include <atomic>
+#include <mutex>
+
+#include <tessera/host_results.h>
+#include <tessera/launch.h>
+#include "core/comm/group_process.h"
+#include "core/runtime/guarded_by.h"
+
+namespace tessera {
+using namespace internal;
+namespace {
+
+std::atomic<int> received = 0;  // the first signal
+
+extern "C" void note_stop_signal(int signal) {
+  int none = 0;
+  received.compare_exchange_strong(none, signal);
+}
+
+struct StopSignal {
+  int signal;
+  bool is_caught = false;
+  struct sigaction before {};
+};
+
+std::mutex catching;
+int holders TESSERA_GUARDED_BY(catching) = 0;
+StopSignal stop_signals[] TESSERA_GUARDED_BY(catching) = {{SIGINT}, {SIGTERM}, {SIGUSR1}};
+bool is_held_for_groups TESSERA_GUARDED_BY(catching) = false;
+
+// Leaves a signal alone that the program handles or ignores.
+void catch_signal(StopSignal& stop) {
+  ::sigaction(stop.signal, nullptr, &stop.before);
+  struct sigaction action {};
+  action.sa_handler = &note_stop_signal;
+  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);  // a second one has the default action
+  stop.is_caught = stop.before.sa_handler == SIG_DFL && ::sigaction(stop.signal, &action, nullptr) == 0;
+}
+
+// Leaves a handler alone that the program has set since.
+void release_signal(const StopSignal& stop) {
+  struct sigaction now {};
+  ::sigaction(stop.signal, nullptr, &now);
+  if (stop.is_caught && (now.sa_handler == &note_stop_signal || now.sa_handler == SIG_DFL))
+    ::sigaction(stop.signal, &stop.before, nullptr);
+}
+
+void release_for_groups() {
+  {
+    std::lock_guard lock(catching);
+    is_held_for_groups = false;
+  }
+  release_stop_signals();
+}
+
+// Until the last group of this process ends.
+void catch_for_groups() {
+  {
+    std::lock_guard lock(catching);
+    if (is_held_for_groups) return;
+    is_held_for_groups = true;
+  }
+  catch_stop_signals();
+  call_after_last_group(&release_for_groups);
+}
+
+}  // namespace
+
+namespace internal {
+
+void catch_stop_signals() {
+  std::lock_guard lock(catching);
+  if (holders++ > 0) return;
+  received = 0;
+  for (StopSignal& stop : stop_signals) catch_signal(stop);
+}
+
+void release_stop_signals() {
+  std::lock_guard lock(catching);
+  if (--holders > 0) return;
+  for (const StopSignal& stop : stop_signals) release_signal(stop);
+}
+
+}  // namespace internal
+
+int stop_requested(Communicator& comm) {
+  catch_for_groups();
+  const int own = received;
+  if (comm.size() == 1) return own;
+  return reduce_to_host(comm, at::full({1}, own, at::kInt), ReduceOp::kMax, "stop_requested").item<int>();
+}
+
+}  // namespace tessera
