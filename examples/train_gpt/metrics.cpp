@@ -4,28 +4,45 @@
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace train_gpt {
 
+namespace {
+
+// Returns the step, loss and validation loss of a line; nullopt if it is not a line of MetricsLog.
+std::optional<StepReport> parse_report(const std::string& line) {
+  const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  const auto has_number = [&](const char* name) { return values.contains(name) && values[name].is_number(); };
+  if (!values.is_object() || !has_number("step") || !has_number("loss")) return std::nullopt;
+  StepReport report{.step = values["step"], .loss = values["loss"]};
+  if (has_number("val_loss")) report.val_loss = values["val_loss"].get<double>();
+  return report;
+}
+
+}  // namespace
+
 MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
-  std::string lines;
-  if (kept_steps > 0) {
-    std::ifstream before(path);
-    for (std::string line; std::getline(before, line);) {
-      const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-      // The rest is incomplete, or of later steps.
-      if (!values.is_object() || values.value("step", kept_steps + 1) > kept_steps) break;
-      StepReport report{.step = values["step"], .loss = values["loss"]};
-      if (values.contains("val_loss")) report.val_loss = values["val_loss"].get<double>();
-      kept_.push_back(report);
-      lines += line + "\n";
-    }
+  std::uintmax_t kept_bytes = 0;
+  bool is_complete = true;  // the last kept line ends with a new line
+  std::ifstream before(path);
+  for (std::string line; std::getline(before, line);) {
+    const auto report = parse_report(line);
+    if (!report || report->step > kept_steps) break;  // the rest is incomplete, or of later steps
+    kept_.push_back(*report);
+    is_complete = !before.eof();
+    kept_bytes += line.size() + (is_complete ? 1 : 0);
   }
-  file_.open(path, std::ios::trunc);
-  file_ << lines << std::flush;
+  // Cuts the rest off, and never writes the kept lines again: a kill at any moment loses none of them.
+  if (std::error_code none; std::filesystem::file_size(path, none) > kept_bytes && !none)
+    std::filesystem::resize_file(path, kept_bytes);
+  file_.open(path, std::ios::app);
+  if (!is_complete) file_ << '\n';
+  file_ << std::flush;
   if (!file_) throw std::runtime_error("--out: " + path_.string() + " cannot be written");
 }
 

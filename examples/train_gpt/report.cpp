@@ -327,7 +327,10 @@ MemoryUse largest(const std::vector<MemoryUse>& ranks) {
   return most;
 }
 
-std::string with_perplexity(double loss) { return fixed(loss, 4) + "   (perplexity " + fixed(std::exp(loss), 2) + ")"; }
+std::string with_perplexity(double loss) {
+  if (std::isnan(loss)) return "unknown";
+  return fixed(loss, 4) + "   (perplexity " + fixed(std::exp(loss), 2) + ")";
+}
 
 }  // namespace
 
@@ -377,9 +380,10 @@ void print_result(std::ostream& out, const RunResult& result) {
   line(out, "trained", "in " + duration(result.train_s));
   line(out, "losses", "training   " + with_perplexity(result.train_loss));
   line(out, "", "validation " + with_perplexity(result.val_loss));
-  line(out, "",
-       "unigram    " + with_perplexity(result.unigram_loss) + "   validation is " +
-           fixed(result.val_loss / result.unigram_loss, 2) + " of it");
+  const std::string ratio = std::isnan(result.val_loss)
+                                ? ""
+                                : "   validation is " + fixed(result.val_loss / result.unigram_loss, 2) + " of it";
+  line(out, "", "unigram    " + with_perplexity(result.unigram_loss) + ratio);
   out << std::endl;
 }
 

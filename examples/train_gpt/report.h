@@ -77,8 +77,8 @@ void print_sample(std::ostream& out, const std::string& text);
 //   {"step":1,"loss":4.1,"tokens_per_s":9000.0,"lr":1e-4,"grad_norm":2.0,"val_loss":4.0}
 class MetricsLog {
  public:
-  // Keeps the lines of the first `kept_steps` steps of the file and deletes the others. Throws std::runtime_error if
-  // the file cannot be written.
+  // Keeps the lines of the first `kept_steps` steps of the file and cuts off the others; 0 keeps none. Throws
+  // std::runtime_error if the file cannot be written.
   explicit MetricsLog(const std::filesystem::path& path, int64_t kept_steps = 0);
 
   // The kept steps.

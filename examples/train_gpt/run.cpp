@@ -76,7 +76,7 @@ class Recorder {
   ~Recorder() { progress_->finish(); }
 
   RunResult finish(double train_s) {
-    write_loss_plot(plot_path_, curves_);
+    if (!curves_.train.empty()) write_loss_plot(plot_path_, curves_);
     const auto last = std::min<size_t>(curves_.train.size(), std::max<size_t>(1, curves_.train.size() / 20));
     double sum = 0.0;
     for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end(); ++point) {

@@ -3,10 +3,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <sstream>
+#include <string>
 #include <thread>
 
 #include "report.h"
+#include "tests/support/temporary_folder.h"
 
 namespace train_gpt {
 namespace {
@@ -95,6 +100,35 @@ TEST(LossPlot, DrawsEveryCurveWithFiniteCoordinates) {
 TEST(LossPlot, OneStepWithoutValidation) {
   const auto svg = draw_losses({.train = {{1, 3.0}}, .validation = {}, .unigram_loss = 3.0});
   EXPECT_EQ(svg.find("nan"), std::string::npos);
+}
+
+// A kill at any moment must leave the kept lines, so they are never written again.
+TEST(MetricsLog, AResumeCutsTheFileAndAppends) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const std::string kept = "{\"step\":1,\"loss\":4.0,\"note\":\"kept\"}\n{\"step\":2,\"loss\":3.0,\"val_loss\":3.5}\n";
+  const auto text_of = [](const std::filesystem::path& path) {
+    std::ifstream file(path);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  for (const char* rest : {"", "{\"step\":3,\"loss\":2.0}\n", "{\"step\":2,", "{\"step\":2}\n", "[1]\n"}) {
+    const auto path = folder.write("metrics.jsonl", kept + rest);
+    std::filesystem::create_hard_link(path, folder / "the same file");
+    {
+      MetricsLog log(path, 2);
+      EXPECT_EQ(text_of(path), kept) << rest;
+      ASSERT_EQ(log.kept().size(), 2u) << rest;
+      EXPECT_EQ(log.kept()[1].val_loss, 3.5);
+      log.write({.step = 3, .loss = 2.5});
+    }
+    EXPECT_TRUE(text_of(path).starts_with(kept + "{\"step\":3,\"loss\":2.5,")) << text_of(path);
+    EXPECT_EQ(text_of(folder / "the same file"), text_of(path));
+    std::filesystem::remove(folder / "the same file");
+  }
+  const auto torn = folder.write("torn.jsonl", kept.substr(0, kept.size() - 1));  // without the last new line
+  EXPECT_EQ(MetricsLog(torn, 9).kept().size(), 2u);
+  EXPECT_EQ(text_of(torn), kept);
+  EXPECT_TRUE(MetricsLog(torn, 0).kept().empty());
+  EXPECT_EQ(text_of(torn), "");
 }
 
 }  // namespace

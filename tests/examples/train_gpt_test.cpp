@@ -422,6 +422,20 @@ TEST(TrainGpt, OfTwoJobsThatBeginAtOnceOneIsRefused) {
   EXPECT_TRUE(other.await("step", 1)) << other.output();
 }
 
+TEST(TrainGpt, AFinishedRunWithoutItsMetricsIsResumed) {
+  const TemporaryFolder folder;
+  const std::string common =
+      kShortRun + "--wrapper local --batch 2 --steps 4 --save-every 4 --resume auto --out " + folder.path().string();
+  ASSERT_EQ(run(common).exit_code, 0);
+  std::filesystem::remove(folder / "metrics.jsonl");
+  const auto plot = std::filesystem::last_write_time(folder / "losses.svg");
+  const auto result = run(common);
+  EXPECT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_NE(result.output.find("training   unknown"), std::string::npos) << result.output;
+  EXPECT_EQ(result.output.find("nan"), std::string::npos) << result.output;
+  EXPECT_EQ(std::filesystem::last_write_time(folder / "losses.svg"), plot);
+}
+
 // The checkpoint cannot be written: the run reports it once, within seconds, and resumes from the previous checkpoint.
 TEST(TrainGpt, ADiskThatIsFullEndsARunThatGoesOnLater) {
   const TemporaryFolder folder;
