@@ -1,5 +1,5 @@
-// Sharded checkpoints: saves every 10 steps, and a second run continues from the newest checkpoint, on any number of
-// ranks.
+// Sharded checkpoints: saves every 10 steps and before it stops (Ctrl-C, SIGTERM), and a second run continues from the
+// newest checkpoint, on any number of ranks.
 //
 //   checkpoint FOLDER STEPS [--ranks N]      N processes on this host, 2 by default
 //   checkpoint out 20                        saves after steps 10 and 20
@@ -38,7 +38,8 @@ void print_loss(int64_t step, const at::Tensor& loss, tessera::Communicator& com
   if (comm.rank() == 0) std::cout << "step " << step << ": loss " << mean.item<float>() << std::endl;
 }
 
-void train(const std::string& folder, int64_t steps, const std::shared_ptr<tessera::Communicator>& comm) {
+// Returns the exit code.
+int train(const std::string& folder, int64_t steps, const std::shared_ptr<tessera::Communicator>& comm) {
   auto model = make_model();
   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<BlockImpl>()});
   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
@@ -55,10 +56,13 @@ void train(const std::string& folder, int64_t steps, const std::shared_ptr<tesse
     loss.backward();
     optimizer.step();
     if (step % 5 == 0) print_loss(step, loss, *comm);
-    if (++step % 10 == 0)  // each rank writes its shards; a checkpoint is complete or absent
+    const int signal = tessera::stop_requested(*comm);  // the same on all ranks
+    if (++step % 10 == 0 || signal != 0)  // each rank writes its shards; a checkpoint is complete or absent
       tessera::save_checkpoint(folder + "/step-" + std::to_string(step), fsdp, optimizer, {{"step", step}});
+    if (signal != 0) return 128 + signal;
   }
   tessera::save_full(folder + "/model.safetensors", fsdp);  // one file for other programs
+  return 0;
 }
 
 }  // namespace
@@ -69,5 +73,5 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (!tessera::launched()) return tessera::spawn_local(argc == 5 ? std::stoi(argv[4]) : 2, argc, argv);
-  train(argv[1], std::stoll(argv[2]), tessera::init());
+  return tessera::run_main([&] { return train(argv[1], std::stoll(argv[2]), tessera::init()); });
 }

@@ -70,5 +70,5 @@ void train(const std::shared_ptr<tessera::Communicator>& comm) {
 int main(int argc, char** argv) {
   const int ranks = argc == 3 && std::string(argv[1]) == "--ranks" ? std::stoi(argv[2]) : 2;
   if (!tessera::launched()) return tessera::spawn_local(ranks, argc, argv);  // processes on this host
-  train(tessera::init());
+  return tessera::run_main([] { train(tessera::init()); });  // an error is one line, and the exit code is 1
 }

@@ -254,11 +254,13 @@ int main(int argc, char** argv) {
       throw std::invalid_argument("--prompt is text, and only with --characters it is known what its ids are");
     if (options.log_every < 1)
       throw std::invalid_argument("--log-every is " + std::to_string(options.log_every) + ", expected 1 or more");
-    if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
-    train(options, tessera::init());
-    return 0;
   } catch (const std::exception& error) {
     std::cerr << "finetune: " << error.what() << "\n";
     return 1;
   }
+  return tessera::run_main([&] {
+    if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
+    train(options, tessera::init());
+    return 0;
+  });
 }

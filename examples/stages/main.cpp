@@ -92,15 +92,16 @@ Options parse(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  Options options;
   try {
-    const Options options = parse(argc, argv);
-    if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
-    train(options, tessera::init());
+    options = parse(argc, argv);
   } catch (const po::error& error) {
     std::cerr << "stages: " << error.what() << "\n";
     return 2;
-  } catch (const std::exception& error) {
-    std::cerr << "stages: " << error.what() << "\n";
-    return 1;
   }
+  return tessera::run_main([&] {
+    if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
+    train(options, tessera::init());
+    return 0;
+  });
 }

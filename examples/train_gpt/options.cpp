@@ -172,7 +172,7 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "offload-directory", po::value(&raw.offload_directory)->value_name("DIR"),
       "disk: a folder on a local disk; default: OUT")(
       "threads", number(&options.threads),
-      "threads of each rank; 0: the machine's cores divided by its ranks")(
+      "threads of each rank; 0: OMP_NUM_THREADS, or the machine's cores divided by its ranks")(
       "device", po::value(&raw.device)->default_value(raw.device)->value_name("KIND"),
       "auto: a GPU for each rank if there is one, else cpu; cpu; cuda");
   return ranks;

@@ -46,8 +46,8 @@ const char* name_of(Precision precision);
 struct TrainOptions {
   std::filesystem::path data;  // examples/data
   std::filesystem::path out = "out/train_gpt";
-  std::optional<int> ranks;  // default: the launcher's, or one
-  bool plan = false;         // print the memory that each rank would take; do not train
+  std::optional<int> ranks;    // default: the launcher's, or one
+  bool plan = false;           // print the memory that each rank would take; do not train
 
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;
@@ -55,7 +55,7 @@ struct TrainOptions {
   bool int8_wire = false;  // kFsdp and kSdp
   Offload offload = Offload::kNone;
   std::filesystem::path offload_directory;  // kDisk
-  int threads = 0;                          // 0: the cores divided by the ranks of this machine
+  int threads = 0;                          // 0: those of tessera::init()
   DeviceKind device = DeviceKind::kAuto;
   std::optional<Precision> precision;  // default: kBFloat16 on a GPU, kFloat on the CPU
 

@@ -30,19 +30,6 @@ constexpr const char* kMetricsFile = "metrics.jsonl";
 constexpr const char* kFormerMetricsFile = "metrics.before.jsonl";
 constexpr const char* kPlotFile = "losses.svg";
 
-// The number of ranks on this machine, from the launcher's environment.
-int ranks_of_this_machine(int world) {
-  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"}) {
-    if (const char* value = std::getenv(name)) return std::clamp(std::atoi(value), 1, world);
-  }
-  return world;
-}
-
-int threads_per_rank(const TrainOptions& options, int world) {
-  if (options.threads > 0) return options.threads;
-  return std::max(1, tessera::internal::available_cores() / ranks_of_this_machine(world));
-}
-
 void check_world(const TrainOptions& options, int world) {
   if (options.ranks && *options.ranks != world) {
     throw OptionsError("--ranks is " + std::to_string(*options.ranks) + ", but the launcher started " +
@@ -103,8 +90,13 @@ class Recorder {
   LossCurves curves_;
 };
 
-// Returns rank 0's result; an empty one on the other ranks.
-RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
+struct Training {
+  RunResult result;  // of rank 0; empty on the other ranks
+  int signal = 0;    // that has stopped the run after a save; 0: all steps are done
+};
+
+Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, tessera::Communicator& comm) {
+  const bool shows = comm.rank() == 0;
   const auto resumed = checkpoints.resume();
   const int64_t first_step = resumed.step;
   trainer.set_warmup(resumed.warmup);
@@ -112,15 +104,30 @@ RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& 
   const auto start = Clock::now();
   std::optional<Recorder> recorder;
   if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
-  trainer.run(
-      first_step, [&] { checkpoints.before_update(); },
-      [&](const StepReport& report) {
-        if (shows) recorder->record(report);
-        checkpoints.after_step(report.step);
-      });
-  checkpoints.finish();
-  if (!shows) return {};
-  return recorder->finish(std::chrono::duration<double>(Clock::now() - start).count());
+  int signal = 0;
+  int64_t last_step = first_step;
+  try {
+    trainer.run(
+        first_step, [&] { checkpoints.before_update(); },
+        [&](const StepReport& report) {
+          if (shows) recorder->record(report);
+          last_step = report.step;
+          signal = last_step == options.steps ? 0 : tessera::stop_requested(comm);
+          checkpoints.after_step(last_step, signal != 0);
+          return signal == 0;
+        });
+    checkpoints.finish();
+  } catch (...) {
+    recorder.reset();  // an error must not be printed into the progress
+    throw;
+  }
+  if (!shows) return {.result = {}, .signal = signal};
+  const auto result = recorder->finish(std::chrono::duration<double>(Clock::now() - start).count());
+  recorder.reset();
+  if (signal != 0)
+    std::cout << "stopped by signal " << signal << " (" << ::strsignal(signal) << ") after step " << last_step
+              << ", which is saved; --resume auto goes on\n";
+  return {.result = result, .signal = signal};
 }
 
 }  // namespace
@@ -163,14 +170,13 @@ tessera::FolderLock prepare_output(const TrainOptions& options) try {
   throw std::runtime_error(std::string("--out: ") + error.what());
 }
 
-void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
+int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   const auto& options = job.options;
   const bool shows = comm->rank() == 0;
   check_world(options, comm->size());
   std::optional<tessera::FolderLock> lock;
   if (shows) lock.emplace(prepare_output(options));
-  const int threads = threads_per_rank(options, comm->size());
-  at::set_num_threads(threads);
+  if (options.threads > 0) at::set_num_threads(options.threads);
 
   std::optional<tessera::PeakMemory> tensors;  // must exist before the first tensor
   if (!options.tensorboard.empty()) tensors.emplace(comm->device());
@@ -198,13 +204,14 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .device = comm->device().str(),
                   .precision = options.precision_on(comm->device()),
                   .ranks = comm->size(),
-                  .threads = threads,
+                  .threads = at::get_num_threads(),
                   .parameters_numel = parameters_numel,
                   .adapters_numel = adapters_numel,
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
-  const auto result = train(trainer, checkpoints, options, shows);
+  const auto [result, signal] = train(trainer, checkpoints, options, *comm);
+  if (signal != 0) return 128 + signal;
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
     std::cout << "\n";
@@ -218,7 +225,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
     else
       export_gpt2(options.export_gpt2, wrapped->own_shards(), options.model);
   }
-  if (options.sample == 0) return;
+  if (options.sample == 0) return 0;
   const auto tokens = generate(*wrapped, job.prompt,
                                {.length = options.sample,
                                 .context = options.model.context,
@@ -227,6 +234,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                                 .seed = static_cast<uint64_t>(options.seed)},
                                comm->device());
   if (shows) print_sample(std::cout, job.corpus.vocabulary.decode(tokens));
+  return 0;
 }
 
 namespace {
@@ -237,7 +245,12 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
   return tessera::spawn_local(*options.ranks, argc, argv);
 }
 
-// If all ranks fail with the same error, one rank prints it.
+int report_mistake(const OptionsError& error) {
+  std::cerr << "train_gpt: " << error.what() << "\n(train_gpt --help lists the options)\n";
+  return 2;
+}
+
+// If all ranks find the same mistake, one rank prints it.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
     return tessera::internal::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;
@@ -250,16 +263,16 @@ int run_launched(const TrainOptions& options) {
   tessera::InitOptions init;
   if (options.device == DeviceKind::kCuda || (options.device == DeviceKind::kAuto && torch::cuda::is_available()))
     init.device = at::kCUDA;
-  const auto comm = tessera::init(init);
-  try {
-    run_rank(prepare(options), comm);
-  } catch (const std::exception& error) {
-    const bool tells = is_first_to_fail(*comm);
-    comm->abort(error.what());  // ends the other ranks before the timeout
-    if (tells) throw;
-    return dynamic_cast<const OptionsError*>(&error) != nullptr ? 2 : 1;
-  }
-  return 0;
+  return tessera::run_main([&] {
+    const auto comm = tessera::init(init);
+    try {
+      return run_rank(prepare(options), comm);
+    } catch (const OptionsError& error) {
+      const bool tells = is_first_to_fail(*comm);
+      comm->abort(error.what());  // ends the other ranks before the timeout
+      return tells ? report_mistake(error) : 2;
+    }
+  });
 }
 
 // --plan runs train_gpt_plan, in the same folder. This keeps the planning libraries out of the build of train_gpt.
@@ -273,8 +286,9 @@ int start_planner(char** argv) {
 }  // namespace
 
 int program(int argc, char** argv, Planner plans) {
+  std::optional<TrainOptions> options;
   try {
-    const auto options = parse_options(argc, argv, std::cout);
+    options = parse_options(argc, argv, std::cout);
     if (!options) return 0;
     if (plans != nullptr) {
       plans(*options);
@@ -282,10 +296,8 @@ int program(int argc, char** argv, Planner plans) {
     }
     if (options->plan) return start_planner(argv);
     if (options->ranks.value_or(1) > 1 && !tessera::launched()) return start_ranks(*options, argc, argv);
-    return run_launched(*options);
   } catch (const OptionsError& error) {
-    std::cerr << "train_gpt: " << error.what() << "\n(train_gpt --help lists the options)\n";
-    return 2;
+    return report_mistake(error);
   } catch (const c10::Error& error) {
     std::cerr << "train_gpt: " << error.what_without_backtrace() << "\n";
     return 1;
@@ -293,6 +305,7 @@ int program(int argc, char** argv, Planner plans) {
     std::cerr << "train_gpt: " << error.what() << "\n";
     return 1;
   }
+  return run_launched(*options);
 }
 
 }  // namespace train_gpt

@@ -25,7 +25,7 @@ Job prepare(TrainOptions options);
 [[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options);
 
 // Trains on this rank of the group; rank 0 prints. Collective.
-void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm);
+int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm);
 
 using Planner = void (*)(const TrainOptions& options);
 

@@ -41,7 +41,7 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
       report_interval_(options.report_interval()) {}
 
 void Trainer::run(int64_t first_step, const std::function<void()>& before_update,
-                  const std::function<void(const StepReport&)>& on_step) {
+                  const std::function<bool(const StepReport&)>& on_step) {
   if (report_interval_ > 0) waits_.emplace(comm_);
   for (int64_t step = first_step; step < steps_; ++step) {
     auto report = train_step(step, before_update);
@@ -54,7 +54,7 @@ void Trainer::run(int64_t first_step, const std::function<void()>& before_update
       report.waits = waits_->report();
       report.memory_by_rank = memory_of_all_ranks(memory(), comm_);
     }
-    on_step(report);
+    if (!on_step(report)) return;
   }
 }
 
@@ -248,8 +248,9 @@ void Checkpoints::before_update() {
   if (pending_) pending_->copied();
 }
 
-void Checkpoints::after_step(int64_t step) {
-  if (options_.save_every == 0 || (step % options_.save_every != 0 && step != options_.steps)) return;
+void Checkpoints::after_step(int64_t step, bool stops) {
+  const bool is_due = options_.save_every > 0 && (step % options_.save_every == 0 || step == options_.steps);
+  if (!is_due && !stops) return;
   nlohmann::json extra = description();
   extra["step"] = step;
   if (const auto* scaler = model_.scaler())

@@ -66,9 +66,10 @@ class Trainer {
   void set_warmup(int64_t steps) { schedule_.warmup = steps; }
 
   // Trains all steps but the first `first_step`. Calls `before_update` before each step changes the parameters and
-  // `on_step` after it. Throws std::runtime_error if the loss is not finite.
+  // `on_step` after it, and returns early when `on_step` returns false. Throws std::runtime_error if the loss is not
+  // finite.
   void run(int64_t first_step, const std::function<void()>& before_update,
-           const std::function<void(const StepReport&)>& on_step);
+           const std::function<bool(const StepReport&)>& on_step);
 
   // One step; the first is 0.
   StepReport train_step(int64_t step, const std::function<void()>& before_update);
@@ -130,8 +131,9 @@ class Checkpoints {
   // Waits until the save in flight has copied the parameters. Must be called before they change.
   void before_update();
 
-  // Saves in the background every --save-every steps. Throws the error of the save before.
-  void after_step(int64_t step);
+  // Saves in the background every --save-every steps, and before the run stops early. Throws the error of the save
+  // before.
+  void after_step(int64_t step, bool stops);
 
   // Returns when the last save is complete.
   void finish();

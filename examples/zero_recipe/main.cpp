@@ -174,8 +174,14 @@ int run_each_by_itself(const Options& options, const char* program) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  Options options;
   try {
-    const Options options = parse(argc, argv);
+    options = parse(argc, argv);
+  } catch (const po::error& error) {
+    std::cerr << "zero_recipe: " << error.what() << "\n";
+    return 2;
+  }
+  return tessera::run_main([&] {
     if (!tessera::launched()) return run_each_by_itself(options, argv[0]);
     const auto comm = tessera::init();
     for (const auto& wrapper : options.wrappers) {
@@ -183,11 +189,6 @@ int main(int argc, char** argv) {
       const auto ranks = gather(run(static_cast<int>(stage), options.width, comm), *comm);
       if (comm->rank() == 0) options.json ? print_json(wrapper, ranks) : print_table(wrapper, ranks);
     }
-  } catch (const po::error& error) {
-    std::cerr << "zero_recipe: " << error.what() << "\n";
-    return 2;
-  } catch (const std::exception& error) {
-    std::cerr << "zero_recipe: " << error.what() << "\n";
-    return 1;
-  }
+    return 0;
+  });
 }

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <signal.h>
+
 #include <filesystem>
 #include <map>
 #include <regex>
@@ -104,6 +106,20 @@ TEST(GuideExamples, ACheckpointOfTwoRanksLoadsOnThree) {
   EXPECT_EQ(resumed.size(), 4u) << "steps 20 to 35";
   for (const auto& [step, loss] : resumed) EXPECT_NEAR(loss, expected.at(step), 1e-4 * loss) << "step " << step;
   EXPECT_TRUE(std::filesystem::exists(interrupted + "/model.safetensors"));
+}
+
+TEST(GuideExamples, CtrlCSavesACheckpoint) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const auto out = (folder / "out").string();
+  ChildProcess endless({built(EXAMPLES_FOLDER) + "/checkpoint", out, "100000000"});
+  ASSERT_TRUE(endless.await("step 5: loss", 1)) << endless.output();
+  ::kill(endless.pid(), SIGINT);
+  EXPECT_EQ(endless.wait(std::chrono::seconds(60)), 128 + SIGINT) << endless.output();
+  const auto last = losses_by_step(endless.output()).rbegin()->first;
+  const auto resumed = run_example("checkpoint", {out, std::to_string(last + 20)});
+  const auto loaded = resumed.find("loaded step-");
+  ASSERT_NE(loaded, std::string::npos) << resumed;
+  EXPECT_GT(std::stoi(resumed.substr(loaded + 12)), last);
 }
 
 }  // namespace

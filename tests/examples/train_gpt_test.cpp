@@ -422,6 +422,32 @@ TEST(TrainGpt, OfTwoJobsThatBeginAtOnceOneIsRefused) {
   EXPECT_TRUE(other.await("step", 1)) << other.output();
 }
 
+// All ranks save, whichever rank gets the signal, and the run goes on from that step.
+TEST(TrainGpt, ASignalSavesAndStops) {
+  const TemporaryFolder folder;
+  const std::string program =
+      tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + kShortRun + "--ranks 2 --batch 2 --warmup 1 ";
+  for (const int signal : {SIGINT, SIGTERM}) {
+    const auto out = folder / std::to_string(signal);
+    std::istringstream line(program + "--steps 1000000 --out " + out.string());
+    tessera::testing::ChildProcess stopped({std::istream_iterator<std::string>(line), {}});
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (metrics_in(out).size() < 3 && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    ::kill(stopped.pid(), signal);
+    EXPECT_EQ(stopped.wait(), 128 + signal) << stopped.output();
+    EXPECT_EQ(stopped.printed("stopped by signal " + std::to_string(signal)), 1) << stopped.output();
+    const auto saved = tessera::latest_checkpoint(out / "checkpoints");
+    ASSERT_TRUE(saved) << stopped.output();
+    const auto steps = metrics_in(out).size();
+    EXPECT_EQ(std::stoull(saved->filename().string().substr(5)), steps);
+    const auto later = run(kShortRun + "--ranks 2 --batch 2 --warmup 1 --resume auto --steps " +
+                           std::to_string(steps + 2) + " --out " + out.string());
+    EXPECT_EQ(later.exit_code, 0) << later.output;
+    EXPECT_EQ(metrics_in(out).size(), steps + 2);
+  }
+}
+
 TEST(TrainGpt, AFinishedRunWithoutItsMetricsIsResumed) {
   const TemporaryFolder folder;
   const std::string common =
