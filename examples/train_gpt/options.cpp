@@ -159,6 +159,7 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
   ranks.add_options()(
       "ranks", po::value(&raw.ranks)->value_name("N"),
       "start N processes on this machine; under a launcher, the expected number of ranks")(
+      "oversubscribe", po::bool_switch(&options.oversubscribe), "allow --ranks above 4 ranks a core")(
       "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
       "local: one process; ddp: nothing sharded; oss: optimizer state sharded; sdp: gradients too; fsdp: "
       "parameters too")(

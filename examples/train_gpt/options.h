@@ -47,6 +47,7 @@ struct TrainOptions {
   std::filesystem::path data;  // examples/data
   std::filesystem::path out = "out/train_gpt";
   std::optional<int> ranks;    // default: the launcher's, or one
+  bool oversubscribe = false;  // allows more than 4 ranks a core
   bool plan = false;           // print the memory that each rank would take; do not train
 
   Wrapper wrapper = Wrapper::kFsdp;

@@ -29,6 +29,7 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kMetricsFile = "metrics.jsonl";
 constexpr const char* kFormerMetricsFile = "metrics.before.jsonl";
 constexpr const char* kPlotFile = "losses.svg";
+constexpr int kMostRanksOfACore = 4;
 
 void check_world(const TrainOptions& options, int world) {
   if (options.ranks && *options.ranks != world) {
@@ -240,6 +241,11 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
 namespace {
 
 int start_ranks(const TrainOptions& options, int argc, char** argv) {
+  const int cores = tessera::internal::available_cores();
+  if (*options.ranks > kMostRanksOfACore * cores && !options.oversubscribe)
+    throw OptionsError("--ranks " + std::to_string(*options.ranks) + " would start more than " +
+                       std::to_string(kMostRanksOfACore) + " processes a core on " + std::to_string(cores) +
+                       " cores; --oversubscribe allows it");
   prepare(options);  // reports a mistake once, not on every rank
   static_cast<void>(prepare_output(options));
   return tessera::spawn_local(*options.ranks, argc, argv);

@@ -623,6 +623,7 @@ TEST(TrainGpt, MistakesEndWithAMessageBeforeTraining) {
   check("--ranks 2 --data /nonexistent", 1, "does not exist");
   check("--ranks 2 --prompt '#'", 2, "does not occur in the data");
   check("--ranks 2 --out " + short_text + "/x", 1, "--out");
+  check("--ranks 100000", 2, "--oversubscribe allows it");
   check("--help", 0, "--accumulate");
 }
 
