@@ -7,6 +7,7 @@
 
 #include <tessera/errors.h>
 #include "checkpoint/format/box.h"
+#include "checkpoint/format/lfs_pointer.h"
 
 namespace tessera::internal {
 namespace {
@@ -141,6 +142,10 @@ std::string read_header_bytes(const InputFile& file) {
   const int64_t file_bytes = file.bytes();
   if (file_bytes < kLengthBytes)
     throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, too few for a header");
+  std::string beginning(static_cast<size_t>(std::min<int64_t>(file_bytes, 64)), '\0');
+  file.read(beginning.data(), std::ssize(beginning), 0);
+  if (const std::string problem = lfs_problem(beginning); !problem.empty())
+    throw CheckpointError(where + ": " + problem);
   uint64_t text_bytes = 0;
   file.read(&text_bytes, kLengthBytes, 0);
   text_bytes = le64toh(text_bytes);

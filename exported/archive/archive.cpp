@@ -12,6 +12,8 @@
 #include <vector>
 
 #include <tessera/errors.h>
+#include "checkpoint/format/lfs_pointer.h"
+#include "exported/archive/crc32.h"
 
 namespace tessera::internal {
 
@@ -105,6 +107,7 @@ Directory find_directory(const ZipReader& zip) {
 struct CentralEntry {
   std::string name;
   uint64_t bytes = 0, compressed_bytes = 0, header = 0;
+  uint32_t crc32 = 0;
 };
 
 // The extra field has the numbers that exceed 32 bits, in this order.
@@ -131,7 +134,7 @@ CentralEntry read_entry(const ZipReader& zip, uint64_t& at) {
   const size_t name_bytes = zip.number<uint16_t>(at + 28), extra_bytes = zip.number<uint16_t>(at + 30),
                comment_bytes = zip.number<uint16_t>(at + 32);
   CentralEntry entry{std::string(zip.part(at + kCentralHeaderBytes, name_bytes)), zip.number<uint32_t>(at + 24),
-                     zip.number<uint32_t>(at + 20), zip.number<uint32_t>(at + 42)};
+                     zip.number<uint32_t>(at + 20), zip.number<uint32_t>(at + 42), zip.number<uint32_t>(at + 16)};
   const auto flags = zip.number<uint16_t>(at + 8), method = zip.number<uint16_t>(at + 10);
   read_zip64(zip, zip.part(at + kCentralHeaderBytes + name_bytes, extra_bytes), entry);
   if ((flags & 1) != 0) zip.refuse("'" + entry.name + "' is encrypted");
@@ -147,7 +150,7 @@ ArchiveMember find_member(const ZipReader& zip, const CentralEntry& entry) {
   const uint64_t begin = entry.header + kLocalHeaderBytes + zip.number<uint16_t>(entry.header + 26) +
                          zip.number<uint16_t>(entry.header + 28);
   zip.part(begin, entry.bytes);
-  return {static_cast<int64_t>(begin), static_cast<int64_t>(entry.bytes)};
+  return {static_cast<int64_t>(begin), static_cast<int64_t>(entry.bytes), entry.crc32};
 }
 
 }  // namespace
@@ -172,21 +175,41 @@ std::map<std::string, ArchiveMember> read_zip(std::string_view archive, const st
 
 // ---- the archive --------------------------------------------------------------------------------
 
-Archive::Archive(const std::filesystem::path& path) : where_(path.string()), file_(MappedFile::open(path)) {
-  const auto members = read_zip({file_->data(), static_cast<size_t>(file_->bytes())}, where_);
+void MemberChecks::check(const ArchiveMember& member, const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  if (member.crc32 == 0 || checked_.contains(member.begin)) return;
+  const uint32_t found = crc32({file_->data() + member.begin, static_cast<size_t>(member.bytes)});
+  if (found != member.crc32)
+    throw ExportedError("'" + name + "' is damaged: its CRC-32 is " + std::to_string(found) + ", the archive has " +
+                        std::to_string(member.crc32));
+  checked_.insert(member.begin);
+}
+
+Archive::Archive(const std::filesystem::path& path)
+    : where_(path.string()), file_(MappedFile::open(path)), checks_(std::make_shared<MemberChecks>(file_)) {
+  const std::string_view bytes(file_->data(), static_cast<size_t>(file_->bytes()));
+  if (const std::string problem = lfs_problem(bytes.substr(0, 64)); !problem.empty())
+    throw ExportedError(where_ + ": " + problem);
+  const auto members = read_zip(bytes, where_);
   // All members are in one folder, named like the file at the time of the export.
   const std::string_view first = members.empty() ? std::string_view() : std::string_view(members.begin()->first);
   const std::string folder(first.substr(0, first.find('/') + 1));
   for (const auto& [name, member] : members)
     if (name.starts_with(folder)) members_.emplace(name.substr(folder.size()), member);
-  if (!has("archive_format") || member("archive_format") != "pt2")
+  if (!has("archive_format") || text("archive_format") != "pt2")
     throw ExportedError(where_ + ": is not an archive of torch.export.save (torch 2.9 or newer)");
 }
 
-std::string_view Archive::member(const std::string& name) const {
+const ArchiveMember& Archive::member(const std::string& name) const {
   const auto found = members_.find(name);
   if (found == members_.end()) throw ExportedError(where_ + ": has no '" + name + "'");
-  return {file_->data() + found->second.begin, static_cast<size_t>(found->second.bytes)};
+  return found->second;
+}
+
+std::string_view Archive::text(const std::string& name) const {
+  const ArchiveMember& own = member(name);
+  checks_->check(own, name);
+  return {file_->data() + own.begin, static_cast<size_t>(own.bytes)};
 }
 
 std::vector<std::string> Archive::names(const std::string& prefix, const std::string& suffix) const {

@@ -20,7 +20,7 @@ ExportRecord ExportRecord::read(const Archive& archive) {
   constexpr const char* kMember = "extra/tessera.json";
   ExportRecord record;
   if (!archive.has(kMember)) return record;
-  const json written = parse_archive_json(archive.member(kMember), kMember);
+  const json written = parse_archive_json(archive.text(kMember), kMember);
   record.ties.emplace();
   for (const json& names : list_field(written, "ties")) record.ties->push_back(texts_of(names));
   if (written.contains("positional")) record.positional = texts_of(list_field(written, "positional"));

@@ -58,8 +58,7 @@ ExportedTensor read_tensor(const Archive& archive, const std::string& name, cons
                         int_field(field(meta, "storage_offset"), "as_int"),
                         bool_field(meta, "requires_grad")};
   tensor.storage_name = folder + text_field(entry, "path_name");
-  const std::string_view bytes = archive.member(tensor.storage_name);
-  tensor.storage = {bytes.data() - archive.file()->data(), static_cast<int64_t>(bytes.size())};
+  tensor.storage = archive.member(tensor.storage_name);
   if (layout_of_export(field(meta, "layout")) != static_cast<int64_t>(at::kStrided) ||
       tensor.sizes.size() != tensor.strides.size())
     throw ExportedError("'" + name + "' is not an ordinary dense tensor");
@@ -83,7 +82,7 @@ bool ExportedTensor::is_tied_to(const ExportedTensor& other) const {
 
 std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
                                                    const std::string& config, const std::string& folder) {
-  const json parsed = parse_archive_json(archive.member(config), config);
+  const json parsed = parse_archive_json(archive.text(config), config);
   std::map<std::string, ExportedTensor> tensors;
   for (const auto& [name, entry] : object_field(parsed, "config").items())
     tensors.emplace(name, read_tensor(archive, name, entry, folder));
@@ -103,10 +102,12 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
 // ---- the archive's own --------------------------------------------------------------------------
 
 WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor,
-                       std::shared_ptr<std::atomic<int64_t>> bytes_read) {
+                       std::shared_ptr<MemberChecks> checks, std::shared_ptr<std::atomic<int64_t>> bytes_read) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
   const char* first = file->data() + tensor.storage.begin + tensor.offset * element_bytes;
-  return {tensor.dtype, [file, first, element_bytes, bytes_read = std::move(bytes_read)](Range elements, void* target) {
+  return {tensor.dtype, [file, first, element_bytes, storage = tensor.storage, name = tensor.storage_name,
+                         checks = std::move(checks), bytes_read = std::move(bytes_read)](Range elements, void* target) {
+            if (checks && elements.begin == 0) checks->check(storage, name);
             const int64_t bytes = elements.numel() * element_bytes;
             std::memcpy(target, first + elements.begin * element_bytes, static_cast<size_t>(bytes));
             *bytes_read += bytes;

@@ -44,9 +44,10 @@ struct WeightSource {
   ReadElements read;
 };
 
-// Reads from the archive; the tensor must have values and no holes.
+// Reads from the archive; the tensor must have values and no holes. With `checks`, a read of the first element also
+// checks the whole storage: of ranks that read parts, one then reads the rest, and no rank reads all storages.
 WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor,
-                       std::shared_ptr<std::atomic<int64_t>> bytes_read);
+                       std::shared_ptr<MemberChecks> checks, std::shared_ptr<std::atomic<int64_t>> bytes_read);
 
 // Returns a tensor whose memory is the mapped file, or a copy if that is not aligned.
 at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor);

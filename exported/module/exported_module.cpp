@@ -201,10 +201,13 @@ class ProgramBuilder {
     const json& graph_module = object_field(program, "graph_module");
     const json& graph = object_field(graph_module, "graph");
     find_classes(graph, classes_);
-    read_state(object_field(graph_module, "signature"));
+    const json& signature = object_field(graph_module, "signature");
+    check_names(list_field(signature, "input_specs"), list_field(graph, "inputs"), "inputs");
+    check_names(list_field(signature, "output_specs"), list_field(graph, "outputs"), "outputs");
+    read_state(signature, graph);
     make_modules();
     fill_state();
-    compile(graph, graph_module);
+    compile(graph);
     const auto named_tuples = read_named_tuples(graph_module);
     program_->inputs = std::make_unique<InputSignature>(program, named_tuples, record_.positional, options_.unchecked);
     read_results(graph_module, named_tuples);
@@ -217,7 +220,7 @@ class ProgramBuilder {
     const auto models = archive_.names("models/", ".json");
     if (models.size() != 1) throw ExportedError("it has " + std::to_string(models.size()) + " programs, expected one");
     model_ = models[0].substr(7, models[0].size() - 12);
-    json program = parse_archive_json(archive_.member(models[0]), models[0]);
+    json program = parse_archive_json(archive_.text(models[0]), models[0]);
     check_version(program);
     check_gradients(program);
     return program;
@@ -240,7 +243,34 @@ class ProgramBuilder {
     TORCH_WARN(archive_.where(), ": ", what);
   }
 
-  void read_state(const json& signature) {
+  // The graph's description of a state's value must be that of the tensor in the archive.
+  static void check_described(const json& graph, const std::string& value, const ExportedTensor& tensor) {
+    const json& meta = object_field(object_field(graph, "tensor_values"), value.c_str());
+    std::vector<int64_t> sizes;
+    for (const json& size : list_field(meta, "sizes")) sizes.push_back(int_field(size, "as_int"));
+    if (sizes != tensor.sizes || dtype_of_export(field(meta, "dtype")) != tensor.dtype)
+      throw ExportedError("'" + tensor.name + "' is " + to_string(tensor.sizes) + " " + c10::toString(tensor.dtype) +
+                          ", its value '" + value + "' in the graph " + to_string(sizes) + " " +
+                          c10::toString(dtype_of_export(field(meta, "dtype"))));
+  }
+
+  // The signature's entries must be the graph's inputs or outputs, in order.
+  static void check_names(const json& entries, const json& values, const char* what) {
+    if (entries.size() != values.size())
+      throw ExportedError("its signature has another number of " + std::string(what) + " than its graph");
+    for (size_t i = 0; i < entries.size(); ++i) {
+      const auto [kind, value] = alternative_of(entries[i]);
+      if (kind == "constant_input") continue;
+      const json& argument = field(value, "arg");
+      const bool is_user = kind == "user_input" || kind == "user_output";
+      const std::string name = is_user ? name_of_value(argument) : text_field(argument, "name");
+      if (name != name_of_value(values[i]))
+        throw ExportedError("its graph has '" + name_of_value(values[i]) + "' in the place of the signature's '" +
+                            name + "' among the " + what);
+    }
+  }
+
+  void read_state(const json& signature, const json& graph) {
     auto tensors = read_tensors(archive_, record_, "data/weights/" + model_ + "_weights_config.json", "data/weights/");
     tensors.merge(
         read_tensors(archive_, record_, "data/constants/" + model_ + "_constants_config.json", "data/constants/"));
@@ -260,6 +290,7 @@ class ProgramBuilder {
       const Kind own = is_parameter                                   ? Kind::kParameter
                        : is_buffer && bool_field(value, "persistent") ? Kind::kBuffer
                                                                       : Kind::kHidden;
+      check_described(graph, text_field(object_field(value, "arg"), "name"), found->second);
       graph_names_[text_field(object_field(value, "arg"), "name")] = program_->state.size();
       program_->state.push_back({name, own, {}, kind == "tensor_constant"});
       tensors_.push_back(found->second);
@@ -402,8 +433,10 @@ class ProgramBuilder {
     if (has_holes) tensor.strides = row_major_strides(tensor.sizes);
     if (auto source = find_source(tensor, names)) return tensor_from(*source, tensor, dtype, is_later);
     if (!tensor.has_values()) return {};
+    const auto checks = options_.unchecked ? nullptr : archive_.checks();
     if (is_later && !has_holes)
-      return tensor_from(read_from(archive_.file(), tensor, program_->bytes_read), tensor, dtype, is_later);
+      return tensor_from(read_from(archive_.file(), tensor, checks, program_->bytes_read), tensor, dtype, is_later);
+    if (checks) checks->check(tensor.storage, tensor.storage_name);
     const at::Tensor mapped = map_tensor(archive_.file(), exported);
     return (has_holes ? mapped.contiguous() : mapped).to(options_.device, dtype);
   }
@@ -444,7 +477,7 @@ class ProgramBuilder {
 
   // ---- the graph
 
-  void compile(const json& graph, const json& graph_module) {
+  void compile(const json& graph) {
     Compiler::Options options{.namespaces = options_.operator_namespaces,
                               .state = graph_names_,
                               .batch_counters = {},
@@ -462,8 +495,6 @@ class ProgramBuilder {
     trained_ = compiler.trained_modules();
     random_ = compiler.random_modules();
     for (const auto& trained : trained_) program_->trained_modules.push_back(&module_named(trained.fqn));
-    if (program_->graph->inputs.size() != list_field(object_field(graph_module, "signature"), "input_specs").size())
-      throw ExportedError("its signature has another number of inputs than its graph");
   }
 
   std::set<std::string> checkpointed_modules() const {
@@ -501,7 +532,11 @@ class ProgramBuilder {
       if (kind == "user_output" || kind == "loss_output") {
         ++leaves;
       } else if (kind == "buffer_mutation" || kind == "parameter_mutation") {
-        output = mutation(text_field(value, kind == "buffer_mutation" ? "buffer_name" : "parameter_name"));
+        const bool is_buffer = kind == "buffer_mutation";
+        output = mutation(text_field(value, is_buffer ? "buffer_name" : "parameter_name"));
+        if (is_buffer == (program_->state[output.index].kind == Kind::kParameter))
+          throw ExportedError("it changes '" + program_->state[output.index].fqn + "' as a " +
+                              (is_buffer ? "buffer" : "parameter") + ", which it is not");
       } else if (kind == "user_input_mutation") {
         output.kind = ExportedProgram::OutputKind::kInput;
         output.index = user_input_named(signature, text_field(value, "user_input_name"));

@@ -47,7 +47,8 @@ struct ExportedOptions {
 
   // true: skips the comparisons with Python that tools/export_model.py records and other archives lack: gradients of
   // decomposed programs, eval() of models with random operators, ties of tensors without values. Also ignores guards
-  // that cannot be read. Otherwise such archives or calls throw, or warn if nothing indicates an error.
+  // that cannot be read, and the checksums of tensors. Otherwise such archives or calls throw, or warn if nothing
+  // indicates an error.
   bool unchecked = false;
 };
 

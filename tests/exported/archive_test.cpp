@@ -14,6 +14,7 @@
 
 #include <tessera/exported.h>
 #include "exported/archive/archive.h"
+#include "exported/archive/crc32.h"
 #include "exported/graph/expression.h"
 #include "exported/graph/operators.h"
 
@@ -271,6 +272,90 @@ TEST(Archive, DamageIsNoticed) {
     } catch (const ExportedError&) {
     }
   }
+}
+
+TEST(Archive, Crc32IsThatOfZip) {
+  EXPECT_EQ(crc32("123456789"), 0xCBF43926U);  // the check value of ISO 3309
+  const std::string text = file_bytes(data_file("adapted.pt2")).substr(0, 1000);
+  for (size_t cut = 0; cut < 40; ++cut) EXPECT_EQ(crc32(text.substr(cut), crc32(text.substr(0, cut))), crc32(text));
+}
+
+// Every member has a CRC-32. A flipped bit in a tensor's values is noticed when they are mapped, copied or read by a
+// rank; ExportedOptions::unchecked loads them as they are.
+TEST(Archive, FlippedBitsAreFound) {
+  const std::string whole = file_bytes(data_file("adapted.pt2"));
+  const TemporaryFolder temporary;
+  int tensors = 0;
+  for (const auto& [name, place] : read_zip(whole, "adapted")) {
+    if (place.bytes == 0) continue;
+    const bool is_tensor = name.find("/weights/weight_") != std::string::npos;
+    std::string damaged = whole;
+    damaged[static_cast<size_t>(place.begin + place.bytes / 2)] ^= 1;
+    const auto file = temporary.write("damaged.pt2", damaged);
+    const std::string error = error_of<ExportedError>([&] { load_exported(file); });
+    if (!is_tensor) continue;  // others may be unused
+    ++tensors;
+    expect_contains(error, "is damaged: its CRC-32 is ");
+    EXPECT_NE(load_exported(file, {.unchecked = true}), nullptr);
+    const auto later = deferred([&] { return load_exported(file); });
+    expect_contains(error_of<ExportedError>([&] { materialize(*later); }), "is damaged");
+    std::atomic<int> threw{0};
+    on_ranks(2, [&](const std::shared_ptr<Communicator>& comm) {
+      try {
+        FullyShardedDataParallel fsdp(deferred([&] { return load_exported(file); }), comm);
+      } catch (const std::exception& failure) {
+        ++threw;
+      }
+    });
+    EXPECT_GT(threw, 0) << name;
+  }
+  EXPECT_GT(tensors, 3);
+}
+
+// References within an archive that lead to nothing, or to another thing: a renamed bias would be passed as None.
+TEST(Archive, ReferencesWithinItAreCompared) {
+  const auto signature_error = [](const std::function<void(json&)>& change) {
+    Changed archive("norms_decomposed");
+    change(archive.program["graph_module"]["signature"]);
+    return archive.error();
+  };
+  const auto spec_of = [](json& specs, const char* kind) -> json& {
+    for (json& spec : specs)
+      if (spec.contains(kind)) return spec[kind];
+    throw std::logic_error(kind);
+  };
+  for (const char* kind : {"parameter", "buffer", "user_input"})
+    expect_contains(signature_error([&](json& signature) {
+                      json& argument = spec_of(signature["input_specs"], kind)["arg"];
+                      (argument.contains("name") ? argument : argument["as_tensor"])["name"] = "other";
+                    }),
+                    "in the place of the signature's 'other' among the inputs");
+  for (const char* kind : {"buffer_mutation", "user_output"})
+    expect_contains(signature_error([&](json& signature) {
+                      json& argument = spec_of(signature["output_specs"], kind)["arg"];
+                      (argument.contains("name") ? argument : argument["as_tensor"])["name"] = "other";
+                    }),
+                    "in the place of the signature's 'other' among the outputs");
+  expect_contains(signature_error([](json& signature) { signature["input_specs"].erase(1); }),
+                  "another number of inputs");
+  expect_contains(signature_error([](json& signature) { signature["output_specs"].erase(0); }),
+                  "another number of outputs");
+  expect_contains(signature_error([&](json& signature) {
+                    const json parameter = spec_of(signature["input_specs"], "parameter")["parameter_name"];
+                    spec_of(signature["output_specs"], "buffer_mutation")["buffer_name"] = parameter;
+                  }),
+                  "as a buffer, which it is not");
+  Changed swapped("adapted");
+  auto& inputs = swapped.program["graph_module"]["graph"]["inputs"];
+  std::swap(inputs[0], inputs[1]);
+  expect_contains(swapped.error(), "among the inputs");
+  Changed reshaped("adapted");
+  auto& text = reshaped.members.at(reshaped.folder + "data/weights/model_weights_config.json");
+  json config = json::parse(text);
+  auto& sizes = config["config"]["base.weight"]["tensor_meta"]["sizes"];
+  sizes[0]["as_int"] = sizes[0]["as_int"].get<int64_t>() - 1;
+  text = config.dump();
+  expect_contains(reshaped.error(), "'base.weight' is [");
 }
 
 // All values of a tree except its root.

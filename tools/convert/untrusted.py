@@ -57,7 +57,10 @@ def load_metadata(path, trust=False):
 def check_archive(stream, where):
     """Compares the members of torch.save's zip with their CRC-32, which torch.load ignores. Returns whether it is a zip."""
     stream.seek(0)
-    is_zip = stream.read(4) == b"PK\3\4"
+    beginning = stream.read(64)
+    if beginning.startswith(b"version https://git-lfs"):
+        raise ConvertError(f"{where}: is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`")
+    is_zip = beginning.startswith(b"PK\3\4")
     stream.seek(0)
     if not is_zip:
         return False  # the format before torch 1.6, which has no checksums
