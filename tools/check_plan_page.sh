@@ -78,5 +78,19 @@ if [ "$(color 0)" = "$(color 1)" ]; then
   echo "check_plan_page: the page has the same paper in the dark: $(color 0)" >&2
   exit 1
 fi
+# Every column of a search's table is on a page of 1,400 pixels.
+plan --search --host-memory 64GiB --html "$work/wide.html" >/dev/null
+cat >>"$work/wide.html" <<'END'
+<script>
+const right = Math.max(...[...byId("plans").rows].map(row => row.lastChild.getBoundingClientRect().right));
+document.body.textContent = `columns ${byId("plans").rows[0].cells.length}, right ${Math.ceil(right)} of ${innerWidth}, ` +
+  (right <= innerWidth && document.documentElement.scrollWidth <= innerWidth ? "inside" : "outside");
+</script>
+END
+wide=$(browse --window-size=1400,900 --dump-dom "file://$work/wide.html" 2>>"$work/log" | grep -o 'columns .*side')
+case $wide in
+  *" inside") ;;
+  *) echo "check_plan_page: the table of plans has $wide" >&2; exit 1 ;;
+esac
 if grep -E "CONSOLE|ERR_NAME_NOT_RESOLVED" "$work/log" >&2; then exit 1; fi
 echo "check_plan_page: ok, peak $peak"

@@ -50,7 +50,12 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 td, th { text-align: right; padding: .15rem .8rem .15rem 0; font-weight: 400; }
 td:first-child, th:first-child { text-align: left; }
 .large { color: var(--red); }
-pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x: auto; font-size: 12.5px; }
+pre { background: var(--card); border-radius: .5rem; padding: .9rem; font-size: 12.5px; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+#plans { font-size: 12px; }
+#plans td, #plans th { padding: .15rem .5rem .15rem 0; white-space: nowrap; }
+#plans th { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left; padding: .5rem 0 0 0; }
+#plans td:last-child { text-align: left; }
 #told { position: fixed; pointer-events: none; display: none; background: var(--paper); border: 1px solid var(--line);
   border-radius: .5rem; padding: .5rem .7rem; font-size: 13px; max-width: 26rem; box-shadow: 0 3px 14px #0003;
   font-variant-numeric: tabular-nums; white-space: pre-line; }
@@ -71,6 +76,8 @@ pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x:
 <svg id="measured-gantt" viewBox="0 0 1180 10" role="img" aria-label="a measured step: compute by unit, waits, collectives"></svg>
 <table id="differences" hidden></table>
 <pre id="notes"></pre>
+<table id="plans"></table>
+<pre id="advice"></pre>
 <div id="told"></div>
 <script type="application/json" id="data">TIMELINE_DATA</script>
 <script>
@@ -110,8 +117,18 @@ document.title = data.title;
 byId("title").textContent = data.title;
 byId("options").textContent = data.options;
 byId("where").textContent = "Peak " + data.peak.where + ".";
-byId("notes").textContent = data.notes;
-byId("notes").hidden = !data.notes;
+// The table of plans, with upright headings: its lines of text are wider than a page.
+const lines = data.notes.split("\n"), cellsOf = line => line.trim().split(/ {2,}/);
+const heading = lines.findIndex(line => line.startsWith("stage  "));
+let afterPlans = Math.max(heading, 0);
+while (heading >= 0 && afterPlans < lines.length && cellsOf(lines[afterPlans]).length === cellsOf(lines[heading]).length) {
+  const row = html(byId("plans"), "tr");
+  for (const text of cellsOf(lines[afterPlans])) html(row, afterPlans === heading ? "th" : "td", text);
+  ++afterPlans;
+}
+byId("notes").textContent = lines.slice(0, Math.max(heading, 0)).join("\n").trim();
+byId("advice").textContent = lines.slice(afterPlans).join("\n").trim();
+for (const id of ["notes", "plans", "advice"]) byId(id).hidden = !byId(id).textContent;
 for (const [value, name] of [[bytes(data.peak.total), "at the peak"],
   ...(data.disk ? [[bytes(data.disk), "on the disk"]] : []),
   ...(data.memory ? [[bytes(data.memory), "of a rank"]] : []), [data.tflop + " TFLOP", "a step"],
