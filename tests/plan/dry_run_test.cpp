@@ -7,6 +7,7 @@
 #include <tessera/optim/ema.h>
 #include <tessera/optim/host_adam.h>
 #include <tessera/plan.h>
+#include <tessera/sync_batch_norm.h>
 #include "optim/state/optimizer_state.h"
 #include "tests/plan/models.h"
 #include "tests/plan/same_record.h"
@@ -243,6 +244,26 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
       expect_as_said(each, dry, said[static_cast<size_t>(rank)], of_rank);
       if (::testing::Test::HasFailure()) return;
     }
+  }
+}
+
+// Its statistics divide by a count that ranks exchange, whose value a dry run does not have.
+TEST(DryRun, TakesSynchronizedBatchNorm) {
+  const auto make = [](const std::shared_ptr<Communicator>& comm) {
+    torch::nn::Sequential net(torch::nn::Conv2d(3, 8, 3), torch::nn::BatchNorm2d(8), torch::nn::Flatten(),
+                              torch::nn::Linear(8 * 6 * 6, 5));
+    convert_sync_batch_norm(*net, *comm);
+    return std::make_unique<DistributedDataParallel<torch::nn::Sequential>>(net, comm);
+  };
+  const auto step = [](auto& model) { (*model)(torch::randn({4, 3, 8, 8})).mean().backward(); };
+  for (const int world : {1, 3}) {
+    std::vector<RunRecord> real(static_cast<size_t>(world));
+    on_ranks(world, [&](const std::shared_ptr<Communicator>& comm) {
+      real[static_cast<size_t>(comm->rank())] = record_run(make, step, comm);
+    });
+    for (int rank = 0; rank < world; ++rank)
+      expect_same(dry_run(make, step, {.world_size = world, .rank = rank}), real[static_cast<size_t>(rank)],
+                  std::to_string(world) + " ranks");
   }
 }
 
