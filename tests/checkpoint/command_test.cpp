@@ -179,7 +179,14 @@ TEST_F(Command, TellsItsVersionAndHelp) {
   const auto version = tessera_command({"--version"});
   EXPECT_EQ(version.code, 0);
   EXPECT_EQ(version.output.rfind("tessera 0.", 0), 0U) << version.output;
-  EXPECT_EQ(tessera_command({"--help"}).code, 0);
+  const auto whole = tessera_command({"--help"});
+  EXPECT_EQ(whole.code, 0);
+  EXPECT_LT(whole.output.find("\nCommands:\n  inspect "), whole.output.find("Options:")) << whole.output;
+  for (const auto& arguments : {std::vector<std::string>{"help", "trace"}, {"trace", "--help"}}) {
+    const auto help = tessera_command(arguments);
+    EXPECT_EQ(help.code, 0) << help.output;
+    expect_contains(help.output, "tessera trace merge OUT IN...");
+  }
   for (const auto& arguments : {std::vector<std::string>{"help", "reshard"}, {"reshard", "--help"}}) {
     const auto help = tessera_command(arguments);
     EXPECT_EQ(help.code, 0);

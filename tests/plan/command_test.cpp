@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <sstream>
 
 #include <tessera/plan.h>
 #include "tests/plan/page.h"
@@ -132,9 +135,44 @@ TEST(PlanCommand, SaysTheTimeOfAStep) {
   expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "10GB", "--link", "8Gbit"}).second, "tokens/s");
   expect_contains(with({"--flops", "1e12"}).second, "--flops without --memory-bandwidth");
   expect_contains(with({"--speed", (folder / "none.json").string()}).second, "none.json");
-  expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB"}).second, "lacks bytes a second");
+  // Memory is planned although the times are not.
+  for (const auto& [given, missing] : std::map<std::string, std::string>{
+           {"--flops 1e12 --memory-bandwidth 1GB", "bytes a second between ranks of a host (--link, or --host-link)"},
+           {"--link 400Gbit", "FLOP a second (--flops)"},
+           {"--memory-bandwidth 1GB", "FLOP a second (--flops)"},
+           {"--gpu h100 --ranks-per-host 2", "bytes a second between hosts (--link)"}}) {
+    std::istringstream words(given);
+    const auto [code, text] = with({std::istream_iterator<std::string>(words), std::istream_iterator<std::string>()});
+    EXPECT_EQ(code, 0) << text;
+    expect_contains(text, "No times of steps, because these are not known: " + missing);
+    expect_contains(text, "recommended");
+  }
   expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB", "--link", "1GB", "--host-link", "2GB"}).second,
                   "all 4 ranks are on one host of 8");
+}
+
+TEST(PlanCommand, KnowsCardsByName) {
+  const auto with = [&](std::vector<std::string> more) {
+    std::vector<std::string> all = {"--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "4"};
+    all.insert(all.end(), more.begin(), more.end());
+    return plan(all);
+  };
+  const auto [code, text] = with({"--gpu", "H100"});
+  EXPECT_EQ(code, 0) << text;
+  expect_contains(text, "GiB at the peak of a step on each of 4 ranks, of 74.5\n");  // 80 GB of the data sheet
+  expect_contains(text, "tokens/s");
+  expect_contains(with({"--gpu", "l40s", "--memory", "40GiB"}).second, "each of 4 ranks, of 40.0\n");
+  const auto step_s = [&](std::vector<std::string> more) {
+    more.emplace_back("--json");
+    return json::parse(with(more).second)[9]["step_s"].get<double>();
+  };
+  const double fast_s = step_s({"--gpu", "h100"});
+  EXPECT_GT(step_s({"--gpu", "l4"}), fast_s);
+  EXPECT_GT(step_s({"--gpu", "h100", "--flops", "1e12"}), fast_s);
+  EXPECT_GT(step_s({"--gpu", "h100", "--link", "1GB"}), fast_s);
+  expect_contains(with({"--gpu", "h99"}).second, "--gpu h99: expected one of a10, a100,");
+  expect_contains(with({}).second, "--memory is missing");
+  expect_contains(with({"--gpu", "h100", "--speed", "x"}).second, "--speed and --gpu");
 }
 
 // Draws a run's trace beside the matching line of the table.

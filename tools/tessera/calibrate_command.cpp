@@ -1,5 +1,6 @@
 #include "plan/calibrate/calibrate.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -9,6 +10,7 @@
 
 #include <tessera/launch.h>
 #include "commands.h"
+#include "gpu_cards.h"
 #include "plan/calibrate/calibrate_hosts.h"
 #include "plan/report/quantity_text.h"
 
@@ -96,26 +98,44 @@ void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines&
   if (!is_one_host) set(speed.between_hosts, given.link, given.latency);
 }
 
+std::string missing_in(const MachineSpeed& speed, const Machines& machines) {
+  if (!speed.work[static_cast<size_t>(WorkClass::kMatmul)].is_known()) return "FLOP a second (--flops)";
+  if (!speed.work[static_cast<size_t>(WorkClass::kMemory)].is_known())
+    return "the bandwidth of memory (--memory-bandwidth)";
+  const int on_a_host = std::min(machines.ranks, machines.ranks_per_host);
+  if (on_a_host > 1 && !(speed.within_host.bytes_per_s > 0))
+    return "bytes a second between ranks of a host (--link, or --host-link)";
+  if (machines.ranks > on_a_host && !(speed.between_hosts.bytes_per_s > 0))
+    return "bytes a second between hosts (--link)";
+  return "";
+}
+
 }  // namespace
 
-std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machines) {
+KnownSpeed speed_of(const Arguments& arguments, Machines& machines) {
   const SpeedArguments& given = arguments.speed;
+  if (!given.file.empty() && !given.gpu.empty()) throw std::invalid_argument("--speed and --gpu, expected one of them");
   MachineSpeed speed;
   if (!given.file.empty()) speed = read_speed(given.file);
+  if (!given.gpu.empty()) speed = gpu_card(given.gpu).speed();
   constexpr int kUsualRanksPerHost = 8;
   if (machines.ranks_per_host == 0) machines.ranks_per_host = speed.ranks_per_host;
   if (machines.ranks_per_host == 0) machines.ranks_per_host = kUsualRanksPerHost;
   if (machines.ranks < 1 || machines.ranks_per_host < 1)
     throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
                                 std::to_string(machines.ranks_per_host) + ", expected 1 or more");
-  if (given == SpeedArguments{}) return std::nullopt;
+  if (given == SpeedArguments{}) return {};
   const auto set = [](SpeedCurve& curve, const std::string& text, double (*per_s_of)(const std::string&)) {
     if (!text.empty()) curve = SpeedCurve::of_speed(per_s_of(text));
   };
-  if (!given.flops.empty()) speed.work = {}, speed.work_16bit = {}, speed.cores = 0;
+  if (!given.flops.empty()) {
+    const SpeedCurve memory = given.gpu.empty() ? SpeedCurve() : speed.work[static_cast<size_t>(WorkClass::kMemory)];
+    speed.work = {}, speed.work_16bit = {}, speed.cores = 0;
+    speed.work[static_cast<size_t>(WorkClass::kMemory)] = memory;
+  }
   // they would override the given values
   if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();
-  if (!given.flops.empty() && given.bandwidth.empty())
+  if (!given.flops.empty() && given.bandwidth.empty() && given.gpu.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
   set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32,
       flop_per_s_of_text);
@@ -123,6 +143,6 @@ std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machi
   set(speed.work[static_cast<size_t>(WorkClass::kMemory)], given.bandwidth, bytes_per_s_of_text);
   if (!given.operator_time.empty()) speed.operator_s = seconds_of_text(given.operator_time);
   set_links(speed, given, machines);
-  speed.check();
-  return speed;
+  if (std::string missing = missing_in(speed, machines); !missing.empty()) return {std::nullopt, std::move(missing)};
+  return {speed, ""};
 }

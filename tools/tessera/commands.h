@@ -13,6 +13,7 @@
 
 // plan: the speed of the machine, as a file, as numbers, or as a file with some numbers replaced; all empty: unknown.
 struct SpeedArguments {
+  std::string gpu;  // the name of a card, instead of a file
   std::string file, flops, flops_fp32, bandwidth, operator_time;
   std::string link, latency;            // between hosts; also within a host unless given
   std::string host_link, host_latency;  // within a host
@@ -55,6 +56,12 @@ int plan(const Arguments& arguments);
 int merge_trace_files(const Arguments& arguments);
 int calibrate(const Arguments& arguments);
 
+// The speed of machines, if all that times need is known; otherwise the missing part, "" if no speed was given.
+struct KnownSpeed {
+  std::optional<tessera::MachineSpeed> speed;
+  std::string missing;
+};
+
 // Returns the speed for SpeedArguments. Sets machines.ranks_per_host if it is 0. Throws std::invalid_argument that
-// names an invalid or missing argument.
-std::optional<tessera::MachineSpeed> speed_of(const Arguments& arguments, tessera::Machines& machines);
+// names an invalid argument.
+KnownSpeed speed_of(const Arguments& arguments, tessera::Machines& machines);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "gpu_cards.h"
 
 namespace {
 
@@ -48,14 +49,16 @@ const std::vector<Command>& commands() {
        {"tolerance", "parameters"},
        diff},
       {"plan",
-       "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N --memory 80GiB [--search] "
-       "[--html FILE] [--speed FILE | --flops 300e12 --memory-bandwidth 3e12 --link 400Gbit --latency 10us]",
+       "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N {--gpu h100 | --memory 80GiB} "
+       "[--link 400Gbit --latency 10us] [--search] [--html FILE] [--speed FILE | --flops 300e12 --memory-bandwidth "
+       "3e12]",
        "what each stage and option takes of every rank's memory, which fit, and the options to take; with a speed, the "
        "time of a step",
        0,
-       {"model",        "gpus",           "memory",           "sequence",      "batch",    "html",    "speed",
-        "flops",        "flops-fp32",     "memory-bandwidth", "operator-time", "link",     "latency", "host-link",
-        "host-latency", "ranks-per-host", "host-memory",      "draw",          "measured", "search"},
+       {"model", "gpus",     "memory",    "gpu",          "sequence",         "batch",
+        "html",  "speed",    "flops",     "flops-fp32",   "memory-bandwidth", "operator-time",
+        "link",  "latency",  "host-link", "host-latency", "ranks-per-host",   "host-memory",
+        "draw",  "measured", "search"},
        plan},
       {"calibrate",
        "-o speed.json [--ranks N] [--threads N] [--quick] [--speed machine.json]",
@@ -112,21 +115,31 @@ void print_usage(const Command& command) {
   std::cout << "  tessera " << command.name << " " << command.arguments << "\n      " << command.what << "\n";
 }
 
+void print_commands() {
+  std::cout << "Usage: tessera COMMAND ...\n\nCommands:\n";
+  for (const auto& command : commands())
+    std::cout << "  " << command.name << std::string(14 - command.name.size(), ' ') << command.what << "\n";
+  std::cout << "\n`tessera help COMMAND` says what it takes.\n";
+}
+
 // Prints the help of one command, or of all if the name is empty.
 void print_help(const std::string& name, const po::options_description& options) {
   po::options_description shown("Options");
+  std::vector<const Command*> about;  // "trace": all commands with this first word
+  for (const auto& command : commands())
+    if (command.name == name || command.name.starts_with(name + " ")) about.push_back(&command);
   if (name.empty()) {
-    std::cout << "Usage: tessera COMMAND ...\n\n";
-    for (const auto& command : commands()) print_usage(command);
-    shown.add(options);
+    print_commands();
   } else {
-    const Command& command = command_of(name);
+    if (about.empty()) about.push_back(&command_of(name));  // throws
     std::cout << "Usage:\n\n";
-    print_usage(command);
-    for (const auto& option : options.options())
-      if (is_for_all(option->long_name()) || command.has(option->long_name())) shown.add(option);
+    for (const Command* command : about) print_usage(*command);
   }
-  if (name.empty() || command_of(name).reads_checkpoints())
+  for (const auto& option : options.options())
+    if (is_for_all(option->long_name()) ||
+        std::ranges::any_of(about, [&](const Command* command) { return command->has(option->long_name()); }))
+      shown.add(option);
+  if (name.empty() || std::ranges::any_of(about, [](const Command* command) { return command->reads_checkpoints(); }))
     std::cout << "\nPATH is a checkpoint, a folder of them (the newest is taken), or full safetensors files;\n"
                  "DIR a checkpoint or such a folder.\n";
   std::cout << "\n" << shown << "\nExit codes: 0; 1 if damage or differences were found; 2 for errors.\n";
@@ -143,7 +156,7 @@ int run_command(const std::string& name, const po::variables_map& values, const 
       if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
         throw po::error("--" + option + " is for " + commands_with(option));
   const std::string with_default = command.run == calibrate ? "ranks" : "";
-  for (const char* required : {"ranks", "model", "gpus", "memory", "output"})
+  for (const char* required : {"ranks", "model", "gpus", "output"})
     if (command.has(required) && values.count(required) == 0 && required != with_default)
       throw po::error(std::string("--") + required + " is missing; `tessera " + name + " --help` says what it takes");
   arguments.paths.assign(paths.begin(), paths.end());
@@ -157,6 +170,11 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
       "plan: the machine's speed, as calibrate wrote it; what follows replaces parts; calibrate: the same, to which "
       "the "
       "link between hosts is added");
+  add("gpu", po::value(&speed.gpu),
+      ("plan: memory, speed and link of each GPU, from its data sheet: upper bounds, which what follows replaces; one "
+       "of " +
+       gpu_card_names())
+          .c_str());
   add("flops", po::value(&speed.flops), "plan: FLOP a second of a rank, as 300e12 or 300TFLOP/s");
   add("flops-fp32", po::value(&speed.flops_fp32), "plan: the same in fp32; without: as --flops");
   add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB/s");
@@ -178,7 +196,7 @@ void add_plan_options(po::options_description& options, Arguments& arguments) {
       "Hugging Face's config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3, or a folder that has it; or an archive of "
       "torch.export (.pt2)");
   add("gpus", po::value(&arguments.gpus), "plan: how many ranks");
-  add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB");
+  add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB; without: of the --gpu");
   add("sequence", po::value(&arguments.sequence),
       "plan: tokens of an item, of config.json (without: the whole context) or an archive (as it was exported)");
   add("batch", po::value(&arguments.batch), "plan: items a rank and step, the same; without: 1, or as exported");

@@ -12,6 +12,7 @@
 
 #include <tessera/plan/timeline_page.h>
 #include "commands.h"
+#include "gpu_cards.h"
 #include "plan/report/plan_search.h"
 #include "plan/report/quantity_text.h"
 
@@ -68,6 +69,13 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
   return result;
 }
 
+int64_t memory_bytes_of(const Arguments& arguments) {
+  if (!arguments.memory.empty()) return bytes_of_text(arguments.memory);
+  if (arguments.speed.gpu.empty())
+    throw std::invalid_argument("--memory is missing, of each GPU, as 80GiB; or --gpu with the name of a card");
+  return static_cast<int64_t>(gpu_card(arguments.speed.gpu).memory_bytes);
+}
+
 void write_page(const std::string& path, const std::string& page) {
   std::ofstream file(path, std::ios::binary);
   if (!file.write(page.data(), std::ssize(page)).flush())
@@ -99,11 +107,10 @@ void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTr
 
 int plan(const Arguments& arguments) {
   const auto model = model_of(arguments);
-  Machines machines{.ranks = arguments.gpus,
-                    .ranks_per_host = arguments.ranks_per_host,
-                    .memory_bytes = bytes_of_text(arguments.memory)};
+  Machines machines{
+      .ranks = arguments.gpus, .ranks_per_host = arguments.ranks_per_host, .memory_bytes = memory_bytes_of(arguments)};
   if (!arguments.host_memory.empty()) machines.host_memory_bytes = bytes_of_text(arguments.host_memory);
-  const std::optional<MachineSpeed> speed = speed_of(arguments, machines);
+  const auto [speed, missing] = speed_of(arguments, machines);
   if (speed) machines.speed = &*speed;
   std::vector<PlannedTraining> plans;
   std::string notes = model->description();
@@ -117,6 +124,9 @@ int plan(const Arguments& arguments) {
     for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, machines));
   }
   notes += plan_text(plans, machines);
+  if (!missing.empty())
+    notes += "No times of steps, because these are not known: " + missing +
+             ". --gpu NAME knows a card's, --speed FILE those that `tessera calibrate` measured.\n";
   if (arguments.html.empty() && (arguments.draw != 0 || !arguments.measured.empty()))
     throw std::invalid_argument("--draw and --measured are of the page: --html is missing");
   if (arguments.draw < 0 || arguments.draw > std::ssize(plans))
