@@ -8,6 +8,7 @@
 
 #include <tessera/communicator.h>
 #include <tessera/errors.h>
+#include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
 
@@ -31,7 +32,7 @@ class Heartbeat {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunClock;
   std::atomic<Clock::rep> last_;
 };
 

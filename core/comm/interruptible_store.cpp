@@ -6,14 +6,16 @@
 #include <stdexcept>
 #include <thread>
 
+#include "core/runtime/run_clock.h"
+
 namespace tessera::internal {
 
 void InterruptibleStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   constexpr std::chrono::microseconds kLongestPause{50'000};
-  const auto began = std::chrono::steady_clock::now();
+  const auto began = RunClock::now();
   for (std::chrono::microseconds pause{100}; !check(keys); pause = std::min(2 * pause, kLongestPause)) {
     if (is_interrupted_) throw std::runtime_error("the group is closed");
-    if (std::chrono::steady_clock::now() - began > timeout) {
+    if (RunClock::now() - began > timeout) {
       has_timed_out_ = true;
       throw std::runtime_error(c10::str("timed out after ", static_cast<double>(timeout.count()) * 1e-3, " s"));
     }

@@ -6,6 +6,8 @@
 #include <thread>
 #include <utility>
 
+#include "core/runtime/run_clock.h"
+
 namespace tessera::internal {
 
 // Added to the timeout that a call has itself and should keep.
@@ -18,7 +20,10 @@ auto call_with_timeout(std::chrono::milliseconds patience, Ask ask) -> std::opti
   std::packaged_task<decltype(ask())()> task(std::move(ask));
   auto answer = task.get_future();
   std::thread thread(std::move(task));
-  const bool is_answered = answer.wait_for(patience) == std::future_status::ready;
+  const auto until = RunClock::now() + patience;
+  bool is_answered = false;
+  while (!is_answered && RunClock::now() < until)
+    is_answered = answer.wait_for(next_slice(until)) == std::future_status::ready;
   is_answered ? thread.join() : thread.detach();
   return is_answered ? std::optional(answer.get()) : std::nullopt;
 }

@@ -504,7 +504,7 @@ TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
       if (other > 0) end(other);
       return kNoSuchNumber;
     }
-    const auto outcome = memory->wait(memory->receive(torch::empty({10}), 1, 5), std::chrono::steady_clock::now() + 5s);
+    const auto outcome = memory->wait(memory->receive(torch::empty({10}), 1, 5), RunClock::now() + 5s);
     end(other);
     return static_cast<int>(outcome);
   });

@@ -65,7 +65,7 @@ void GlooOperation::start_collective(Transport& carrier, const Collective& colle
 
 void GlooOperation::wait_for_room(const std::shared_ptr<TransportMessage>& room) {
   const auto began = steady_clock::now();
-  deadline_ = began + comm_->timeout();
+  deadline_ = RunClock::now() + comm_->timeout();
   // Without a sequence number: the awaited rank has not started this operation, perhaps for a long time.
   comm_->watch_.begin_wait();
   const auto failure = wait_for(room);
@@ -156,7 +156,7 @@ void GlooOperation::fail(const MessageFailure& failure) const { comm_->fail(*thi
 
 void GlooOperation::finish() {
   const GlooCommunicator::InCall call(*comm_, description_);
-  deadline_ = steady_clock::now() + comm_->timeout();
+  deadline_ = RunClock::now() + comm_->timeout();
   if (resources_.is_aborted) fail({-1, false, ""});
   comm_->process_.require_this(description_);
   if (resources_.pipeline) wait_for_pipeline();

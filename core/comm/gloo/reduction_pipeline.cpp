@@ -11,7 +11,6 @@ namespace tessera::internal {
 namespace {
 
 // A timeout of gloo closes all connections of the group, so these waits have none in effect.
-constexpr auto kUntilInterrupted = std::chrono::hours(24 * 365);
 
 }  // namespace
 
@@ -146,7 +145,7 @@ std::optional<MessageFailure> PipelineThread::wait_for(const ReductionPipeline::
   }
   std::optional<MessageFailure> failure;
   try {
-    failure = message->wait(std::chrono::steady_clock::now() + kUntilInterrupted);
+    failure = message->wait(RunClock::now() + kUntilInterrupted);
   } catch (const std::exception& error) {
     failure = MessageFailure{message->peer(), message->is_send(), error.what()};
   }
@@ -157,8 +156,8 @@ std::optional<MessageFailure> PipelineThread::wait_for(const ReductionPipeline::
 
 std::optional<MessageFailure> PipelineThread::wait(const ReductionPipeline& pipeline, Deadline until) {
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_until(lock, until, [&] { return pipeline.is_over_ || stopped_; }))
-    return MessageFailure{peer_, false, "timed out"};
+  while (!changed_.wait_for(lock, next_slice(until), [&] { return pipeline.is_over_ || stopped_; }))
+    if (RunClock::now() >= until) return MessageFailure{peer_, false, "timed out"};
   if (pipeline.is_over_) return std::nullopt;
   return failure_.value_or(MessageFailure{peer_, false, ""});
 }

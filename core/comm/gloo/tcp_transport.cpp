@@ -4,11 +4,14 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <utility>
 
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/comm/gloo/reduction_pipeline.h"
+#include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
@@ -37,10 +40,20 @@ class TcpTransport::Message : public TransportMessage {
       : TransportMessage(peer, is_send), transport_(transport), work_(std::move(work)) {}
 
   std::optional<MessageFailure> wait(Deadline until) override {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
-    // c10d takes 0 for no timeout.
-    if (work_->wait(std::max(left, std::chrono::milliseconds(1)))) return std::nullopt;
-    return failure("");
+    if (peer() < 0) {  // of a collective by gloo's own algorithm, whose waits cannot be ended
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - RunClock::now());
+      // c10d takes 0 for no timeout.
+      if (work_->wait(std::max(left, std::chrono::milliseconds(1)))) return std::nullopt;
+      return failure("");
+    }
+    // gloo's own timeout counts the time in which this process is stopped, and closes the connections.
+    std::atomic<bool> is_late = false;
+    const RunAlarm alarm(until, [&] {
+      is_late = true;
+      interrupt();
+    });
+    if (work_->wait(kUntilInterrupted)) return std::nullopt;
+    return failure(is_late ? "timed out" : "");
   }
   void interrupt() noexcept override { work_->abort(); }
   std::string why_disconnected() override { return transport_.why_disconnected(peer(), is_send()); }

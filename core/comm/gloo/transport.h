@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "core/comm/collective.h"
+#include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
 
@@ -21,6 +21,9 @@ struct MessageFailure {
   bool is_send;
   std::string cause;  // "": the wait was interrupted, or the watchdog knows the cause
 };
+
+// The timeout of a wait that another thread ends.
+inline constexpr auto kUntilInterrupted = std::chrono::hours(24 * 365);
 
 // Identifies a message between two ranks. Both sides compute the same tag.
 struct MessageTag {
@@ -43,7 +46,7 @@ class InterruptibleWait {
 // A message, or a whole collective, that a transport has started.
 class TransportMessage : public InterruptibleWait {
  public:
-  using Deadline = std::chrono::steady_clock::time_point;
+  using Deadline = RunClock::time_point;
 
   TransportMessage(int peer, bool is_send) : peer_(peer), is_send_(is_send) {}
 

@@ -45,8 +45,6 @@ struct PeerMemory::Process {
 
 namespace {
 
-using std::chrono::steady_clock;
-
 constexpr char kNone[] = "none";  // no destructor: a detached thread may use it while the process ends
 
 // How long close() waits for a peer that is copying. A shorter time costs memory, not correctness.
@@ -245,7 +243,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   void* const data = is_send ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
   const int self = local_[rank_], other = local_[peer];
   SharedBoard::Channel& channel = is_send ? board_->channel(self, other) : board_->channel(other, self);
-  const auto until = steady_clock::now() + timeout_;
+  const auto until = RunClock::now() + timeout_;
   PublishedMemory published;
   if (peers_[other].process.is_this()) published = PublishedMemory(data, tensor.nbytes(), /*is_written=*/!is_send);
   const uint64_t address = published.number() != 0 ? published.number() : as_integer(data);
@@ -349,7 +347,7 @@ template <class IsOver>
 PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline until, IsOver is_over) {
   SharedBoard::Member& self = member(rank_);
   if (is_over()) return Outcome::kDone;
-  const auto began = steady_clock::now();
+  const auto began = RunClock::now();
   auto asked = began;
   self.awaited.store(local_[peer]);
   self.awaited_operation.store(operation);
@@ -360,7 +358,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
     if (is_over()) return Outcome::kDone;
     if (interrupted_.load()) return Outcome::kInterrupted;
     if (has_left) return Outcome::kPeerLeft;
-    const auto now = steady_clock::now();
+    const auto now = RunClock::now();
     if (may_spin_ && now - began < kSpin) continue;
     if (now >= until) return Outcome::kTimedOut;
     if (now - asked >= kAskEvery) {
@@ -380,7 +378,7 @@ void PeerMemory::interrupt() {
 bool PeerMemory::close() noexcept {
   if (member(rank_).has_left.exchange(1) != 0) return !may_be_touched_.load();
   const int self = local_[rank_];
-  const auto until = steady_clock::now() + kCopyGrace;
+  const auto until = RunClock::now() + kCopyGrace;
   for (size_t rank = 0; rank < local_.size(); ++rank) {
     const int other = local_[rank];
     if (other < 0 || other == self) continue;

@@ -84,7 +84,7 @@ class PeerMemory {
   // Blocks until the message is complete or the deadline passes. After any outcome but kDone the message is still
   // announced, and close() must follow. Throws Unreachable, also for the peer of another message of the operation.
   Outcome wait(const Announced& message, Deadline until);
-  Outcome wait(const Announced& message) { return wait(message, std::chrono::steady_clock::now() + timeout_); }
+  Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
   // Copies the message now if both sides have announced it and neither copies it. Throws Unreachable.
   void copy_if_matched(const Announced& message);

@@ -79,14 +79,16 @@ class ChannelLock {
 
  private:
   int lock_until(SharedBoard::Deadline until) {
+    for (;;) {
 #ifdef __SANITIZE_THREAD__  // ThreadSanitizer does not know clocklock, and would report each unlock
-    const auto left = until - std::chrono::steady_clock::now();
-    const auto time = as_timespec((std::chrono::system_clock::now() + left).time_since_epoch());
-    return ::pthread_mutex_timedlock(&mutex_, &time);
+      const auto time = as_timespec((std::chrono::system_clock::now() + next_slice(until)).time_since_epoch());
+      const int result = ::pthread_mutex_timedlock(&mutex_, &time);
 #else  // the wall clock may be set back
-    const auto time = as_timespec(until.time_since_epoch());
-    return ::pthread_mutex_clocklock(&mutex_, CLOCK_MONOTONIC, &time);
+      const auto time = as_timespec((std::chrono::steady_clock::now() + next_slice(until)).time_since_epoch());
+      const int result = ::pthread_mutex_clocklock(&mutex_, CLOCK_MONOTONIC, &time);
 #endif
+      if (result != ETIMEDOUT || RunClock::now() >= until) return result;
+    }
   }
 
   pthread_mutex_t& mutex_;
@@ -276,7 +278,7 @@ bool SharedBoard::take_back(Channel& channel, State kind, Deadline until, const 
     for (;;) {
       const uint32_t state = channel.slots[i].state.load(std::memory_order_acquire);
       if ((state != kPushing && state != kPulling) || !while_copying()) break;
-      if (std::chrono::steady_clock::now() >= until) return false;
+      if (RunClock::now() >= until) return false;
     }
   return true;
 }

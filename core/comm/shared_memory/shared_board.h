@@ -11,6 +11,8 @@
 #include <memory>
 #include <string>
 
+#include "core/runtime/run_clock.h"
+
 namespace tessera::internal {
 
 // Shared memory in which the ranks of one host announce messages to each other. It has a member for each rank, and
@@ -21,7 +23,7 @@ namespace tessera::internal {
 // A process may be stopped at any point, so every wait here has a deadline.
 class SharedBoard {
  public:
-  using Deadline = std::chrono::steady_clock::time_point;
+  using Deadline = RunClock::time_point;
   // Announced by one side; matched by the other, so either may copy; copied by the sender (push) or the receiver
   // (pull); done, so the other side frees the slot. The last two states end the group: the message is never copied, and
   // the slot never freed.

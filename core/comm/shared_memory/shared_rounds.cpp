@@ -7,8 +7,6 @@
 
 namespace tessera::internal {
 
-using std::chrono::steady_clock;
-
 struct SharedRounds::Participant {
   std::atomic<uint64_t> begun, left;  // all rounds before these
 };
@@ -132,8 +130,8 @@ template <class IsOver, class IsAwaited>
 SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_over, IsAwaited is_awaited) const {
   peer = -1;
   if (is_over()) return Outcome::kDone;
-  const auto began = steady_clock::now();
-  while (memory_.may_spin() && steady_clock::now() - began < PeerMemory::kSpin)
+  const auto began = RunClock::now();
+  while (memory_.may_spin() && RunClock::now() - began < PeerMemory::kSpin)
     if (is_over()) return Outcome::kDone;
   const auto find = [&](auto holds) {
     for (peer = 0; peer < ranks_; ++peer)
@@ -150,7 +148,7 @@ SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_o
     if (is_over()) return Outcome::kDone;
     if (memory_.is_interrupted()) return Outcome::kInterrupted;
     if (has_left) return Outcome::kPeerLeft;
-    const auto now = steady_clock::now();
+    const auto now = RunClock::now();
     if (now >= until) {
       find([](int) { return true; });
       return Outcome::kTimedOut;

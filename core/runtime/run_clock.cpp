@@ -1,0 +1,133 @@
+#include "core/runtime/run_clock.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// Never destroyed. A child of fork() gets new ones: a thread that it does not have may have held the lock.
+struct RunAlarms {
+  std::mutex mutex;
+  std::multimap<RunClock::time_point, const RunAlarm*> waiting TESSERA_GUARDED_BY(mutex);
+
+  // Returns whether any are left.
+  bool ring() {
+    const std::lock_guard lock(mutex);
+    while (!waiting.empty() && waiting.begin()->first <= RunClock::now()) {
+      const RunAlarm* const due = waiting.begin()->second;
+      waiting.erase(waiting.begin());
+      due->act_();
+    }
+    return !waiting.empty();
+  }
+  static std::atomic<RunAlarms*> of_process;
+};
+std::atomic<RunAlarms*> RunAlarms::of_process{new RunAlarms};
+
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr int kMostIdle = 20;  // ticks
+constexpr int64_t kMostGapNs = std::chrono::nanoseconds(RunClock::kMostGap).count();
+
+int64_t steady_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+// The time is min(steady time - stopped, limit). A tick writes `stopped` first, and now() reads it last: whoever sees
+// the new limit sees what belongs to it. Without destructors: the thread may tick until the process ends.
+std::atomic<int64_t> stopped{0};
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+std::atomic<int64_t> limit{kNoLimit};
+std::atomic<bool> is_used{false};  // since the last tick
+
+// Whether the thread exists. The kernel makes it false in a child of fork(), which has no such thread.
+std::atomic<bool>& is_ticking() {
+  static auto* const flag = [] {
+    const size_t bytes = ::sysconf(_SC_PAGESIZE);
+    void* page = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) page = ::operator new(bytes);
+    ::madvise(page, bytes, MADV_WIPEONFORK);
+    return new (page) std::atomic<bool>(false);
+  }();
+  return *flag;
+}
+
+int64_t read() {
+  const int64_t most = limit.load();
+  return std::min(steady_ns() - stopped.load(), most);
+}
+
+void tick() {
+  const int64_t now = read();
+  stopped.store(steady_ns() - now);
+  limit.store(now + kMostGapNs);
+}
+
+// Ends when the clock is no longer used: all that wait for a deadline read it, or have an alarm.
+void run() {
+  do {
+    for (int idle = 0; idle < kMostIdle; std::this_thread::sleep_for(RunClock::kTick)) {
+      tick();
+      const bool has_alarms = RunAlarms::of_process.load()->ring();
+      idle = is_used.exchange(false) || has_alarms ? 0 : idle + 1;
+    }
+    limit = kNoLimit;
+    is_ticking() = false;
+  } while (is_used && !is_ticking().exchange(true));  // a reader may have seen the thread just before its end
+}
+
+void start_ticking() noexcept {
+  if (is_ticking().exchange(true)) return;
+  RunAlarms::of_process = new RunAlarms;
+  sigset_t all, before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // handlers of the program run in the program's threads
+  try {
+    std::thread(run).detach();
+  } catch (const std::system_error&) {  // no thread can be made: the clock does not stand still
+    limit = kNoLimit;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+}  // namespace
+
+RunClock::time_point RunClock::now() noexcept {
+  if (!is_used) is_used = true;
+  if (!is_ticking()) start_ticking();
+  return time_point(duration(read()));
+}
+
+RunAlarm::RunAlarm(RunClock::time_point until, std::function<void()> act) : until_(until), act_(std::move(act)) {
+  RunAlarms& alarms = *RunAlarms::of_process.load();
+  const std::lock_guard lock(alarms.mutex);
+  alarms.waiting.emplace(until_, this);
+  RunClock::now();  // the thread ticks
+}
+
+RunAlarm::~RunAlarm() {
+  RunAlarms& alarms = *RunAlarms::of_process.load();
+  const std::lock_guard lock(alarms.mutex);
+  for (auto [entry, end] = alarms.waiting.equal_range(until_); entry != end; ++entry)
+    if (entry->second == this) {
+      alarms.waiting.erase(entry);
+      break;
+    }
+}
+
+}  // namespace tessera::internal

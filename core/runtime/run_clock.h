@@ -1,0 +1,48 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+
+namespace tessera::internal {
+
+// The clock of all deadlines. It is steady, and stands still while this process is stopped: by Ctrl-Z, SIGSTOP, a
+// debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread ticks while
+// the clock is in use, and of the time between two ticks at most kMostGap counts. A wait must read the clock, or have
+// an alarm, at least once a second. Thread-safe; also in a child of fork().
+struct RunClock {
+  using duration = std::chrono::nanoseconds;
+  using rep = duration::rep;
+  using period = duration::period;
+  using time_point = std::chrono::time_point<RunClock>;
+  static constexpr bool is_steady = true;
+
+  static constexpr std::chrono::milliseconds kTick{100}, kMostGap{500};
+
+  static time_point now() noexcept;
+};
+
+// Waits for deadlines of RunClock end early or late by at most this: the system's waits know no other clock than its
+// own, so they are cut into slices.
+inline constexpr std::chrono::milliseconds kLongestSlice{100};
+inline std::chrono::nanoseconds next_slice(RunClock::time_point until) {
+  return std::clamp<std::chrono::nanoseconds>(until - RunClock::now(), std::chrono::nanoseconds(0), kLongestSlice);
+}
+
+// Calls `act` once when RunClock has reached `until`, on a thread of the process, unless it is destroyed first: for
+// calls of libraries, which know no such clock. `act` must neither block nor throw, nor make or destroy an alarm. The
+// destructor waits for it.
+class RunAlarm {
+ public:
+  RunAlarm(RunClock::time_point until, std::function<void()> act);
+  ~RunAlarm();
+  RunAlarm(const RunAlarm&) = delete;
+  RunAlarm& operator=(const RunAlarm&) = delete;
+
+ private:
+  friend struct RunAlarms;
+  const RunClock::time_point until_;
+  const std::function<void()> act_;
+};
+
+}  // namespace tessera::internal
