@@ -10,14 +10,15 @@
 #include <vector>
 
 #include <tessera/errors.h>
+#include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = RunClock;
 
 constexpr int kSmallWorld = 4;  // up to this world size rank 0 reads every rank's description
-constexpr int kMostMissed = 5;  // beats; after that no rank is at work
+constexpr int kMostMissed = 5;  // beats; after that no rank is at work, and no store answers
 
 }  // namespace
 
@@ -38,6 +39,11 @@ std::chrono::milliseconds SaveCoordinator::longest_pause() const {
 
 std::chrono::milliseconds SaveCoordinator::beat_every() const {
   return std::min(comm_->timeout() / 8, 20 * longest_pause());
+}
+
+void SaveCoordinator::hurry() {
+  hurries_ = true;
+  notes_.limit_patience(kMostMissed * beat_every());
 }
 
 Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>& part) {

@@ -45,7 +45,7 @@ class SaveCoordinator {
                  const std::function<void()>& commit);
 
   // From now on, waits for another rank only while it sends heartbeats, not for the group's timeout.
-  void hurry() { hurries_ = true; }
+  void hurry();
 
  private:
   void leave_outcome(const Outcome& outcome);

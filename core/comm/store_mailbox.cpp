@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/comm/store_client.h"
+
 namespace tessera::internal {
 namespace {
 
@@ -49,6 +51,10 @@ int64_t StoreMailbox::add(const std::string& name, int64_t amount) const {
 
 void StoreMailbox::remove(const std::string& name) const {
   reach(name, [&](const std::string& key) { store_->deleteKey(key); });
+}
+
+void StoreMailbox::limit_patience(std::chrono::milliseconds patience) const {
+  StoreClient::limit_patience(*store_, patience);
 }
 
 }  // namespace tessera::internal

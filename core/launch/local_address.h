@@ -13,6 +13,9 @@ std::string interface_address(const std::string& name);
 // std::runtime_error if there is no route to `host`.
 std::string address_towards(const std::string& host, int port);
 
+// What to do if address_towards("127.0.0.1") throws.
+inline constexpr char kLoopbackIsDown[] = "; is the loopback interface down? (ip link set lo up)";
+
 // Whether a numeric address is a loopback address.
 bool is_loopback_address(const std::string& address);
 

@@ -14,17 +14,22 @@
 #include <tessera/errors.h>
 #include "core/comm/fingerprint.h"
 #include "core/comm/group_process.h"
+#include "core/comm/store_client.h"
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
 
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
+using Clock = RunClock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// A store answers its first question within milliseconds, or within this if many ranks ask it at once.
+std::chrono::milliseconds first_answer(int world) { return milliseconds(8000) + world * milliseconds(5); }
 
 // A rank that waits longer prints for whom, so that a hanging launch does not look like a working one.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
@@ -36,6 +41,7 @@ constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
 constexpr char kToken[] = "token";  // a fingerprint of it
 constexpr char kEnded[] = "ended";  // a rank that ended before all had joined
+constexpr char kSilent[] = "whoever listens there does not answer: it is no store, or its process has stopped";
 constexpr size_t kMostRanksNamed = 8;
 
 std::string seconds_text(milliseconds duration) { return c10::str(static_cast<double>(duration.count()) / 1000, " s"); }
@@ -142,19 +148,33 @@ class Joining {
     }
   }
 
+  void require_loopback() const {
+    try {
+      address_towards("127.0.0.1", environment_.master_port);
+    } catch (const std::runtime_error& error) {
+      fail("it serves the store, and cannot reach itself: ", error.what(), kLoopbackIsDown);
+    }
+  }
+
   StorePtr open_store() {
     const bool serves = environment_.rank == 0 && !environment_.agent_serves_store;
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(environment_.master_port);
     options.isServer = serves;
     options.waitWorkers = false;  // await_all() waits instead, and names missing ranks
-    options.timeout = timeout_;
-    if (!serves) await_server();
-    const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+    serves ? require_loopback() : await_server();
+    options.timeout = std::min(remaining(), first_answer(environment_.world_size));
+    // The server listens on all addresses, so its own client need not resolve the host's name.
+    const std::string host = serves ? "127.0.0.1" : environment_.master_address;
     try {
-      // The server listens on all addresses, so its own client need not resolve the host's name.
-      auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
-      return store_of_run(store, environment_.job, environment_.restart_count);
+      auto store = call_with_timeout(options.timeout, [host, options] {
+        const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+        return c10::make_intrusive<c10d::TCPStore>(host, options);
+      });
+      if (!store) fail(kSilent);
+      return store_of_run(StoreClient::of(std::move(*store), timeout_), environment_.job, environment_.restart_count);
+    } catch (const CommError&) {
+      throw;
     } catch (const std::exception&) {
       const std::string reason = text_of(std::current_exception());
       if (serves && reason.find("EADDRINUSE") != std::string::npos)
@@ -297,9 +317,7 @@ Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& a
                       std::chrono::milliseconds timeout) {
   // c10d's calls of the store never end if the listening process does not answer.
   auto found = call_with_timeout(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
-  if (!found)
-    fail_to_join(environment, timeout,
-                 "whoever listens there does not answer: it is no store, or its process has stopped");
+  if (!found) fail_to_join(environment, timeout, kSilent);
   return std::move(*found);
 }
 

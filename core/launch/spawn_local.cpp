@@ -32,9 +32,12 @@
 
 #include <tessera/launch.h>
 #include "core/comm/descriptors.h"
+#include "core/comm/store_client.h"
+#include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
 #include "core/memory/container_limits.h"
+#include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
 
 extern char** environ;
@@ -43,10 +46,9 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // The time from SIGTERM to SIGKILL after the failure of a rank.
 constexpr std::chrono::milliseconds kGraceAfterFailure{5000};
+constexpr std::chrono::seconds kOwnStore{10};  // for calls of the store, which is in this process
 constexpr int kPollIntervalMs = 100;
 constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 
@@ -145,14 +147,25 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   return entries;
 }
 
+// Else the store's own client would try to connect until its timeout.
+void require_loopback(int port) {
+  try {
+    address_towards("127.0.0.1", port);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(
+        c10::str("tessera::spawn_local: the ranks meet at 127.0.0.1: ", error.what(), kLoopbackIsDown));
+  }
+}
+
 c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(socket.port());
   options.isServer = true;
   options.waitWorkers = false;
   options.masterListenFd = socket.release();
+  options.timeout = kOwnStore;
   const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
-  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  return StoreClient::of(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), kOwnStore);
 }
 
 std::string random_token() {
@@ -330,7 +343,7 @@ class Ranks {
       if (fds[0].revents != 0) goes_on = read_report();
       if (::read(signals_fd, &signal, sizeof(signal)) == sizeof(signal))
         interrupt(static_cast<int>(signal.ssi_signo), signal.ssi_code);
-      if (kill_at_ && Clock::now() >= *kill_at_) kill_rest();
+      if (kill_at_ && RunClock::now() >= *kill_at_) kill_rest();
     }
     int status = 0;
     ::waitpid(std::exchange(keeper_, 0), &status, __WALL);
@@ -387,14 +400,14 @@ class Ranks {
 
   void end_rest(int signal, std::chrono::milliseconds grace) {
     send(signal);
-    if (!kill_at_) kill_at_ = Clock::now() + grace;
+    if (!kill_at_) kill_at_ = RunClock::now() + grace;
   }
 
   void kill_rest() {
     for (size_t rank = 0; rank < pids_.size(); ++rank)
       if (pids_[rank] > 0) say(c10::str("rank ", rank, " (pid ", pids_[rank], ") did not end; killing it"));
     send(SIGKILL);
-    kill_at_ = Clock::time_point::max();
+    kill_at_ = RunClock::time_point::max();
   }
 
   const std::chrono::milliseconds grace_;
@@ -403,7 +416,7 @@ class Ranks {
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
   std::optional<int> code_;  // of the first failure
-  std::optional<Clock::time_point> kill_at_;
+  std::optional<RunClock::time_point> kill_at_;
   bool interrupted_ = false;
 };
 
@@ -423,6 +436,7 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
       {.cache_memory = false, .terminate_handler = false, .permit_tracing = false, .share_cores = false});
   require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);
   ListeningSocket socket;
+  require_loopback(socket.port());
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // a real name for ps
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);

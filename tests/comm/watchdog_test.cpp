@@ -193,7 +193,7 @@ TEST(Watchdog, WaitsForNoStoreThatHasStopped) {
     std::this_thread::sleep_for(1500ms);  // its thread calls the store now
     EXPECT_EQ(rank.watch.explanation(), "");
     EXPECT_EQ(rank.watch.who_waits(), "");
-    EXPECT_EQ(rank.watch.store_failure(), "the store, in rank 0's process, does not answer");
+    EXPECT_EQ(rank.watch.store_failure(), "the store, in rank 0's process or the launcher's, does not answer");
     rank.watch.publish_failure("timed out");
   }
   EXPECT_LT(Clock::now() - began, 8s);

@@ -9,12 +9,11 @@
 
 #include "core/comm/gloo/gloo_collectives.h"
 #include "core/comm/gloo/gloo_connections.h"
+#include "core/comm/store_client.h"
 #include "core/runtime/call_with_timeout.h"
 
 namespace tessera::internal {
 namespace {
-
-constexpr char kNoAnswer[] = "the store, in rank 0's process, does not answer";
 
 // The wait for other ranks that connect.
 class MeetingWait : public InterruptibleWait {
@@ -49,7 +48,7 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
   } catch (const std::exception&) {
     throw could_not_join(text_of(std::current_exception()));
   }
-  throw could_not_join(kNoAnswer);
+  throw could_not_join(StoreClient::kNoAnswer);
 }
 
 }  // namespace
@@ -129,7 +128,7 @@ auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, 
   if (meeting->is_interrupted()) fail(op, {-1, false, ""});
   if (meeting->has_timed_out()) fail(op, {-1, false, "timed out"});
   // Tells the other ranks, which wait for this one, unless the store does not answer.
-  if (!error.ends_with(kNoAnswer)) abort_this(error);
+  if (error.find(StoreClient::kNoAnswer) == std::string::npos) abort_this(error);
   throw CommError(error);
 }
 
@@ -155,15 +154,15 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp().is_connected()) return;
   transports_.tcp().connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
-    std::string cause = kNoAnswer;
+    std::string cause = StoreClient::kNoAnswer;
     try {
       auto connected =
           call_with_timeout(timeout() + kAnswerGrace, [meeting, rank = rank(), size = size(), options = options_] {
             return connect_by_tcp(meeting, rank, size, options, /*connections=*/1);
           });
       if (connected) return std::move(*connected);
-    } catch (const std::exception& error) {
-      cause = error.what();
+    } catch (const std::exception&) {
+      cause = text_of(std::current_exception());
     }
     throw CommError(c10::str(op.description(), " failed on rank ", rank(), " of ", size(), ": ", cause));
   }));
@@ -211,6 +210,7 @@ void GlooCommunicator::fail(const GlooOperation& op, const MessageFailure& failu
 
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options) {
+  store = StoreClient::of(std::move(store), options.timeout);
   GlooTransports transports;
   if (size > 1) transports = connect_in_time(store, rank, size, options);
   return make_group<GlooCommunicator>(std::move(transports), std::move(store), rank, size, std::move(options));

@@ -25,11 +25,13 @@
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
 #include "core/comm/nccl/nccl_queue.h"
+#include "core/comm/store_client.h"
 #include "core/comm/store_mailbox.h"
 #include "core/comm/watchdog/heartbeat.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/guarded_by.h"
+#include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
 namespace {
@@ -320,7 +322,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
     const bool waits = look.oldest && !look.ends;
-    const bool is_late = waits && steady_clock::now() - look.oldest->began > timeout();
+    const bool is_late = waits && RunClock::now() - look.oldest->began > timeout();
     const bool is_new = waits && waits_for != look.ended_count;
     const auto unanswered = watch_.unanswered();
     silent_looks = waits && unanswered > Heartbeat::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
@@ -367,6 +369,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackend
   if (!device.is_cuda() || !device.has_index())
     throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend was given device ", device,
                                          ", expected a CUDA device with an index"));
+  store = StoreClient::of(std::move(store), options.timeout);
   c10::intrusive_ptr<c10d::Backend> group;
   try {
     auto made = call_with_timeout(options.timeout + kAnswerGrace, [=] {

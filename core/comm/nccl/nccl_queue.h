@@ -12,6 +12,7 @@
 #include <string>
 
 #include "core/runtime/guarded_by.h"
+#include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
 
@@ -20,7 +21,7 @@ namespace tessera::internal {
 class NcclQueue {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunClock;
   struct Operation {
     Work work;
     std::string description;

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/comm/store_client.h"
 #include "core/comm/watchdog/stall_search.h"
 #include "core/comm/watchdog/watchdog_loop.h"
 #include "core/runtime/call_with_timeout.h"
@@ -121,7 +122,7 @@ bool Watchdog::is_first_to_tell() noexcept {
 template <class Ask>
 auto Watchdog::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   if (!store_failure().empty()) return std::nullopt;
-  std::string failure = "the store, in rank 0's process, does not answer";
+  std::string failure = StoreClient::kNoAnswer;
   try {
     if (auto answer = call_with_timeout(kPatience, std::move(ask))) return answer;
   } catch (const std::exception& error) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/comm/store_client.h"
 #include "core/runtime/call_with_timeout.h"
 
 namespace tessera::internal {
@@ -23,6 +24,7 @@ WaitRegistry::Place with_registry(WaitRegistry::Place place, const c10::intrusiv
 
 std::string lost_store_text(const std::exception& error) {
   const std::string reason = error.what();
+  if (reason.starts_with(StoreClient::kNoAnswer)) return reason.substr(0, reason.find('\n'));
   return "the store cannot be reached any more, so the process of rank 0 has probably ended (" +
          reason.substr(0, reason.find('\n')) + ")";
 }

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/comm/group_process.h"
+
+namespace tessera::internal {
+
+class StoreThread;
+
+// A store whose calls all end. A call of c10d's TCPStore waits for ever, and blocks all other calls of its process, if
+// the process that serves the store is stopped or the link to it is cut. This class makes the calls on a thread of its
+// own. It throws c10::Error, with kNoAnswer, when the store has not answered for the patience. The thread is then left
+// behind, and a call that it has not begun is never made. When the store answers again, so does this class.
+//
+// wait() and get() poll, so that they do not block other calls. Thread-safe. All that the library does with a store
+// from outside goes through this class: a group wraps the store that it is given.
+class StoreClient : public c10d::Store {
+ public:
+  static constexpr char kNoAnswer[] = "the store, in rank 0's process or the launcher's, does not answer";
+
+  // Returns `store` itself if it needs no thread: a HashStore, which is in this process, or one that goes through a
+  // client already.
+  static c10::intrusive_ptr<c10d::Store> of(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
+
+  // Limits the patience from now on, also of calls in progress, of the client behind a store, if there is one.
+  static void limit_patience(c10d::Store& store, std::chrono::milliseconds patience);
+
+  // `patience` is also the timeout of wait() and get().
+  StoreClient(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
+  ~StoreClient() override;
+  StoreClient(const StoreClient&) = delete;
+  StoreClient& operator=(const StoreClient&) = delete;
+
+  c10::intrusive_ptr<c10d::Store> clone() override;
+  using Store::set;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override;
+  using Store::compareSet;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> get(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  void append(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) override;
+  bool hasExtendedApi() const override;
+  std::vector<std::string> listKeys() override;
+
+ private:
+  template <class Act>
+  auto call(Act act) const;
+
+  const GroupProcess process_;
+  std::atomic<std::chrono::milliseconds> patience_;
+  const std::shared_ptr<StoreThread> calls_;
+  std::thread thread_;
+};
+
+}  // namespace tessera::internal
