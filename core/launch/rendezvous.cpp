@@ -1,6 +1,7 @@
 #include "core/launch/rendezvous.h"
 
 #include <c10/util/StringUtil.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -12,7 +13,6 @@
 #include <vector>
 
 #include <tessera/errors.h>
-#include "core/comm/fingerprint.h"
 #include "core/comm/group_process.h"
 #include "core/comm/store_client.h"
 #include "core/launch/clock_exchange.h"
@@ -39,7 +39,7 @@ constexpr milliseconds kLongestPoll{200};
 constexpr char kComplete[] = "complete";
 constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
-constexpr char kToken[] = "token";  // a fingerprint of it
+constexpr char kToken[] = "token";  // its hash
 constexpr char kEnded[] = "ended";  // a rank that ended before all had joined
 constexpr char kSilent[] = "whoever listens there does not answer: it is no store, or its process has stopped";
 constexpr size_t kMostRanksNamed = 8;
@@ -63,8 +63,11 @@ StorePtr store_of_run(const StorePtr& store, const std::string& job, int restart
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job, "/", restart_count), store);
 }
 
+// Keys are not secret: every client of the store can list them.
+std::string hash_of_token(const std::string& token) { return c10::sha1("tessera " + token).str(); }
+
 StorePtr store_of_token(const StorePtr& store, const std::string& token) {
-  return c10::make_intrusive<c10d::PrefixStore>(token, store);
+  return c10::make_intrusive<c10d::PrefixStore>(hash_of_token(token), store);
 }
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
@@ -192,7 +195,7 @@ class Joining {
   // c10d's store accepts any client. All keys of the group begin with its token, and this check refuses a process with
   // another token, of another job or none.
   void check_token(const StorePtr& store) {
-    const std::string own = std::to_string(Fingerprint().add(environment_.token).value());
+    const std::string own = hash_of_token(environment_.token);
     if (environment_.rank == 0) return store->set(kToken, own);
     for (auto delay = kShortestPoll; !store->check({kToken}); delay = std::min(delay * 2, kLongestPoll)) {
       if (is_late()) fail("rank 0 did not come");
