@@ -8,6 +8,9 @@
 //   hang     never ends              stubborn  never ends, and ignores SIGTERM and SIGINT
 //   reaped   as exit; in the starting process a thread reaps every child, or, if RANK is 1, the system does
 //   stop     stops (SIGSTOP) while large messages are in flight; cut: kills itself then
+//   save     stops 5 ms after an asynchronous save has begun ("saves"): in the folder TESSERA_TEST_FOLDER
+//   saving   none ends: saves without end
+//   pause    none ends before all have seen that they were stopped and continued ("runs"); rank RANK is the last
 //   split    stops while groups are made one after the other
 //   connect  kills itself while the others connect for their first all-reduce by gloo's algorithm
 //   fork     has a child (fork) that uses its group, aborts it and destroys it; then all continue
@@ -32,6 +35,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <future>
 #include <mutex>
 #include <stdexcept>
@@ -39,7 +43,9 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <tessera/checkpoint.h>
 #include <tessera/errors.h>
+#include <tessera/fsdp.h>
 #include <tessera/launch.h>
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/gloo/reduction_pipeline.h"
@@ -128,6 +134,40 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
   comm->abort("the child's business");
   comm.reset();
   std::_Exit(0);
+}
+
+// Saves until an operation fails. The exception ends the last save.
+int save_for_ever(const std::shared_ptr<tessera::Communicator>& comm, bool stops) try {
+  tessera::FullyShardedDataParallel fsdp(torch::nn::Linear(256, 256), comm);
+  for (int i = 0;; ++i) {
+    const auto folder = std::filesystem::path(std::getenv("TESSERA_TEST_FOLDER")) / std::to_string(i % 2);
+    const tessera::PendingSave pending = tessera::save_checkpoint_async(folder, fsdp);
+    if (stops) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      say("stops");
+      ::raise(SIGSTOP);
+    }
+    for (int step = 0; step < 20; ++step) sum_of_ranks(*comm);
+    if (i == 1) say("saves");
+  }
+} catch (const tessera::CommError& error) {
+  say(std::string("save ended: ") + error.what());
+  return 22;
+}
+
+// The others wait for the slow rank most of the time, also while they are stopped.
+int run_until_continued(tessera::Communicator& comm, bool is_slow) {
+  say("runs");
+  auto before = std::chrono::steady_clock::now();
+  for (int after = 0; after < 20;) {
+    if (is_slow) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const auto now = std::chrono::steady_clock::now();
+    auto was_stopped = torch::full({1}, now - before > std::chrono::seconds(3) ? 1 : 0, torch::kInt64);
+    before = now;
+    comm.all_reduce(was_stopped, tessera::ReduceOp::kMax, "who was stopped").wait();
+    if (after > 0 || was_stopped.item<int64_t>() != 0) ++after;
+  }
+  return 0;
 }
 
 // Waits as for a kernel of NCCL.
@@ -220,6 +260,9 @@ int main(int argc, char** argv) {
     if (!chosen) std::this_thread::sleep_for(std::chrono::seconds(3));
     return 0;
   }
+  if (arguments.mode == "save" || arguments.mode == "saving")
+    return save_for_ever(comm, arguments.mode == "save" && chosen);
+  if (arguments.mode == "pause") return run_until_continued(*comm, chosen);
   if (arguments.mode == "beats") wait_by_beats(*comm, chosen);
   if (arguments.mode == "fork") {
     if (chosen) use_in_a_child(comm);

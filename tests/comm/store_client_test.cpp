@@ -177,9 +177,9 @@ void with_silent_store(int world, const std::function<void(std::shared_ptr<Commu
 TEST(StoreClient, AGroupWhoseStoreIsSilentEnds) {
   with_silent_store(2, [](std::shared_ptr<Communicator>& comm) {
     const StoreMailbox notes(*comm, "topic");
-    for (const auto& act : std::vector<std::function<void()>>{
-             [&] { notes.leave("name", "text"); }, [&] { notes.find("name"); }, [&] { notes.add("number", 1); },
-             [&] { notes.remove("name"); }})
+    for (const auto& act :
+         std::vector<std::function<void()>>{[&] { notes.leave("name", "text"); }, [&] { notes.find("name"); },
+                                            [&] { notes.add("number", 1); }, [&] { notes.remove("name"); }})
       EXPECT_NE(error_of(act).find("does not answer"), std::string::npos);
     EXPECT_NE(error_of([&] { comm->split(0); }), "");
     comm.reset();
@@ -230,9 +230,9 @@ TEST(StoreClient, EveryStoreOfTheLibraryGoesThroughOne) {
     }
   EXPECT_EQ(making, (std::set<std::string>{"core/launch/launch.cpp",  // a HashStore
                                            "core/launch/rendezvous.cpp", "core/launch/spawn_local.cpp"}));
-  EXPECT_EQ(wrapping, (std::set<std::string>{"core/comm/gloo/gloo_communicator.cpp",
-                                             "core/comm/nccl/nccl_communicator.cpp", "core/launch/rendezvous.cpp",
-                                             "core/launch/spawn_local.cpp"}));
+  EXPECT_EQ(wrapping,
+            (std::set<std::string>{"core/comm/gloo/gloo_communicator.cpp", "core/comm/nccl/nccl_communicator.cpp",
+                                   "core/launch/rendezvous.cpp", "core/launch/spawn_local.cpp"}));
 }
 
 }  // namespace
