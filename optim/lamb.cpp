@@ -24,11 +24,17 @@ void check_options(const torch::optim::OptimizerOptions& options) {
   if (own->amsgrad()) throw std::invalid_argument("Lamb: amsgrad is true, expected false: LAMB has no such form");
 }
 
+void require_steppable(const at::Tensor& parameter) {
+  if (parameter.grad().defined() && parameter.grad().layout() != at::kStrided)
+    throw std::invalid_argument("Lamb: a parameter of shape " + c10::str(parameter.sizes()) + " has a sparse gradient");
+  if (parameter.requires_grad() && !at::isFloatingType(parameter.scalar_type()))
+    throw std::invalid_argument(c10::str("Lamb: a parameter of shape ", parameter.sizes(), " is ",
+                                         parameter.scalar_type(), ", expected a floating-point type"));
+}
+
 // exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * parameter
 at::Tensor direction(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const AdamWOptions& options) {
   const at::Tensor& gradient = parameter.grad();
-  if (gradient.layout() != at::kStrided)
-    throw std::invalid_argument("Lamb: a parameter of shape " + c10::str(parameter.sizes()) + " has a sparse gradient");
   auto& state =
       adam_state<AdamWParamState>(optimizer, parameter, [](const at::Tensor& p) { return at::zeros_like(p); });
   state.step(state.step() + 1);
@@ -76,6 +82,8 @@ at::Tensor Lamb::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   if (checked_groups_ != param_groups().size()) check();
+  for (const auto& group : param_groups())
+    for (const at::Tensor& parameter : group.params()) require_steppable(parameter);
   // One row for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
   // parameters have no norm and may be integers.
   std::vector<at::Tensor> parameters, directions;

@@ -102,7 +102,7 @@ std::vector<std::string> quantize_linears(torch::nn::Module& module, const Quant
     throw std::invalid_argument("quantize_linears: no Linear layer in the model, or none that `which` names");
   if (options.freeze_others)
     for (at::Tensor& parameter : module.parameters())
-      if (at::isFloatingType(parameter.scalar_type())) parameter.set_requires_grad(false);
+      if (parameter.requires_grad()) parameter.set_requires_grad(false);
   std::vector<std::string> names;
   for (const LinearWeight& weight : chosen) {
     *weight.used =

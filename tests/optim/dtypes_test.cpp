@@ -178,5 +178,48 @@ TEST(Dtypes, AdafactorStepsDoubleParameters) {
   EXPECT_TRUE(torch::equal(weight.grad(), gradient)) << weight.grad();
 }
 
+// ---- complex numbers ----------------------------------------------------------------------------
+
+TEST(Complex, OptimizersRefuseThemByNameWithNothingChanged) {
+  for (const Case& tried : cases()) {
+    auto real = torch::ones({2, 3}).set_requires_grad(true);
+    auto complex = torch::ones({2, 3}, at::kComplexFloat).set_requires_grad(true);
+    for (at::Tensor* parameter : {&real, &complex}) parameter->mutable_grad() = torch::ones_like(*parameter);
+    const auto optimizer =
+        tried.make(std::string(tried.name) == "Lbfgs" ? std::vector{complex} : std::vector{real, complex});
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer->step([] { return torch::ones({}); }); }),
+                    "of shape [2, 3] is ComplexFloat, expected a floating-point type");
+    EXPECT_TRUE(torch::equal(real, torch::ones({2, 3}))) << tried.name;
+  }
+  expect_contains(error_of<std::invalid_argument>([] { orthogonalized(torch::ones({2, 3}, at::kComplexFloat)); }),
+                  "ComplexFloat, expected a floating-point matrix");
+}
+
+struct MixedImpl : torch::nn::Module {
+  MixedImpl() {
+    register_module("linear", linear);
+    phase = register_parameter("phase", torch::ones({3}, at::kComplexDouble));
+  }
+  at::Tensor forward(at::Tensor x) { return linear(x).sum() + at::real(phase * phase.conj()).sum(); }
+  torch::nn::Linear linear{torch::nn::LinearOptions(3, 3).bias(false)};
+  at::Tensor phase;
+};
+TORCH_MODULE(Mixed);
+
+TEST(Complex, QuantizedModelsFreezeThem) {
+  Mixed net;
+  quantize_linears(*net, {.lora = {.rank = 2}});
+  EXPECT_FALSE(net->phase.requires_grad());
+}
+
+TEST(Complex, SyncBatchNormRefusesThem) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(3));
+    convert_sync_batch_norm(*net, *comm);
+    expect_contains(error_of<std::invalid_argument>([&] { net->forward(torch::ones({4, 3}, at::kComplexFloat)); }),
+                    "the input is ComplexFloat, expected a floating-point type");
+  });
+}
+
 }  // namespace
 }  // namespace tessera::dtypes_test

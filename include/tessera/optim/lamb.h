@@ -32,7 +32,8 @@ class Lamb : public torch::optim::Optimizer {
   // Adds a group; throws as construction does, with nothing changed. Is collective if constructed with a wrapper.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // Throws CommError. Throws std::invalid_argument for sparse gradients and for groups that construction would refuse.
+  // Throws CommError. Throws std::invalid_argument, with nothing changed, for sparse gradients, for complex parameters,
+  // and for groups that construction would refuse.
   at::Tensor step(LossClosure closure = nullptr) override;
   // For torch::save: writes this rank's state in AdamW's format.
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -39,7 +39,8 @@ struct StateDictOptions {
 };
 
 // The dtype of each phase of a step; empty: the parameters' own. Optimizers, checkpoints and state dictionaries always
-// have the parameters' own dtype (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers).
+// have the parameters' own dtype (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers). Complex and integer tensors
+// always keep their dtype.
 struct MixedPrecision {
   // All-gathers and computation of floating-point parameters. kBFloat16 and kHalf halve the bytes sent and the memory
   // of unsharded fp32 parameters: shards are cast before they are sent.
