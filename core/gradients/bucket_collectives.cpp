@@ -27,24 +27,24 @@ at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   return reduction.wire.view(*codec.sum_dtype());
 }
 
-// The result's memory, or other memory if that is in use.
-at::Tensor room_for(const PendingReduction& reduction, const GradientBucket& plan, bool is_busy) {
-  if (reduction.memory == BucketContent::Memory::kResult) return reduction.content.parts[0].values;
-  return plan.result->room(plan.dtype, is_busy);
+// Memory for the result: the content's own, if that was allocated for it.
+at::Tensor room_for(const PendingReduction& reduction, const GradientBucket& plan) {
+  const BucketContent::Part& first = reduction.content.parts[0];
+  return first.memory == BucketContent::Memory::kResult ? first.values : plan.result->room(plan.dtype);
 }
 
 }  // namespace
 
-void BucketCollectives::start(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) {
+void BucketCollectives::start(PendingReduction& reduction, const GradientBucket& plan) {
   switch (plan.layout.cut()) {
     case FlatLayout::Cut::kWhole:
       reduction.pending = all_reduce(reduction, plan);
       break;
     case FlatLayout::Cut::kByOwner:
-      reduction.pending = reduce_to_owner(reduction, plan, is_busy);
+      reduction.pending = reduce_to_owner(reduction, plan);
       break;
     case FlatLayout::Cut::kEvenly:
-      reduction.pending = reduce_scatter(reduction, plan, is_busy);
+      reduction.pending = reduce_scatter(reduction, plan);
       break;
   }
 }
@@ -56,25 +56,25 @@ Pending BucketCollectives::all_reduce(PendingReduction& reduction, const Gradien
   return mesh_.shard->all_reduce(wire, op(), plan.name);
 }
 
-Pending BucketCollectives::reduce_to_owner(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) {
-  if (plan.route.reduces_apart) return reduce_apart(reduction, plan, is_busy);
+Pending BucketCollectives::reduce_to_owner(PendingReduction& reduction, const GradientBucket& plan) {
+  if (plan.route.reduces_apart) return reduce_apart(reduction, plan);
   if (plan.owner == mesh_.shard->rank()) reduction.reduced = reduction.content.parts[0].values;
   if (!plan.route.codec->sum_dtype()) return exchange_encoded(reduction, plan);
   return mesh_.shard->reduce(encoded(reduction, *plan.route.codec), plan.owner, op(), plan.name);
 }
 
 // A reduce-scatter of which the owner gets all.
-Pending BucketCollectives::reduce_apart(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) const {
+Pending BucketCollectives::reduce_apart(PendingReduction& reduction, const GradientBucket& plan) const {
   const at::Tensor& full = reduction.content.parts[0].values;
   std::vector<int64_t> counts(mesh_.shard->size(), 0);
   counts[plan.owner] = travelling(full).numel();
   at::Tensor received = full.narrow(0, 0, 0);
-  if (plan.owner == mesh_.shard->rank()) received = reduction.reduced = room_for(reduction, plan, is_busy);
+  if (plan.owner == mesh_.shard->rank()) received = reduction.reduced = room_for(reduction, plan);
   return mesh_.shard->reduce_scatter(travelling(received), travelling(full), op(), std::move(counts), plan.name);
 }
 
-Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) {
-  reduction.reduced = room_for(reduction, plan, is_busy);
+Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const GradientBucket& plan) {
+  reduction.reduced = room_for(reduction, plan);
   if (options_.to_host != nullptr)
     reduction.staging = options_.staging->take(reduction.reduced.numel(), reduction.reduced.scalar_type());
   if (!plan.route.codec->sum_dtype()) return exchange_encoded(reduction, plan);

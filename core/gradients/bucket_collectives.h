@@ -18,11 +18,10 @@ namespace tessera::internal {
 struct PendingReduction {
   size_t bucket;
   BucketContent content;
-  BucketContent::Memory memory;  // of the content's first part
-  at::Tensor wire{};             // the encoded bytes that this rank sends
-  at::Tensor received{};         // encoded parts of all ranks
-  at::Tensor reduced{};          // this rank's part; undefined if it gets none
-  at::Tensor staging{};          // on the device, of a result for the host
+  at::Tensor wire{};      // the encoded bytes that this rank sends
+  at::Tensor received{};  // encoded parts of all ranks
+  at::Tensor reduced{};   // this rank's part; undefined if it gets none
+  at::Tensor staging{};   // on the device, of a result for the host
   Pending pending{};
   Copy copy{};
   // The memory on the device that the collectives write to.
@@ -41,8 +40,8 @@ class BucketCollectives {
   void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
   const std::optional<double>& divisor() const { return divisor_; }
 
-  // Starts to reduce over the ranks of a copy. `is_busy`: another reduction of the bucket may use the result's memory.
-  void start(PendingReduction& reduction, const GradientBucket& plan, bool is_busy);
+  // Starts to reduce over the ranks of a copy.
+  void start(PendingReduction& reduction, const GradientBucket& plan);
   // After the collective: leaves the average, or the sum if there is a divisor, and frees all other memory.
   void decode(PendingReduction& reduction, const GradientBucket& plan) const;
   // Starts to average the result over the copies of the model.
@@ -50,9 +49,9 @@ class BucketCollectives {
 
  private:
   Pending all_reduce(PendingReduction& reduction, const GradientBucket& plan) const;
-  Pending reduce_to_owner(PendingReduction& reduction, const GradientBucket& plan, bool is_busy);
-  Pending reduce_apart(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) const;
-  Pending reduce_scatter(PendingReduction& reduction, const GradientBucket& plan, bool is_busy);
+  Pending reduce_to_owner(PendingReduction& reduction, const GradientBucket& plan);
+  Pending reduce_apart(PendingReduction& reduction, const GradientBucket& plan) const;
+  Pending reduce_scatter(PendingReduction& reduction, const GradientBucket& plan);
   Pending exchange_encoded(PendingReduction& reduction, const GradientBucket& plan);
   void add_encoded(PendingReduction& reduction, const WireCodec& codec) const;
   ReduceOp op() const { return divisor_ ? ReduceOp::kSum : ReduceOp::kAverage; }

@@ -16,10 +16,9 @@ namespace tessera::internal {
 // The gradients of one bucket in a pass. Its owner allocates the memory.
 struct BucketContent {
   enum class Memory : uint8_t {
-    kBucket,    // BucketMemory's
-    kResult,    // the result buffer's own
+    kBucket,    // BucketMemory's, or an adopted gradient's
+    kResult,    // allocated for the result
     kBorrowed,  // a gradient of autograd, which must not be written
-    kAdopted,   // a gradient that becomes the result
   };
   // A piece of the bucket.
   struct Part {

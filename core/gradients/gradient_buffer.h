@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 
 #include <cstdint>
 #include <functional>
@@ -11,12 +12,12 @@
 
 namespace tessera::internal {
 
-// Memory for the gradients of several leaf tensors, which are views of it. A reduced value becomes `.grad` if there is
-// none, and is added to one that is there. A gradient that the user still holds is never overwritten.
+// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if there is none, and is added to
+// one that is there.
 //
 // A leaf is a tensor that an optimizer is given: a shard (FSDP), or a whole parameter (DDP, and its owner under SDP).
-// The buffer is allocated for the first gradient. The next step reuses it if zero_grad() has dropped its views. Used by
-// one thread at a time, under no autograd.
+// The gradients of one pass are views of one allocation, which only they own: zero_grad() frees it, and the allocator
+// (the MemoryCache on a CPU) reuses it for the next pass. Used by one thread at a time, under no autograd.
 class GradientBuffer {
  public:
   struct Member {
@@ -28,42 +29,33 @@ class GradientBuffer {
   };
   // Allocates a tensor [numel].
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
-  // If `as_views` is false, gradients are separate tensors, and the buffer holds values only until accept().
+  // If `as_views` is false, gradients of several leaves are separate tensors.
   GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory, bool as_views = true);
 
   int64_t numel() const { return numel_; }
   at::ScalarType dtype() const { return dtype_; }
 
-  // Whether no leaf has a gradient, so that values in room() become gradients without a copy.
+  // Whether no leaf has a gradient, so that values become gradients without a copy.
   bool is_free() const;
-  // Returns memory for the next values, [numel()] of `dtype`: the buffer itself if it is_free(), has that dtype and is
-  // not `busy` (the memory of an earlier room() is still in use); other memory if not.
-  at::Tensor room(at::ScalarType dtype, bool busy);
-  at::Tensor room(bool busy = false) { return room(dtype_, busy); }
+  // Allocates memory for values, [numel()] of `dtype`.
+  at::Tensor room(at::ScalarType dtype) const { return memory_(numel_, dtype); }
 
-  // Makes `values`, in the memory of room(), the gradients of the leaves in `used`, or adds them to those.
+  // Makes `values`, [numel()], the gradients of the leaves in `used`, or adds them to those. If the buffer is_free(),
+  // the gradients share the memory of `values`, to which the caller must hold the only reference.
   void accept(const at::Tensor& values, const std::vector<bool>& used);
-
-  // Makes `values` the gradient of the only leaf, without a copy, or adds them to it. The caller must hold the only
-  // reference.
-  void adopt(const at::Tensor& values);
 
   // All leaves, or those in `used`.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 
-  // Bytes of the buffer, and of gradients that are not views of it.
+  // Bytes of the shared allocation, and of gradients that are not views of it.
   int64_t bytes() const;
-  // Bytes of the buffer that no gradient uses.
-  int64_t idle_bytes() const;
-  // The buffer if every leaf's gradient is a view of it; undefined if not.
+  // The shared allocation if every leaf's gradient is its view in it; undefined if not.
   at::Tensor whole_gradient() const;
-  // Frees the buffer if no gradient is defined.
-  void drop_if_unused();
 
  private:
-  bool is_ours_alone() const;
-  bool is_in_buffer(size_t member) const {  // whether its gradient is a view of the buffer
-    return member < views_.size() && members_[member].leaf.grad().is_same(views_[member]);
+  bool is_shared(const at::Tensor& grad) const {  // whether it is a view of the shared allocation
+    return grad.defined() && grad.has_storage() &&
+           grad.storage().unsafeGetStorageImpl() == shared_._unsafe_get_target();
   }
   at::Tensor as_gradient(const at::Tensor& values, size_t member) const;
   at::Tensor part_of(const at::Tensor& values, size_t member) const {
@@ -75,8 +67,7 @@ class GradientBuffer {
   const at::ScalarType dtype_;
   const Memory memory_;
   const bool as_views_;
-  at::Tensor grad_;
-  std::vector<at::Tensor> views_;  // of the buffer, by member
+  c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // of the last gradients
 };
 
 }  // namespace tessera::internal

@@ -29,12 +29,10 @@ bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Te
 }  // namespace
 
 GradientCollector::GradientCollector(const std::vector<PlannedParameter>& parameters,
-                                     const std::vector<GradientBucket>& buckets, BucketMemory& memory, IsBusy is_busy,
-                                     Options options)
+                                     const std::vector<GradientBucket>& buckets, BucketMemory& memory, Options options)
     : parameters_(parameters),
       buckets_(buckets),
       memory_(memory),
-      is_busy_(std::move(is_busy)),
       options_(options),
       places_(parameters.size()),
       used_(parameters.size(), false) {}
@@ -119,10 +117,10 @@ void GradientCollector::make_room(BucketContent& content, size_t bucket, size_t 
   const int64_t numel = plan.route.pieces[piece].range.numel();
   const bool fills_result = plan.route.pieces.size() == 1 && plan.result != nullptr && options_.may_fill_result &&
                             plan.result->numel() == numel && plan.result->dtype() == plan.dtype &&
-                            plan.result->is_free() && !is_busy_(bucket);
+                            plan.result->is_free();
   BucketContent::Part& part = content.parts[piece];
   part.memory = fills_result ? BucketContent::Memory::kResult : BucketContent::Memory::kBucket;
-  part.values = fills_result ? plan.result->room() : memory_.take(numel, plan.dtype);
+  part.values = fills_result ? plan.result->room(plan.dtype) : memory_.take(numel, plan.dtype);
   content.uses.begin(part.values.device());
 }
 
@@ -164,13 +162,13 @@ BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
   return content;
 }
 
-// The reduction may write to an adopted gradient.
+// Makes a borrowed gradient the bucket's own: the reduction writes to it, and it becomes the result.
 void GradientCollector::adopt(BucketContent& content, size_t bucket) {
   BucketContent::Part& part = content.parts[0];
   if (part.memory != BucketContent::Memory::kBorrowed) return;
   content.require_as_borrowed(buckets_[bucket], parameters_, options_.rank);
   memory_.count_borrowed(-static_cast<int64_t>(part.values.nbytes()));
-  part.memory = BucketContent::Memory::kAdopted;
+  part.memory = BucketContent::Memory::kBucket;
 }
 
 void GradientCollector::keep_for_next_pass() {

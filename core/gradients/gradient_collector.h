@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <vector>
 
 #include "core/gradients/backward_consistency_check.h"
@@ -17,15 +16,13 @@ namespace tessera::internal {
 // the contents. Used by one thread at a time, under no autograd.
 class GradientCollector {
  public:
-  // Whether a reduction of the bucket is in flight.
-  using IsBusy = std::function<bool(size_t bucket)>;
   struct Options {
     int rank = 0;                 // for errors
     bool may_fill_result = true;  // gradients may be placed in the result's memory
   };
   // The lists and the memory must outlive the collector.
   GradientCollector(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
-                    BucketMemory& memory, IsBusy is_busy, Options options);
+                    BucketMemory& memory, Options options);
 
   // Must be called when the list of buckets was replaced. Forgets all gradients.
   void rebuild();
@@ -81,7 +78,6 @@ class GradientCollector {
   const std::vector<PlannedParameter>& parameters_;
   const std::vector<GradientBucket>& buckets_;
   BucketMemory& memory_;
-  const IsBusy is_busy_;
   const Options options_;
   std::vector<Place> places_;  // by parameter
   std::vector<Slot> slots_;    // by bucket

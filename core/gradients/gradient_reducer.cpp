@@ -14,8 +14,7 @@ GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters
       log_(log),
       options_(options),
       memory_(mesh.world->device()),
-      collector_(parameters, buckets_, memory_, [this](size_t bucket) { return queue_.is_busy(bucket); },
-                 {mesh.world->rank(), /*may_fill_result=*/options.to_host == nullptr}),
+      collector_(parameters, buckets_, memory_, {mesh.world->rank(), /*may_fill_result=*/options.to_host == nullptr}),
       queue_(parameters, buckets_, mesh, log, memory_, options_),
       consistency_check_(parameters, buckets_, mesh, log, {options.refuse_uneven_use, options.is_static}),
       used_(parameters.size(), false) {}

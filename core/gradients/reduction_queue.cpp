@@ -30,12 +30,6 @@ std::vector<bool> ReductionQueue::reduced() const {
   return reduced;
 }
 
-bool ReductionQueue::is_busy(size_t bucket) const {
-  return std::ranges::any_of(stages_, [&](const auto& stage) {
-    return std::ranges::any_of(stage, [&](const PendingReduction& other) { return other.bucket == bucket; });
-  });
-}
-
 // ---- start --------------------------------------------------------------------------------------
 
 void ReductionQueue::reduce(size_t bucket, BucketContent content) {
@@ -43,9 +37,8 @@ void ReductionQueue::reduce(size_t bucket, BucketContent content) {
   if (next() == bucket) order_.pop_front();
   states_[bucket] = BucketState::kReduced;
   log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, plan.layout.full_numel(), divisor());
-  const BucketContent::Memory memory = content.parts[0].memory;
-  PendingReduction reduction{bucket, std::move(content), memory};
-  collectives_.start(reduction, plan, is_busy(bucket));
+  PendingReduction reduction{bucket, std::move(content)};
+  collectives_.start(reduction, plan);
   push(kReducing, std::move(reduction), most_in_flight(plan));
 }
 
@@ -135,9 +128,7 @@ void ReductionQueue::accept_waiting(const std::vector<bool>& used) {
 
 void ReductionQueue::accept(const PendingReduction& reduction, const std::vector<bool>& used) const {
   GradientBuffer& result = *buckets_[reduction.bucket].result;
-  reduction.memory == BucketContent::Memory::kAdopted ? result.adopt(reduction.reduced)
-                                                      : result.accept(reduction.reduced, used);
-  result.drop_if_unused();
+  result.accept(reduction.reduced, used);
   if (!observer_) return;
   if (const std::vector<at::Tensor> leaves = result.leaves(used); !leaves.empty()) observer_(leaves);
 }

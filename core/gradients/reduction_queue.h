@@ -74,8 +74,6 @@ class ReductionQueue {
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
   // Accepts the waiting results. `used`: by parameter, whether any rank has a gradient.
   void accept_waiting(const std::vector<bool>& used);
-  // Whether a reduction of the bucket is not yet accepted.
-  bool is_busy(size_t bucket) const;
 
  private:
   enum Stage : size_t { kReducing, kAcrossCopies, kToHost, kWaiting, kStages };

@@ -22,7 +22,10 @@ void take_earlier_gradients(FlatParameter& flat) {
       full = at::zeros({flat.layout().full_numel()}, at::TensorOptions().dtype(flat.dtype()).device(grad.device()));
     flat.view_in(full, i).copy_(grad.is_sparse() ? grad.to_dense() : grad);
   }
-  if (full.defined()) flat.gradient().accept(flat.own_part_of(full).to(flat.shard().device()), has);
+  if (!full.defined()) return;
+  const at::Tensor own = flat.gradient().room(flat.dtype());
+  own.copy_(flat.own_part_of(full));
+  flat.gradient().accept(own, has);
 }
 
 }  // namespace tessera::internal

@@ -367,8 +367,6 @@ void ReplicatedGradients::require_averages() const {
 void ReplicatedGradients::report(MemoryReport& report) const {
   std::lock_guard lock(mutex_);
   reducer_.report(report);
-  for (const GradientBucket& bucket : reducer_.buckets())
-    if (bucket.result != nullptr) report.grad_bytes += bucket.result->idle_bytes();
 }
 
 void ReplicatedGradients::reset_peak() {

@@ -23,14 +23,14 @@ class GradientBuffers : public testing::Test {
             at::kFloat,
             [this](int64_t numel, at::ScalarType dtype) {
               ++allocations;
-              return torch::full({numel}, -1, dtype);
+              const at::Tensor room = torch::full({numel}, -1, dtype);
+              memory = room.storage().getWeakStorageImpl();
+              return room;
             },
             as_views};
   }
   static void reduce(GradientBuffer& buffer, double value, const std::vector<bool>& used = {true, true}) {
-    const at::Tensor values = buffer.room();
-    values.fill_(value);
-    buffer.accept(values, used);
+    buffer.accept(buffer.room(at::kFloat).fill_(value), used);
   }
   void zero_grad() const {
     first.mutable_grad().reset();
@@ -39,6 +39,7 @@ class GradientBuffers : public testing::Test {
 
   at::Tensor first = leaf_of(3), second = leaf_of(2);
   int allocations = 0;
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory{c10::intrusive_ptr<c10::StorageImpl>()};  // of the last room
 };
 
 TEST_F(GradientBuffers, MakeGradientsViewsOfOneAllocation) {
@@ -48,22 +49,22 @@ TEST_F(GradientBuffers, MakeGradientsViewsOfOneAllocation) {
   reduce(buffer, 5);
   EXPECT_EQ(allocations, 1);
   EXPECT_EQ(buffer.bytes(), 32);
-  EXPECT_EQ(buffer.idle_bytes(), 0);
   EXPECT_FALSE(buffer.is_free());
   EXPECT_EQ(first.grad().data_ptr<float>() + 4, second.grad().data_ptr<float>());
   EXPECT_TRUE(torch::equal(second.grad(), torch::full({2}, 5.0)));
   EXPECT_EQ(buffer.whole_gradient().numel(), 8);
 }
 
-TEST_F(GradientBuffers, AreWrittenAgainAfterZeroGrad) {
+TEST_F(GradientBuffers, KeepNoMemoryAfterZeroGrad) {
   GradientBuffer buffer = buffer_of();
   reduce(buffer, 5);
-  const float* memory = first.grad().data_ptr<float>();
-  zero_grad();
-  EXPECT_EQ(buffer.idle_bytes(), 20);
+  first.mutable_grad().reset();
+  EXPECT_EQ(buffer.bytes(), 32);
+  second.mutable_grad().reset();
+  EXPECT_EQ(buffer.bytes(), 0);
+  EXPECT_TRUE(memory.expired());
   reduce(buffer, 6);
-  EXPECT_EQ(allocations, 1);
-  EXPECT_EQ(first.grad().data_ptr<float>(), memory);
+  EXPECT_TRUE(torch::equal(second.grad(), torch::full({2}, 6.0)));
 }
 
 TEST_F(GradientBuffers, NeverOverwriteAGradientThatTheUserKept) {
@@ -103,17 +104,14 @@ TEST_F(GradientBuffers, LeaveUnusedLeavesAlone) {
 
 TEST_F(GradientBuffers, ConvertValuesOfAnotherDtype) {
   GradientBuffer buffer = buffer_of();
-  const at::Tensor values = buffer.room(at::kBFloat16, /*busy=*/false);
-  EXPECT_EQ(values.scalar_type(), at::kBFloat16);
-  buffer.accept(values.fill_(3), {true, true});
+  buffer.accept(buffer.room(at::kBFloat16).fill_(3), {true, true});
   EXPECT_EQ(first.grad().scalar_type(), at::kFloat);
   EXPECT_TRUE(torch::equal(first.grad(), torch::full({3}, 3.0)));
 }
 
-TEST_F(GradientBuffers, GiveOtherMemoryWhileTheirsIsBusy) {
+TEST_F(GradientBuffers, AddValuesThatWereAllocatedBeforeTheFirstArrived) {
   GradientBuffer buffer = buffer_of();
-  const at::Tensor values = buffer.room(), more = buffer.room(/*busy=*/true);
-  EXPECT_FALSE(values.is_alias_of(more));
+  const at::Tensor values = buffer.room(at::kFloat), more = buffer.room(at::kFloat);
   buffer.accept(values.fill_(1), {true, true});
   buffer.accept(more.fill_(2), {true, true});
   EXPECT_TRUE(torch::equal(first.grad(), torch::full({3}, 3.0)));
@@ -127,27 +125,16 @@ TEST_F(GradientBuffers, WithoutViewsHoldValuesOnlyOnTheirWay) {
   EXPECT_FALSE(buffer.whole_gradient().defined());
 }
 
-TEST_F(GradientBuffers, AreFreedWhenNoGradientIsDefined) {
-  GradientBuffer buffer = buffer_of();
-  reduce(buffer, 5);
-  first.mutable_grad().reset();
-  buffer.drop_if_unused();
-  EXPECT_EQ(buffer.bytes(), 32);
-  second.mutable_grad().reset();
-  buffer.drop_if_unused();
-  EXPECT_EQ(buffer.bytes(), 0);
-}
-
-TEST(GradientBufferOfOneLeaf, AdoptsMemoryWithoutACopy) {
-  const at::Tensor leaf = leaf_of(3);
-  GradientBuffer buffer({member(leaf, 0)}, 3, at::kFloat,
-                        [](int64_t numel, at::ScalarType dtype) { return torch::empty({numel}, dtype); });
-  const at::Tensor values = torch::full({3}, 4.0);
-  buffer.adopt(values);
-  EXPECT_EQ(leaf.grad().data_ptr(), values.data_ptr());
-  buffer.adopt(torch::ones({3}));
-  EXPECT_TRUE(torch::equal(leaf.grad(), torch::full({3}, 5.0)));
-  EXPECT_EQ(buffer.bytes(), 12);
+TEST(GradientBufferOfOneLeaf, TakesMemoryWithoutACopyEvenWithoutViews) {
+  for (const bool as_views : {true, false}) {
+    const at::Tensor leaf = leaf_of(3), values = torch::full({3}, 4.0);
+    GradientBuffer buffer({member(leaf, 0)}, 3, at::kFloat, nullptr, as_views);
+    buffer.accept(values, {true});
+    EXPECT_EQ(leaf.grad().data_ptr(), values.data_ptr());
+    buffer.accept(torch::ones({3}), {true});
+    EXPECT_TRUE(torch::equal(leaf.grad(), torch::full({3}, 5.0)));
+    EXPECT_EQ(buffer.bytes(), 12);
+  }
 }
 
 }  // namespace

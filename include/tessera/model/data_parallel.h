@@ -15,7 +15,7 @@ namespace tessera {
 // Bytes of tensors that a wrapper holds on this rank. FlatLayout predicts each number.
 struct MemoryReport {
   int64_t shard_bytes = 0;           // this rank's part of the parameters
-  int64_t grad_bytes = 0;            // its part of the gradients, with memory that is kept for the next step
+  int64_t grad_bytes = 0;            // its part of the gradients
   int64_t gathered_bytes = 0;        // full parameters of the units gathered or being gathered now
   int64_t peak_gathered_bytes = 0;   // the peak of gathered_bytes
   int64_t secondary_bytes = 0;       // parts of gathered parameters kept for backward (hybrid sharding), now
