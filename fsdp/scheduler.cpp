@@ -37,7 +37,13 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), unsharded_(model_) {}
+    : model_(module, std::move(comm), options, this),
+      gradients_(model_,
+                 [this](const auto& change) {
+                   std::lock_guard lock(mutex_);
+                   change();
+                 }),
+      unsharded_(model_) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -86,19 +92,35 @@ void Scheduler::inspect_all() {
 }
 
 at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
-  std::lock_guard lock(mutex_);
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + gradients_.binding().label(parameter) +
                            ": gradients of sharded parameters cannot be differentiated again");
   NoGradNoInferenceGuard quiet;
-  enter();
-  if (gradients_.add(parameter, gradient)) {
-    Unit& unit = gradients_.unit_of(parameter);
-    if (reduces()) unit.secondary().drop();  // the step that follows changes the shards
-    unsharded_.reshard(unit);
+  if (is_paged(gradient)) return take(parameter, gradient.clone());  // a custom backward returned a parameter
+  {
+    std::lock_guard lock(mutex_);
+    enter();
+    if (gradients_.add(parameter, gradient)) {
+      Unit& unit = gradients_.unit_of(parameter);
+      if (reduces()) unit.secondary().drop();  // the step that follows changes the shards
+      unsharded_.reshard(unit);
+    }
+    if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(): buckets may reuse its memory
   }
-  if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(): buckets may reuse its memory
-  return {};                                              // the module's own parameter gets no gradient
+  tell_observer();
+  return {};  // the module's own parameter gets no gradient
+}
+
+void Scheduler::tell_observer() {
+  GradientReducer::Observer observer;
+  std::vector<std::vector<at::Tensor>> buckets;
+  {
+    std::lock_guard lock(mutex_);
+    if (to_observe_.empty()) return;
+    buckets.swap(to_observe_);
+    observer = observer_;
+  }
+  for (const auto& leaves : buckets) observer(leaves);
 }
 
 ScopeExit Scheduler::pre_forward() {
@@ -129,6 +151,7 @@ void Scheduler::post_forward() {
 void Scheduler::begin() {
   unsharded_.pre_backward();
   for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/false);
+  to_observe_.clear();
   gradients_.begin();
 }
 
@@ -168,14 +191,14 @@ void Scheduler::refuse_use(std::string reason) {
 void Scheduler::observe_gradients(GradientReducer::Observer observer, std::function<void()> failed) {
   std::lock_guard lock(mutex_);
   require_outside_backward("on_gradients");
-  GradientReducer& reducer = gradients_.reducer();
-  if (observer && reducer.has_observer())
-    throw std::logic_error("on_gradients: somebody is told about gradients already");
+  if (observer && observer_) throw std::logic_error("on_gradients: somebody is told about gradients already");
   if (observer && model_.options().check_finite)
     throw std::invalid_argument(
         "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
         "steps have been taken already");
-  reducer.set_observer(std::move(observer));
+  gradients_.reducer().set_observer(!observer ? GradientReducer::Observer()
+                                              : [this](const auto& leaves) { to_observe_.push_back(leaves); });
+  observer_ = std::move(observer);
   observer_of_failures_ = std::move(failed);
 }
 
@@ -207,7 +230,7 @@ void Scheduler::summon(const SummonOptions& options) {
     for (Unit* unit : chosen) unit->summon(summon_, options.writeback ? Changes::kWrittenBack : Changes::kLost);
     world.throw_if_aborted("summon_full_params");
   } catch (...) {
-    dismiss(/*writeback=*/false);
+    dismiss_units(/*writeback=*/false);
     throw;
   }
 }
@@ -215,6 +238,10 @@ void Scheduler::summon(const SummonOptions& options) {
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
+  dismiss_units(writeback);
+}
+
+void Scheduler::dismiss_units(bool writeback) {
   for (auto& unit : model_.units())
     if (unit->is_summoned()) unit->dismiss(writeback);
   summon_ = Summon::kNone;
@@ -249,8 +276,8 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
+// Without the mutex: writes come from the optimizer's threads, and from within a phase.
 void Scheduler::before_write(int index) {
-  std::lock_guard lock(mutex_);
   const auto& units = model_.units();
   if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
 }
@@ -268,12 +295,14 @@ GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error
 }
 
 void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions& options) {
-  std::lock_guard lock(mutex_);
-  require_outside_backward("full_state_dict");
-  require_use("full_state_dict");
   NoGradNoInferenceGuard quiet;
-  begin_look();
-  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
+  {
+    std::lock_guard lock(mutex_);
+    require_outside_backward("full_state_dict");
+    require_use("full_state_dict");
+    begin_look();
+    for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
+  }
   internal::visit_full_state(model_, visit, options);
 }
 

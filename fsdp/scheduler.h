@@ -60,6 +60,7 @@ class Scheduler : public Pager, public BackwardPass {
   void end() override;
   void fail() override { gradients_.fail(); }
   void abandon() override;
+  void after_end() override { tell_observer(); }
   void after_failure() override;
 
  private:
@@ -69,11 +70,15 @@ class Scheduler : public Pager, public BackwardPass {
   void begin_look();
   void inspect(Unit& unit);
   void inspect_all();
+  void tell_observer();
+  void dismiss_units(bool writeback);
   void require_use(const std::string& use) const;
 
   ShardedModel model_;
   ShardedGradients gradients_;
   UnshardedUnits unsharded_;
+  GradientReducer::Observer observer_;               // called without the mutex
+  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves whose gradients have become final
   std::function<void()> observer_of_failures_;
   std::string refusal_;  // the reason for refusing uses outside backward; empty: none are refused
   bool first_backward_ = true;

@@ -3,7 +3,6 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -30,9 +29,9 @@ bool has_hooks(const at::Tensor& leaf) {
 
 }  // namespace
 
-ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex)
+ShardedGradients::ShardedGradients(ShardedModel& model, Exclusively exclusively)
     : model_(model),
-      mutex_(mutex),
+      exclusively_(std::move(exclusively)),
       binding_(model.module(), model.parameters(), "FullyShardedDataParallel", model.mesh().world->rank()),
       reducer_(binding_.parameters(), model.mesh(), model.log(), reducer_options(model)),
       between_passes_(model),
@@ -71,10 +70,7 @@ void ShardedGradients::make_buckets() {
 
 void ShardedGradients::make_placeholders() {
   auto locked = [this](auto call) {
-    return [this, call](size_t parameter) {
-      std::lock_guard lock(mutex_);
-      call(parameter, states_[parameter].shard.mutable_grad());
-    };
+    return [this, call](size_t parameter) { exclusively_([&] { call(parameter); }); };
   };
   module_placeholders_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
       [this](size_t parameter) {
@@ -82,20 +78,14 @@ void ShardedGradients::make_placeholders() {
                " is in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and clip with "
                "fsdp.clip_grad_norm_()";
       },
-      locked([this](size_t parameter, at::Tensor&) {  // module->zero_grad()
+      locked([this](size_t parameter) {  // module->zero_grad()
         clear(parameter);
         states_[parameter].in_module = GradState::kEmpty;
       }),
-      locked([](size_t, at::Tensor& grad) {
-        if (grad.defined()) grad.zero_();
-      })});
-  shard_placeholders_ = std::make_shared<GradPlaceholder>(
-      GradPlaceholder::Events{[this](size_t parameter) { return reason(parameter); },
-                              locked([this](size_t parameter, at::Tensor&) { forget(parameter); }),
-                              locked([this](size_t parameter, at::Tensor& grad) {
-                                clear(parameter);
-                                grad = at::zeros_like(states_[parameter].shard.detach());
-                              })});
+      locked([this](size_t parameter) { zero(parameter); })});
+  shard_placeholders_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
+      [this](size_t parameter) { return reason(parameter); }, locked([this](size_t parameter) { forget(parameter); }),
+      locked([this](size_t parameter) { zero(parameter); })});
 }
 
 // A placeholder that outlives this object must not call it.
@@ -148,6 +138,16 @@ void ShardedGradients::clear(size_t parameter) {
   forget(parameter);
   shard_placeholders_->take_out(parameter, states_[parameter].shard);
   states_[parameter].shard.mutable_grad().reset();
+}
+
+void ShardedGradients::zero(size_t parameter) {
+  at::Tensor& grad = states_[parameter].shard.mutable_grad();
+  if (!shard_placeholders_->is_in(parameter, states_[parameter].shard)) {
+    if (grad.defined()) grad.zero_();
+    return;
+  }
+  clear(parameter);  // zero_() on the placeholder would call back
+  grad = at::zeros_like(states_[parameter].shard.detach());
 }
 
 // ---- forward --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -26,8 +27,10 @@ namespace tessera::internal {
 // A placeholder throws if an operator uses it. Used by one thread at a time, under no autograd; called by Scheduler.
 class ShardedGradients {
  public:
-  // `model` must outlive it. Placeholders report zero_grad() under `mutex`.
-  ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex);
+  // Runs a change while no other thread uses this object: zero_grad(), which placeholders report.
+  using Exclusively = std::function<void(const std::function<void()>& change)>;
+  // `model` must outlive it.
+  ShardedGradients(ShardedModel& model, Exclusively exclusively);
   ~ShardedGradients();
   ShardedGradients(const ShardedGradients&) = delete;
   ShardedGradients& operator=(const ShardedGradients&) = delete;
@@ -82,11 +85,12 @@ class ShardedGradients {
   void follow_freezing(size_t parameter);
   void forget(size_t parameter);
   void clear(size_t parameter);
+  void zero(size_t parameter);
   void make_buckets();
   void make_placeholders();
 
   ShardedModel& model_;
-  std::recursive_mutex& mutex_;
+  const Exclusively exclusively_;
   Binding binding_;
   GradientReducer reducer_;
   BackwardProgress progress_;

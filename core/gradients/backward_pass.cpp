@@ -66,7 +66,7 @@ struct BackwardPass::Token {
     }
   }
   const std::weak_ptr<BackwardPass> pass;
-  bool is_over = false;
+  bool is_over = true;  // until the engine owns it, and when it has called back
 };
 
 BackwardPass::BackwardPass() = default;
@@ -75,10 +75,11 @@ void BackwardPass::enter() {
   if (is_running()) return;
   auto token = std::make_shared<Token>(weak_from_this());
   token_ = token;
-  torch::autograd::Engine::get_default_engine().queue_callback([token = std::move(token)] {
+  torch::autograd::Engine::get_default_engine().queue_callback([token] {
     token->is_over = true;
     if (const auto pass = token->pass.lock()) pass->ended();
   });
+  token->is_over = false;
   NoGradNoInferenceGuard quiet;
   recover();
   begin();
@@ -94,15 +95,19 @@ void BackwardPass::ended() {
 }
 
 void BackwardPass::finish_pass() {
-  std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
-  token_.reset();
   try {
-    end();
+    {
+      std::lock_guard lock(mutex_);
+      token_.reset();
+      end();
+    }
+    after_end();
   } catch (const CommError&) {
     throw;
   } catch (const std::exception&) {
     failed();
+    std::lock_guard lock(mutex_);
     recover();
     throw;
   }

@@ -31,8 +31,8 @@ auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
 // not block. recover() does, and every policy calls it before it is collective.
 //
 // Must be owned by a shared pointer. On a device the engine calls back from its own threads, never while the user's
-// thread runs. The mutex orders these calls. It is recursive: callbacks to the user (hooks, visitors, observers) may
-// call back.
+// thread runs. The mutex orders these calls. It is not recursive: callbacks to the user (visitors, observers) and
+// operators on the user's tensors must run without it, since they may call back.
 class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
  public:
   virtual ~BackwardPass() = default;
@@ -51,8 +51,12 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void end() = 0;
   virtual void fail() = 0;     // called during the exception: must not be collective nor throw
   virtual void abandon() = 0;  // blocks until nothing of a failed pass is in flight
+  // After end(), without the mutex: an exception fails the pass.
+  virtual void after_end() {}
   // Called for every exception, before backward() throws, without the mutex. Must not throw.
   virtual void after_failure() {}
+
+  // All of begin(), end(), fail() and abandon() are called with the mutex; enter() and recover() must be, too.
 
   // Begins a pass unless one is running. Must be called in a backward, and first in the outermost one: the pass ends
   // with the one whose node calls it.
@@ -62,7 +66,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // Whether the last failed pass would have reduced: other ranks may have waited for it.
   bool failed_reducing() const { return failed_reducing_; }
 
-  mutable std::recursive_mutex mutex_;
+  mutable std::mutex mutex_;
 
  private:
   struct Token;

@@ -108,7 +108,7 @@ class CopyEngine {
   }
   Copy to_host(const at::Tensor& to, const at::Tensor& from) { return checked_start(CopyDirection::kToHost, to, from); }
 
-  // Blocks until no copy of this engine uses this host memory or other views of it.
+  // Blocks until no copy of this engine uses this host memory or other views of it. Thread-safe.
   void wait_for_host_memory(const at::Tensor& host) { in_use_->wait_for(host); }
 
   CopyTraffic traffic() const;

@@ -81,6 +81,10 @@ void ReplicatedGradients::install() {
 
 void ReplicatedGradients::refresh_trainable() {
   std::lock_guard lock(mutex_);
+  plan_trainable();
+}
+
+void ReplicatedGradients::plan_trainable() {
   if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
   bool changed = false;
   std::vector<size_t> order;  // backward reaches the last parameters first
@@ -218,7 +222,7 @@ void ReplicatedGradients::begin_forward() {
   flags_.is_forward_open = trains && reduces();
   if (options_.must_use_all && flags_.any_backward) require_all_used();
   flags_.any_backward = false;
-  refresh_trainable();
+  plan_trainable();
   if (mesh_.world->size() > 1) binding_.note_versions();
 }
 

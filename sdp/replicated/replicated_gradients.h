@@ -82,6 +82,7 @@ class ReplicatedGradients : public BackwardPass {
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
                       std::shared_ptr<Communicator> comm, std::string who, OwnerOf owner_of, ReplicatedOptions options);
   void install();
+  void plan_trainable();
   void plan(const std::vector<size_t>& order);
   bool is_lost(size_t parameter) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
