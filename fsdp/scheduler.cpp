@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
+#include "core/model/shard_norm.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "fsdp/checks/parameter_checks.h"
 

@@ -9,7 +9,6 @@
 
 #include "core/gradients/binding.h"
 #include "core/gradients/grad_placeholder.h"
-#include "core/gradients/grad_state.h"
 #include "core/gradients/gradient_reducer.h"
 #include "fsdp/backward_progress.h"
 #include "fsdp/between_passes.h"

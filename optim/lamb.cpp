@@ -7,7 +7,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 #include "optim/host/adam_update.h"
 
 namespace tessera {

@@ -14,7 +14,7 @@
 #include <typeinfo>
 #include <utility>
 
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 #include "core/runtime/task_queue.h"
 
 namespace tessera {

@@ -6,7 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 #include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera {

@@ -14,6 +14,16 @@
 
 namespace tessera::internal {
 
+// The content of a tensor's `.grad`, as its wrapper knows it.
+enum class GradState {
+  kEmpty,         // none: there was no backward, or zero_grad() cleared it
+  kPlaceholder,   // FSDP, in the module's own parameter: the gradient is in the shard
+  kAccumulating,  // this rank's own sum, made under no_sync(); a step must not use it
+  kFinal,         // the average over ranks
+  kLost,          // a failed backward lost it; a step must not run before zero_grad()
+  kUsers          // a tensor that the user has put there
+};
+
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
 // It has the shape, dtype and device of a gradient, but no data: any operator that gets it throws std::logic_error with

@@ -175,14 +175,14 @@ void MemoryCache::count_live(size_t bytes) {
 MemoryCache::Block MemoryCache::take_idle(std::map<Stamp, Block>::iterator idle) {
   const auto [stamp, block] = *idle;
   stats_.idle_bytes -= static_cast<int64_t>(block.bytes);
-  if (block.is_on_call) on_call_bytes_ -= static_cast<int64_t>(block.bytes);
+  if (block.is_on_call) pressure_.on_call_bytes -= static_cast<int64_t>(block.bytes);
   idle_by_bytes_.erase({block.bytes, stamp});
   idle_.erase(idle);
   return block;
 }
 
 bool MemoryCache::give(void* memory) {
-  Block block{memory, 0, is_tight_.load(std::memory_order_relaxed), rank_of_thread};
+  Block block{memory, 0, pressure_.is_tight.load(std::memory_order_relaxed), rank_of_thread};
   bool looks = false;
   {
     std::lock_guard lock(mutex_);
@@ -191,9 +191,9 @@ bool MemoryCache::give(void* memory) {
     block.bytes = live.mapped();
     stats_.live_bytes -= static_cast<int64_t>(block.bytes);
     if (!keeps_freed_) return unmap_freed(block);
-    given_bytes_ += block.bytes;
-    looks = limit_ && given_bytes_ >= kLookEveryBytes;
-    if (looks) given_bytes_ = 0;
+    pressure_.given_bytes += block.bytes;
+    looks = pressure_.limit && pressure_.given_bytes >= kLookEveryBytes;
+    if (looks) pressure_.given_bytes = 0;
     if (looks && !watch_) start_watch();
   }
   if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is idle
@@ -201,7 +201,7 @@ bool MemoryCache::give(void* memory) {
     std::lock_guard lock(mutex_);
     if (!keeps_freed_) return unmap_freed(block);  // since a moment ago
     stats_.idle_bytes += static_cast<int64_t>(block.bytes);
-    if (block.is_on_call) on_call_bytes_ += static_cast<int64_t>(block.bytes);
+    if (block.is_on_call) pressure_.on_call_bytes += static_cast<int64_t>(block.bytes);
     const Stamp stamp = --last_stamp_;
     idle_.emplace(stamp, block);
     idle_by_bytes_.emplace(block.bytes, stamp);
@@ -219,14 +219,15 @@ bool MemoryCache::unmap_freed(const Block& block) {
 // For some time, either all or none of the blocks that become idle are marked. Marking costs as much as writing a tenth
 // of a block, or all of it in small pages.
 int64_t MemoryCache::look_at_limit() {
-  const int64_t needed_bytes = limit_->needed_bytes();
+  const int64_t needed_bytes = pressure_.limit->needed_bytes();
   std::lock_guard lock(mutex_);
-  const bool is_tight = needed_bytes + on_call_bytes_ > limit_->limit_bytes / 2;  // as if none were marked
-  if (is_tight_.exchange(is_tight) == is_tight || !is_tight) return needed_bytes;
+  const bool is_tight =
+      needed_bytes + pressure_.on_call_bytes > pressure_.limit->limit_bytes / 2;  // as if none were marked
+  if (pressure_.is_tight.exchange(is_tight) == is_tight || !is_tight) return needed_bytes;
   for (auto& [stamp, block] : idle_) {
     if (std::exchange(block.is_on_call, true)) continue;
     ::madvise(block.memory, block.bytes, MADV_FREE);
-    on_call_bytes_ += static_cast<int64_t>(block.bytes);
+    pressure_.on_call_bytes += static_cast<int64_t>(block.bytes);
   }
   return needed_bytes;
 }
@@ -237,7 +238,7 @@ void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();
   watch_->cache = this;
-  const auto look = [watch = watch_, limit_bytes = limit_->limit_bytes] {
+  const auto look = [watch = watch_, limit_bytes = pressure_.limit->limit_bytes] {
     for (double seconds = 0;;) {
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
       std::lock_guard lock(watch->mutex);

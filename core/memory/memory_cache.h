@@ -41,7 +41,7 @@ class MemoryCache {
   using Stats = MemoryCacheStats;
 
   // `limit`: the control group's; nullopt: none.
-  explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : limit_(std::move(limit)) {}
+  explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : pressure_{std::move(limit)} {}
   ~MemoryCache();  // no block may be live
   MemoryCache(const MemoryCache&) = delete;
   MemoryCache& operator=(const MemoryCache&) = delete;
@@ -79,6 +79,13 @@ class MemoryCache {
     std::byte* next = nullptr;  // the next block
     size_t left_bytes = 0;
   };
+  // The state of the control group's limit.
+  struct Pressure {
+    const std::optional<MemoryLimit> limit;
+    size_t given_bytes = 0;     // freed since the last check of the limit
+    int64_t on_call_bytes = 0;  // idle bytes that are marked MADV_FREE
+    std::atomic<bool> is_tight = false;
+  };
   // Decreasing, so that of blocks of one size the last freed is first.
   using Stamp = int64_t;
 
@@ -107,10 +114,7 @@ class MemoryCache {
   std::set<std::pair<size_t, Stamp>> idle_by_bytes_;
   Stamp last_stamp_ = 0;
   SharedMapping shared_;
-  size_t given_bytes_ = 0;     // freed since the last check of the limit
-  int64_t on_call_bytes_ = 0;  // idle bytes that are marked MADV_FREE
-  const std::optional<MemoryLimit> limit_;
-  std::atomic<bool> is_tight_ = false;
+  Pressure pressure_;
   bool keeps_freed_ = true;
   std::shared_ptr<Watch> watch_;  // null: no thread
   Stats stats_;

@@ -16,7 +16,7 @@
 #include <stdexcept>
 
 #include "core/comm/reduce_scatter_pieces.h"
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 #include "core/runtime/lazy_values.h"
 #include "sdp/replicated/replicated_gradients.h"
 

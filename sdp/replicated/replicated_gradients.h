@@ -11,12 +11,11 @@
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
 #include "core/gradients/grad_placeholder.h"
-#include "core/gradients/grad_state.h"
 #include "core/gradients/gradient_buffer.h"
 #include "core/gradients/gradient_reducer.h"
-#include "core/gradients/step_check.h"
 #include "core/layout/bucket_plan.h"
 #include "core/model/replica_comparison.h"
+#include "core/model/step_check.h"
 
 namespace tessera::internal {
 

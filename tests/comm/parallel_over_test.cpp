@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <tessera/tessera.h>
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 
 namespace tessera::parallel_over_test {
 using namespace internal;

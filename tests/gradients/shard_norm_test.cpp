@@ -1,5 +1,5 @@
 // Clipping by the norm of tensors that are sharded over ranks.
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <set>
 
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 #include "core/runtime/parallel_over.h"
 #include "optim/state/optimizer_state.h"
 #include "tests/support/matrix.h"

@@ -1,4 +1,4 @@
-#include "core/gradients/shard_norm.h"
+#include "core/model/shard_norm.h"
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/_foreach_mul.h>

@@ -1,4 +1,4 @@
-#include "core/gradients/step_check.h"
+#include "core/model/step_check.h"
 
 #include <algorithm>
 #include <utility>
