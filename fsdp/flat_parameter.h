@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/gradient_buffer.h"
+#include "core/gradients/gradient_bucket.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
 #include "core/layout/int8_blocks.h"

@@ -1,16 +1,45 @@
 #pragma once
 
+#include <cstddef>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
-#include "fsdp/prefetch_order.h"
 #include "fsdp/sharded_model.h"
 #include "fsdp/unit.h"
 
 namespace tessera::internal {
+
+// Predicts the next units from the order of the last pass (a forward or a backward). A value: no ranks, no tensors.
+class PrefetchOrder {
+ public:
+  // Starts a pass. The units of the one before, if any, become expected().
+  void begin_pass();
+
+  // The prediction for the first pass; each later pass is expected to repeat the one before.
+  void expect(std::vector<int> order) { expected_ = std::move(order); }
+
+  // Records a use. The same unit twice in a row counts once. A pass that does not end (evaluations that call modules
+  // and not the wrapper) starts over after kLongestPass uses.
+  static constexpr size_t kLongestPass = size_t{1} << 16;
+  void used(int unit);
+
+  // The next `count` different units at this point of the last pass, nearest first. Empty if the last use is not in
+  // expected().
+  std::vector<int> upcoming(int count) const;
+
+  // The uses of this pass, in order.
+  const std::vector<int>& seen() const { return current_; }
+  const std::vector<int>& expected() const { return expected_; }
+
+ private:
+  std::vector<int> expected_;
+  std::vector<int> current_;
+  size_t next_ = 0;      // the index in expected_ of the next use
+  bool on_path_ = true;  // the last use is in expected_
+};
 
 // Decides which units are unsharded: prefetches FsdpOptions::prefetch units ahead, keeps FsdpOptions::keep_recent, and
 // evicts the least recently used. Only UnshardedUnits unshards and reshards units, except for summoned ones. Used by

@@ -11,6 +11,7 @@
 #include "core/comm/reduce_scatter_pieces.h"
 
 namespace tessera::internal {
+
 namespace {
 
 // Collectives take complex numbers as pairs.

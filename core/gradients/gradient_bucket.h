@@ -1,19 +1,80 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "core/gradients/gradient_buffer.h"
 #include "core/layout/bucket_pieces.h"
 #include "core/layout/flat_layout.h"
+#include "core/layout/geometry.h"
 #include "core/layout/int8_blocks.h"
 #include "core/layout/mesh.h"
 
 namespace tessera::internal {
+
+// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if there is none, and is added to
+// one that is there.
+//
+// A leaf is a tensor that an optimizer is given: a shard (FSDP), or a whole parameter (DDP, and its owner under SDP).
+// The gradients of one pass are views of one allocation, which only they own: zero_grad() frees it, and the allocator
+// (the MemoryCache on a CPU) reuses it for the next pass. Used by one thread at a time, under no autograd.
+class GradientBuffer {
+ public:
+  struct Member {
+    at::Tensor leaf;
+    ParameterGeometry geometry;  // of its gradient
+    int64_t offset = 0;          // in the buffer, in elements
+    // Not empty if other ranks hold the rest of the gradient: its label for as_part_of_gradient().
+    std::string part_label = {};
+  };
+  // Allocates a tensor [numel].
+  using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
+  // If `as_views` is false, gradients of several leaves are separate tensors.
+  GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory, bool as_views = true);
+
+  int64_t numel() const { return numel_; }
+  at::ScalarType dtype() const { return dtype_; }
+
+  // Whether no leaf has a gradient, so that values become gradients without a copy.
+  bool is_free() const;
+  // Allocates memory for values, [numel()] of `dtype`.
+  at::Tensor room(at::ScalarType dtype) const { return memory_(numel_, dtype); }
+
+  // Makes `values`, [numel()], the gradients of the leaves in `used`, or adds them to those. If the buffer is_free(),
+  // the gradients share the memory of `values`, to which the caller must hold the only reference.
+  void accept(const at::Tensor& values, const std::vector<bool>& used);
+
+  // All leaves, or those in `used`.
+  std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
+
+  // Bytes of the shared allocation, and of gradients that are not views of it.
+  int64_t bytes() const;
+  // The shared allocation if every leaf's gradient is its view in it; undefined if not.
+  at::Tensor whole_gradient() const;
+
+ private:
+  bool is_shared(const at::Tensor& grad) const {  // whether it is a view of the shared allocation
+    return grad.defined() && grad.has_storage() &&
+           grad.storage().unsafeGetStorageImpl() == shared_._unsafe_get_target();
+  }
+  at::Tensor as_gradient(const at::Tensor& values, size_t member) const;
+  at::Tensor part_of(const at::Tensor& values, size_t member) const {
+    return view_in(values, members_[member].geometry, members_[member].offset);
+  }
+
+  const std::vector<Member> members_;
+  const int64_t numel_;
+  const at::ScalarType dtype_;
+  const Memory memory_;
+  const bool as_views_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // of the last gradients
+};
 
 // The way of a bucket's gradients to the other ranks.
 struct BucketRoute {

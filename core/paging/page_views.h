@@ -4,7 +4,7 @@
 #include <ATen/core/stack.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "core/paging/page.h"
+#include "core/paging/residency.h"
 
 namespace c10 {
 class OperatorHandle;

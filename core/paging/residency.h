@@ -2,12 +2,129 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "core/paging/page.h"
+#include "core/runtime/thread_scope.h"
 
 namespace tessera::internal {
+
+class Pager;
+class StandIn;
+
+// A storage that can be emptied and filled again, and the tensors that are views of it.
+//
+// While its unit is sharded, the storage object has 0 bytes, so that module members and saved tensors stay valid.
+// attach() fills it in place for all views. Each view carries an additional dispatch key, which views of views and
+// saved tensors inherit, but results of operators do not. A boxed fallback for that key runs above autograd, before
+// every operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
+class Page {
+ public:
+  // `pager` must outlive the page's detach_pager(). `id` identifies the page to the pager; `name` is for errors: "unit
+  // 'blocks.3'".
+  Page(Pager* pager, int id, std::string name, at::Device device);
+  ~Page();
+  Page(const Page&) = delete;
+  Page& operator=(const Page&) = delete;
+
+  int id() const { return id_; }
+  const std::string& name() const { return state_->name; }
+  Pager* pager() const { return state_->pager.load(); }
+  bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
+
+  // Returns a view of the storage, which may have no data now. Not part of autograd.
+  at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;
+
+  // Fills the storage with the buffer's memory. The page owns the buffer until detach().
+  void attach(at::Tensor buffer);
+  // Empties the storage, and returns the buffer.
+  at::Tensor detach();
+  bool is_attached() const { return buffer_.defined(); }
+  const at::Tensor& buffer() const { return buffer_; }
+
+  // Every later use of a view throws std::logic_error. Must be called before the pager is destroyed.
+  void detach_pager() { state_->pager = nullptr; }
+
+  // Whether operators may write to the views. If not, they throw std::logic_error.
+  void set_writable(bool writable) { state_->writable = writable; }
+  bool is_writable() const { return state_->writable; }
+  // `pager` is told of later writes before they happen, with an id of its own: Pager::before_write(). It must outlive
+  // the page's detach_pager().
+  void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
+
+  // The number of writes by operators, and by pointer as told by note_write().
+  uint32_t writes() const { return state_->writes.load(); }
+  void note_write() { ++state_->writes; }
+
+  // How autograd treats an operator: see current_grad_mode(). While the page's mode equals `mode`, uses of its views do
+  // not reach the pager, since the page is filled and was used last. Most operators take this path.
+  enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
+  // On a device, it holds only for operators on the current stream.
+  void set_current(GradMode mode);
+
+  // Operators on views of this page get arguments of dtype `from` converted to the views' dtype, and their results are
+  // converted back: a unit that is not cast among units that are.
+  void convert_activations(at::ScalarType from) { state_->activations = from; }
+
+  // Fills the storage for good, also for views that outlive the page. The pager is told of writes, but not of uses.
+  void attach_permanently(at::Tensor buffer);
+
+  // Uses are reported again after the next write to `source`, of which this page holds a copy. Version counters would
+  // miss writes through .data(), which torch's SGD uses.
+  void watch_writes(const Page& source) {
+    state_->source.state = source.state_;
+    accept_writes();
+  }
+  bool is_stale() const { return state_->is_stale(); }
+  void accept_writes() {
+    if (auto& source = state_->source; source.state) source.seen_writes = source.state->writes.load();
+  }
+
+  // The context of the storages, which may outlive the page.
+  struct State {
+    std::atomic<Pager*> pager;
+    Page* page = nullptr;
+    std::string name;
+    at::Device device = at::kCPU;
+    bool writable = false;
+    at::Tensor permanent;
+    bool is_always_there() const { return permanent.defined(); }
+    std::atomic<uint32_t> writes = 0;
+    std::optional<at::ScalarType> activations;
+    struct Current {
+      std::atomic<GradMode> mode = GradMode::kNone;
+      std::atomic<int64_t> stream = 0;
+    } current;
+    struct Listener {
+      Pager* pager = nullptr;
+      int id = 0;
+    } write_listener;
+    struct Substitute {
+      std::shared_ptr<StandIn> values;  // see stand_in_view(): the storage has no page
+      bool is_transposed = false;       // the tensor is the transpose of the values
+    } stand_in;
+    struct Source {
+      std::shared_ptr<State> state;
+      uint32_t seen_writes = 0;
+    } source;
+    bool is_stale() const {
+      return source.state && source.state->writes.load(std::memory_order_relaxed) != source.seen_writes;
+    }
+  };
+
+ private:
+  at::DataPtr pointer_to(void* data, at::Device device) const;
+  void set_data(void* data, size_t bytes);
+
+  const int id_;
+  std::shared_ptr<State> state_;
+  c10::Storage storage_;
+  at::Tensor buffer_;
+};
 
 // Fills pages. Called by the fallback, on the thread that runs the operator.
 class Pager {
@@ -22,6 +139,17 @@ class Pager {
   // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
   // told (Page::tell_of_writes): returns when nothing that is under way reads it any more.
   virtual void before_write(int /*id*/) {}
+};
+
+// While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
+// record it; backward recomputes it and then needs the gradients of its parameters.
+class RecomputesLater {
+ public:
+  static bool in_effect() { return in_effect_; }
+
+ private:
+  static inline thread_local bool in_effect_ = false;
+  const ThreadScope<bool> scope_{in_effect_, true};
 };
 
 // How autograd treats the current operator. It records a forward; in a checkpointed forward backward will record it; in

@@ -20,7 +20,7 @@
 #include <tuple>
 
 #include <tessera/detail/saved_inputs.h>
-#include "core/paging/recomputes_later.h"
+#include "core/paging/residency.h"
 
 namespace tessera {
 using namespace internal;

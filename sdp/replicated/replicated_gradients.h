@@ -11,7 +11,7 @@
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
 #include "core/gradients/grad_placeholder.h"
-#include "core/gradients/gradient_buffer.h"
+#include "core/gradients/gradient_bucket.h"
 #include "core/gradients/gradient_reducer.h"
 #include "core/layout/bucket_plan.h"
 #include "core/model/replica_comparison.h"

@@ -1,4 +1,4 @@
-#include "fsdp/prefetch_order.h"
+#include "fsdp/unsharded_units.h"
 
 #include <gtest/gtest.h>
 

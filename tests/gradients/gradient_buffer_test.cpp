@@ -1,5 +1,5 @@
 // When a reduced value becomes `.grad` where it is, and when it is added to one.
-#include "core/gradients/gradient_buffer.h"
+#include "core/gradients/gradient_bucket.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
