@@ -1,24 +1,14 @@
 #include "fsdp/scheduler.h"
 
-#include <algorithm>
 #include <exception>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "core/memory/memory_cache.h"
-#include "core/model/shard_norm.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {
-namespace {
-
-void require_outside_backward(const char* call) {
-  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
-}
-
-}  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                            const FsdpOptions& options) {
@@ -73,6 +63,21 @@ void Scheduler::use(const std::vector<Page*>& pages) {
     for (Unit* unit : needed) gradients_.expect(*unit);
   unsharded_.use(needed, mode, backward);
   for (const Page* page : pages) require_attached(*model_.units()[page->id()], *page, model_.rank_text());
+}
+
+bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
+  require_write(*model_.units()[page.id()], page, view, operation, model_.rank_text());
+  return false;
+}
+
+// Without the mutex: writes come from the optimizer's threads, and from within a phase.
+void Scheduler::before_write(int index) {
+  const auto& units = model_.units();
+  if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
+}
+
+void Scheduler::require_use(const std::string& use) const {
+  if (!refusal_.empty()) throw std::logic_error(use + " on rank " + model_.rank_text() + ": " + refusal_);
 }
 
 // Before a forward or a read of all values.
@@ -172,36 +177,6 @@ void Scheduler::abandon() {
   unsharded_.reshard_all();
 }
 
-// ---- scopes -------------------------------------------------------------------------------------
-
-void Scheduler::set_divisor(double divisor) {
-  std::lock_guard lock(mutex_);
-  gradients_.reducer().set_divisor(divisor);
-}
-
-void Scheduler::require_use(const std::string& use) const {
-  if (!refusal_.empty()) throw std::logic_error(use + " on rank " + model_.rank_text() + ": " + refusal_);
-}
-
-void Scheduler::refuse_use(std::string reason) {
-  std::lock_guard lock(mutex_);
-  refusal_ = std::move(reason);
-}
-
-void Scheduler::observe_gradients(GradientReducer::Observer observer, std::function<void()> failed) {
-  std::lock_guard lock(mutex_);
-  require_outside_backward("on_gradients");
-  if (observer && observer_) throw std::logic_error("on_gradients: somebody is told about gradients already");
-  if (observer && model_.options().check_finite)
-    throw std::invalid_argument(
-        "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
-        "steps have been taken already");
-  gradients_.reducer().set_observer(!observer ? GradientReducer::Observer()
-                                              : [this](const auto& leaves) { to_observe_.push_back(leaves); });
-  observer_ = std::move(observer);
-  observer_of_failures_ = std::move(failed);
-}
-
 void Scheduler::after_failure() {
   std::function<void()> observer;
   {
@@ -209,123 +184,6 @@ void Scheduler::after_failure() {
     observer = observer_of_failures_;
   }
   if (observer) observer();
-}
-
-void Scheduler::summon(const SummonOptions& options) {
-  std::lock_guard lock(mutex_);
-  require_outside_backward("summon_full_params");
-  require_use("summon_full_params");
-  if (summon_ != Summon::kNone) throw std::logic_error("summon_full_params inside another summon_full_params");
-  Communicator& world = *model_.mesh().world;
-  const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
-  NoGradNoInferenceGuard quiet;
-  recover();
-  inspect_all();
-  unsharded_.reshard_all();
-  summon_ = options.rank0_only && world.rank() != 0              ? Summon::kElsewhere
-            : options.offload_to_cpu && !world.device().is_cpu() ? Summon::kOnHost
-                                                                 : Summon::kOnDevice;
-  using Changes = SummonedParameters::Changes;
-  try {
-    for (Unit* unit : chosen) unit->summon(summon_, options.writeback ? Changes::kWrittenBack : Changes::kLost);
-    world.throw_if_aborted("summon_full_params");
-  } catch (...) {
-    dismiss_units(/*writeback=*/false);
-    throw;
-  }
-}
-
-void Scheduler::dismiss(bool writeback) {
-  std::lock_guard lock(mutex_);
-  NoGradNoInferenceGuard quiet;
-  dismiss_units(writeback);
-}
-
-void Scheduler::dismiss_units(bool writeback) {
-  for (auto& unit : model_.units())
-    if (unit->is_summoned()) unit->dismiss(writeback);
-  summon_ = Summon::kNone;
-  inspect_all();
-  unsharded_.reshard_all();
-}
-
-void Scheduler::show_in_shards() {
-  std::lock_guard lock(mutex_);
-  if (inside_backward() || is_running()) return;  // the running pass computes with the shards
-  NoGradNoInferenceGuard quiet;
-  begin_look();
-  for (auto& unit : model_.units()) unit->is_summoned() ? unit->write_back() : reattach(*unit, /*may_change=*/true);
-}
-
-const std::vector<NamedShard>& Scheduler::named_shards() {
-  std::lock_guard lock(mutex_);
-  if (inside_backward() || is_running()) return model_.named_shards();
-  NoGradNoInferenceGuard quiet;
-  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
-  gradients_.follow_freezing();
-  return model_.named_shards();
-}
-
-bool Scheduler::shows_exact_values() const {
-  return summon_ != Summon::kNone &&
-         std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_summoned(); });
-}
-
-bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
-  require_write(*model_.units()[page.id()], page, view, operation, model_.rank_text());
-  return false;
-}
-
-// Without the mutex: writes come from the optimizer's threads, and from within a phase.
-void Scheduler::before_write(int index) {
-  const auto& units = model_.units();
-  if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
-}
-
-// ---- requests of users --------------------------------------------------------------------------
-
-GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  require_outside_backward("clip_grad_norm_");
-  NoGradNoInferenceGuard quiet;
-  const std::vector<at::Tensor> whole = gradients_.ready();
-  std::vector<at::Tensor> scaled;  // without the padding of buffers, which must stay 0
-  for (const NamedShard& shard : model_.named_shards())
-    if (shard.tensor.grad().defined()) scaled.push_back(shard.tensor.grad());
-  return clip_shards_by_norm(whole, max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard, &scaled);
-}
-
-void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions& options) {
-  NoGradNoInferenceGuard quiet;
-  {
-    std::lock_guard lock(mutex_);
-    require_outside_backward("full_state_dict");
-    require_use("full_state_dict");
-    begin_look();
-    for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
-  }
-  internal::visit_full_state(model_, visit, options);
-}
-
-MemoryReport Scheduler::memory() const {
-  std::lock_guard lock(mutex_);
-  MemoryReport report = model_.memory();
-  gradients_.reducer().report(report);
-  report.device_bytes += report.bucket_bytes;
-  return report;
-}
-
-void Scheduler::reset_peak_memory() {
-  std::lock_guard lock(mutex_);
-  model_.reset_peak_memory();
-  gradients_.reducer().reset_peak();
-}
-
-std::string Scheduler::describe() const {
-  std::lock_guard lock(mutex_);
-  std::ostringstream text;
-  model_.describe(text);
-  unsharded_.describe(text);
-  return text.str();
 }
 
 }  // namespace tessera::internal

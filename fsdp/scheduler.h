@@ -11,7 +11,6 @@
 #include <tessera/model/grad_norm.h>
 #include "core/gradients/backward_pass.h"
 #include "core/paging/residency.h"
-#include "fsdp/full_state.h"
 #include "fsdp/sharded_gradients.h"
 #include "fsdp/sharded_model.h"
 #include "fsdp/unsharded_units.h"
@@ -50,7 +49,7 @@ class Scheduler : public Pager, public BackwardPass {
 
   const ShardedModel& model() const { return model_; }
   GradNorm clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
-  void visit_full_state(const VisitState& visit, const StateDictOptions& options);
+  void visit_full_state(const ShardedModel::VisitState& visit, const StateDictOptions& options);
   MemoryReport memory() const;
   void reset_peak_memory();
   std::string describe() const;

@@ -29,15 +29,14 @@ bool has_hooks(const at::Tensor& leaf) {
 
 }  // namespace
 
-ShardedGradients::ShardedGradients(ShardedModel& model, Exclusively exclusively)
+ShardedGradients::ShardedGradients(ShardedModel& model, const Exclusively& exclusively)
     : model_(model),
-      exclusively_(std::move(exclusively)),
       binding_(model.module(), model.parameters(), "FullyShardedDataParallel", model.mesh().world->rank()),
       reducer_(binding_.parameters(), model.mesh(), model.log(), reducer_options(model)),
       between_passes_(model),
       shown_versions_(model.units().size()) {
   make_buckets();
-  make_placeholders();
+  make_placeholders(exclusively);
   place_in_modules();
 }
 
@@ -68,9 +67,9 @@ void ShardedGradients::make_buckets() {
 
 // ---- the content of .grad -------------------------------------------------------------------------
 
-void ShardedGradients::make_placeholders() {
-  auto locked = [this](auto call) {
-    return [this, call](size_t parameter) { exclusively_([&] { call(parameter); }); };
+void ShardedGradients::make_placeholders(const Exclusively& exclusively) {
+  auto locked = [this, exclusively](auto call) {
+    return [this, exclusively, call](size_t parameter) { exclusively([&] { call(parameter); }); };
   };
   module_placeholders_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
       [this](size_t parameter) {

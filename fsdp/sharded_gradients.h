@@ -29,7 +29,7 @@ class ShardedGradients {
   // Runs a change while no other thread uses this object: zero_grad(), which placeholders report.
   using Exclusively = std::function<void(const std::function<void()>& change)>;
   // `model` must outlive it.
-  ShardedGradients(ShardedModel& model, Exclusively exclusively);
+  ShardedGradients(ShardedModel& model, const Exclusively& exclusively);
   ~ShardedGradients();
   ShardedGradients(const ShardedGradients&) = delete;
   ShardedGradients& operator=(const ShardedGradients&) = delete;
@@ -86,10 +86,9 @@ class ShardedGradients {
   void clear(size_t parameter);
   void zero(size_t parameter);
   void make_buckets();
-  void make_placeholders();
+  void make_placeholders(const Exclusively& exclusively);
 
   ShardedModel& model_;
-  const Exclusively exclusively_;
   Binding binding_;
   GradientReducer reducer_;
   BackwardProgress progress_;

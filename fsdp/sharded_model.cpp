@@ -1,7 +1,6 @@
 #include "fsdp/sharded_model.h"
 
 #include <algorithm>
-#include <map>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -130,61 +129,6 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   });
 }
 
-void ShardedModel::name_shards() {
-  std::map<std::string, std::pair<NamedShard, InLayout>> by_name;
-  for (auto& unit : units_) {
-    for (auto& paged : unit->flat_parameters()) {
-      FlatParameter& flat = paged->flat;
-      for (size_t i = 0; i < flat.parameters().size(); ++i) {
-        const PlannedParameter& parameter = flat.parameters()[i];
-        const auto index = static_cast<int64_t>(i);
-        by_name[parameter.fqn] = {
-            {parameter.fqn, parameter.aliases, flat.geometry(i).sizes, flat.geometry(i).strides,
-             flat.layout().owned(index, mesh_.shard->rank()), flat.parameter_shards()[i], mesh_.copy(), mesh_.copies()},
-            {&flat.layout(), index}};
-      }
-    }
-  }
-  for (const auto& parameter : module_->named_parameters()) {
-    const auto found = by_name.find(parameter.key());
-    if (found == by_name.end()) continue;  // an alias, or a parameter of an ignored module
-    named_shards_.push_back(found->second.first);
-    in_layouts_.push_back(found->second.second);
-  }
-}
-
-// The ranks of a copy are consecutive: see make_mesh().
-std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
-  const int ranks = mesh_.shard->size();
-  std::vector<ModelShards::HeldPart> held;
-  for (const auto& [layout, parameter] : in_layouts_)
-    held.push_back({layout->owned(parameter, rank % ranks), rank / ranks});
-  return held;
-}
-
-// ---- reports ------------------------------------------------------------------------------------
-
-MemoryReport ShardedModel::memory() const {
-  MemoryReport report;
-  for (const auto& unit : units_) {
-    report.largest_unit_bytes = std::max(report.largest_unit_bytes, unit->full_bytes());
-    for (const auto& paged : unit->flat_parameters()) {
-      report.shard_bytes += paged->flat.shard_bytes();
-      report.grad_bytes += paged->flat.gradient().bytes();
-      report.unsharded_bytes += paged->flat.unsharded_bytes();
-    }
-  }
-  report.gathered_bytes = gathered_.lent_bytes();
-  report.peak_gathered_bytes = gathered_.peak_lent_bytes();
-  report.secondary_bytes = secondary_.lent_bytes();
-  report.peak_secondary_bytes = secondary_.peak_lent_bytes();
-  offload_.report(report);
-  report.device_bytes = report.gathered_bytes + report.secondary_bytes + report.staging_bytes +
-                        (options_.offload.params ? 0 : report.shard_bytes) +
-                        (options_.offload.grads ? 0 : report.grad_bytes);
-  return report;
-}
-
 std::vector<PlannedParameter> ShardedModel::parameters() const {
   std::vector<PlannedParameter> parameters;
   for (const auto& unit : units_)
@@ -214,31 +158,6 @@ std::vector<Unit*> ShardedModel::units_of(const std::vector<Page*>& pages) const
     if (std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
   }
   return units;
-}
-
-void ShardedModel::reset_peak_memory() {
-  gathered_.reset_peak();
-  secondary_.reset_peak();
-  offload_.staging().reset_peak();
-}
-
-void ShardedModel::describe(std::ostream& text) const {
-  text << units_.size() << " units over " << mesh_.shard->size() << " ranks";
-  if (mesh_.replicas) text << ", " << mesh_.copies() << " copies";
-  if (mesh_.secondary) text << ", gathered again from " << mesh_.secondary->size();
-  text << "\n";
-  for (const auto& unit : units_) {
-    for (const auto& paged : unit->flat_parameters()) {
-      const FlatParameter& flat = paged->flat;
-      text << "  " << flat.name() << ": " << flat.parameters().size() << " parameters, "
-           << flat.layout().parameters_numel() << " elements of " << c10::toString(flat.dtype()) << ", "
-           << flat.full_bytes() << " bytes gathered";
-      if (flat.is_cast()) text << " as " << c10::toString(flat.gather_dtype());
-      text << ", " << flat.shard_bytes() << " bytes on each rank";
-      if (flat.reduce_dtype() != flat.dtype()) text << ", gradients reduced as " << c10::toString(flat.reduce_dtype());
-      text << "\n";
-    }
-  }
 }
 
 }  // namespace tessera::internal

@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -47,6 +48,12 @@ class ShardedModel {
   // Parameters of ignored modules, unsharded, under each of their names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
   const CastBuffers& cast_buffers() const { return cast_buffers_; }
+
+  using VisitState =
+      std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
+  // Calls visit() for each full parameter in its own dtype, then for each buffer. Summoned units are shown with their
+  // changes. Collective; at most one unit is gathered at a time.
+  void visit_full_state(const VisitState& visit, const StateDictOptions& options);
 
   MemoryReport memory() const;  // without gradient buckets
   void reset_peak_memory();

@@ -2,9 +2,13 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
+
+#include "fsdp/checks/parameter_checks.h"
+#include "fsdp/unit.h"
 
 namespace tessera::internal {
 namespace {
@@ -95,6 +99,38 @@ at::Tensor SummonedParameters::gather(const PagedFlatParameter& paged) {
   log_.add("all-gather", paged.flat.name(), full.numel());
   comm_.all_gather(full, paged.flat.shard_for(full), {}, paged.flat.name()).wait();
   return full;
+}
+
+// ---- the methods of Unit ------------------------------------------------------------------------
+
+void Unit::summon(Summon where, SummonedParameters::Changes changes) {
+  reshard();
+  const bool is_whole = state_ == State::kWhole;
+  if (where == Summon::kElsewhere) {
+    for (auto& paged : flat_parameters_)
+      if (!is_whole) full_values(*paged);
+    return;
+  }
+  summoned_.show(where, changes, is_whole);
+  state_ = State::kSummoned;
+}
+
+void Unit::dismiss(bool writeback) {
+  reattach(*this, /*may_change=*/true);
+  uses_.join();
+  summoned_.hide(writeback);
+  // Only a shard that has all parameters is still shown.
+  const bool is_whole = std::ranges::all_of(flat_parameters_, [](auto& paged) { return paged->page->is_attached(); });
+  state_ = is_whole ? State::kWhole : State::kSharded;
+}
+
+void Unit::write_back() {
+  reattach(*this, /*may_change=*/true);
+  summoned_.write_back();
+}
+
+at::Tensor Unit::full_values(const PagedFlatParameter& paged) {
+  return is_summoned() ? paged.page_in_use().buffer() : summoned_.gather(paged);
 }
 
 }  // namespace tessera::internal
