@@ -14,7 +14,7 @@ foreach(public
     comm=communicator,host_results,launch,wait_report
     flat=deferred,distributed_sampler,model/,detail/gradient_source,checkpoint/stateful,options/wire_format
     flat=visit_tensors,wrap,plan/planned_memory,detail/optimizer_shards
-    offload=activation_offload,checkpointed.,detail/saved_inputs,options/offload_options,options/cpu_offload
+    offload=activation_offload,checkpointed.,options/offload_options,options/cpu_offload
     optim=optim/,detail/listed,detail/parameter_parts,detail/linear_weights,quantize_linears
     checkpoint=checkpoint.,checkpoint/
     oss=oss,sharded_optimizer,options/oss

@@ -3,10 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include <tessera/detail/copy_traffic.h>
-#include <tessera/detail/saved_inputs.h>
 
 namespace tessera {
 
@@ -31,14 +31,32 @@ struct ActivationOffloadOptions {
 // Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor once it is
 // copied; backward fetches the input of the next block in advance. Results are bit-equal to those without offload. Is
 // thread-safe. Must outlive the graphs.
-class ActivationOffload : public internal::SavedInputs {
+class ActivationOffload {
  public:
   // Accepts tensors on this device.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
-  ~ActivationOffload() override;
+  ~ActivationOffload();
 
-  // Throws std::runtime_error beyond host_limit_bytes.
-  std::unique_ptr<internal::SavedInput> keep(const at::Tensor& tensor) override;
+  // While it is alive, checkpointed() on this thread keeps inputs in `activations`.
+  class Scope {
+   public:
+    // Replaces the current scope until destruction.
+    explicit Scope(ActivationOffload& activations);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    ActivationOffload* const before_;
+  };
+  // The offload of this thread's innermost scope; null outside scopes.
+  static ActivationOffload* current();
+
+  // Returns a tensor of equal values, sizes and strides on the original device. May be called several times.
+  using Fetch = std::function<at::Tensor()>;
+  // Copies a tensor to the host, and keeps the copy until the result is destroyed. Returns an empty function for a
+  // tensor that stays on the device. Throws std::runtime_error beyond host_limit_bytes.
+  Fetch keep(const at::Tensor& tensor);
 
   // Host memory in use now, in bytes.
   int64_t host_bytes() const;

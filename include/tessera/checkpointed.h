@@ -63,8 +63,8 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 // parameters that the function uses. They do not flow to non-leaf tensors captured by a lambda: pass those as inputs.
 // Results that are not tensors are those of the first call. The function and its other inputs are copied, and must
 // compute equal results when called again. For that call, autocast and random numbers are restored: the default
-// generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While a
-// SavedInputs::Scope is open (ActivationOffload), input tensors are kept in host memory. Without autograd (NoGradGuard,
+// generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
+// ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd (NoGradGuard,
 // InferenceMode) it is a plain call.
 //
 // Throws std::invalid_argument if the function changes an input in place or replaces a tensor in a variable that it

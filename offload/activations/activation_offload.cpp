@@ -32,13 +32,12 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
         pool_({device, options_.pin_memory, options_.host_limit_bytes}),
         copies_(CopyEngine::make(device)) {}
 
-  std::unique_ptr<SavedInput> keep(const at::Tensor& tensor);
+  Fetch keep(const at::Tensor& tensor);
   int64_t host_bytes() const { return pool_.lent_bytes(); }
   CopyTraffic traffic() const { return copies_->traffic(); }
 
  private:
   struct Kept;
-  class OffloadedInput;
   at::Tensor fetch(Kept& kept);
   void start_fetch(Kept& kept);
   void forget(Kept& kept);
@@ -62,31 +61,26 @@ struct ActivationOffload::Pipeline::Kept {
   std::weak_ptr<Kept> before;
 };
 
-class ActivationOffload::Pipeline::OffloadedInput : public SavedInput {
- public:
-  OffloadedInput(std::shared_ptr<Pipeline> owner, std::shared_ptr<Kept> kept)
-      : owner_(std::move(owner)), kept_(std::move(kept)) {}
-  ~OffloadedInput() override { owner_->forget(*kept_); }
-  at::Tensor fetch() override { return owner_->fetch(*kept_); }
-
- private:
-  const std::shared_ptr<Pipeline> owner_;
-  const std::shared_ptr<Kept> kept_;
-};
-
 ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions options)
     : pipeline_(std::make_shared<Pipeline>(device, options)) {}
 
 ActivationOffload::~ActivationOffload() = default;
 
-std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) { return pipeline_->keep(tensor); }
+static thread_local ActivationOffload* current_offload = nullptr;
+
+ActivationOffload::Scope::Scope(ActivationOffload& activations)
+    : before_(std::exchange(current_offload, &activations)) {}
+ActivationOffload::Scope::~Scope() { current_offload = before_; }
+ActivationOffload* ActivationOffload::current() { return current_offload; }
+
+ActivationOffload::Fetch ActivationOffload::keep(const at::Tensor& tensor) { return pipeline_->keep(tensor); }
 int64_t ActivationOffload::host_bytes() const { return pipeline_->host_bytes(); }
 CopyTraffic ActivationOffload::traffic() const { return pipeline_->traffic(); }
 
-std::unique_ptr<SavedInput> ActivationOffload::Pipeline::keep(const at::Tensor& tensor) {
+ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
       tensor.numel() == 0)
-    return nullptr;
+    return {};
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   auto kept = std::make_shared<Kept>();
@@ -107,7 +101,8 @@ std::unique_ptr<SavedInput> ActivationOffload::Pipeline::keep(const at::Tensor& 
     oldest.copy = Copy();  // the handle holds device memory
     let_go(oldest.device, oldest.home);
   }
-  return std::make_unique<OffloadedInput>(shared_from_this(), std::move(kept));
+  const std::shared_ptr<Kept> held(kept.get(), [owner = shared_from_this(), kept](Kept*) { owner->forget(*kept); });
+  return [owner = shared_from_this(), held] { return owner->fetch(*held); };
 }
 
 void ActivationOffload::Pipeline::start_fetch(Kept& kept) {

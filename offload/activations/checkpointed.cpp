@@ -19,7 +19,7 @@
 #include <sstream>
 #include <tuple>
 
-#include <tessera/detail/saved_inputs.h>
+#include <tessera/activation_offload.h>
 #include "core/paging/residency.h"
 
 namespace tessera {
@@ -115,9 +115,9 @@ struct Part : torch::CustomClassHolder {
   std::vector<at::Device> devices;
   std::optional<ExecutionState> first_state;  // at the first call
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
-  std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: kept by autograd
-  std::vector<bool> requires_grad;                // by input
-  std::vector<Version> versions;                  // by tensor of the caller, without the anchor
+  std::vector<ActivationOffload::Fetch> kept;  // by input; empty: kept by autograd
+  std::vector<bool> requires_grad;             // by input
+  std::vector<Version> versions;               // by tensor of the caller, without the anchor
 
   // Recomputes with autograd recording.
   Tensors compute_again(const Tensors& inputs) {
@@ -184,7 +184,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     for (size_t i = 0; i < saved.size(); ++i) {
       const bool requires_grad = saved[i].requires_grad();
       part.requires_grad.push_back(requires_grad);
-      SavedInputs* elsewhere = SavedInputs::current();
+      ActivationOffload* elsewhere = ActivationOffload::current();
       if (i == 0 || elsewhere == nullptr || (saved[i].is_leaf() && requires_grad)) continue;
       part.kept[i] = elsewhere->keep(saved[i]);
       if (part.kept[i]) saved[i] = at::Tensor();
@@ -202,7 +202,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     Tensors inputs;
     const Tensors saved = context->get_saved_variables();
     for (size_t i = 1; i < saved.size(); ++i) {
-      const at::Tensor value = part->kept[i] ? part->kept[i]->fetch() : saved[i];
+      const at::Tensor value = part->kept[i] ? part->kept[i]() : saved[i];
       inputs.push_back(
           value.detach().set_requires_grad(part->kept[i] ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
     }
