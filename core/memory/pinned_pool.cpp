@@ -83,8 +83,6 @@ at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::stri
   return at::from_blob(data, {numel}, std::move(give_back), options);
 }
 
-bool PinnedPool::is_pinned() const { return state_->options.pin; }
-
 int64_t PinnedPool::lent_bytes() const {
   std::lock_guard lock(state_->mutex);
   return state_->lent_bytes;

@@ -33,7 +33,6 @@ class PinnedPool {
   // changes nothing.
   at::Tensor take(int64_t numel, at::ScalarType dtype, const std::string& what);
 
-  bool is_pinned() const;
   int64_t lent_bytes() const;
   int64_t peak_lent_bytes() const;
   int64_t owned_bytes() const;  // in use and idle
