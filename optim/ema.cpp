@@ -1,5 +1,6 @@
 #include <tessera/optim/ema.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -20,10 +21,6 @@ namespace {
 
 // Cuts are multiples of this where possible: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
-
-at::ScalarType average_dtype(const at::Tensor& parameter) {
-  return parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 }  // namespace
 
@@ -64,7 +61,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   int64_t total = 0;
   int count = 1, replica = 0;
   for (NamedShard& shard : model.named_shards()) {
-    if (!at::isFloatingType(shard.tensor.scalar_type())) continue;
+    if (at::isIntegralType(shard.tensor.scalar_type(), /*includeBool=*/true)) continue;
     if (!shard.tensor.is_non_overlapping_and_dense())
       throw std::invalid_argument(
           c10::str("Ema: '", shard.fqn, "' has strides ", shard.tensor.strides(), ", expected dense ones"));
@@ -93,8 +90,8 @@ Ema::Ema(ModelShards& model, EmaOptions options)
       for (int rank = 0; rank < count; ++rank) average.part_numel.push_back(within(rank).numel());
     offset += numel;
     const at::Tensor& tensor = average.shard.tensor;
-    average.values =
-        at::empty({average.part.numel()}, tensor.options().requires_grad(false).dtype(average_dtype(tensor)));
+    average.values = at::empty({average.part.numel()},
+                               tensor.options().requires_grad(false).dtype(at::toOpMathType(tensor.scalar_type())));
     average.values.copy_(source(average));
   }
 }

@@ -206,6 +206,23 @@ struct MixedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mixed);
 
+TEST(Complex, EmaAveragesThem) {
+  for (const int stage : {0, 3})
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      auto model = zero(Mixed(), torch::optim::SGDOptions(0.1), comm, {.stage = stage});
+      Ema ema(model, {.decay = 0.75});
+      {
+        const at::NoGradGuard no_grad;
+        for (const at::Tensor& parameter : model.parameters())
+          parameter.add_(parameter.is_complex() ? at::Scalar(c10::complex<double>(0, 4)) : at::Scalar(4));
+      }
+      ema.update();
+      auto averaged = ema.swap_in();
+      EXPECT_TRUE(torch::allclose(model.full_state_dict()["phase"],
+                                  torch::full({3}, c10::complex<double>(1, 1), at::kComplexDouble)));
+    });
+}
+
 TEST(Complex, QuantizedModelsFreezeThem) {
   Mixed net;
   quantize_linears(*net, {.lora = {.rank = 2}});

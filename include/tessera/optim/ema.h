@@ -18,9 +18,9 @@ struct EmaOptions {
 };
 
 // The exponential moving average of a model's parameters (Polyak averaging; torch.optim.swa_utils.AveragedModel), in
-// fp32 (fp64 for fp64 parameters). Averages are split over the ranks: each rank averages its own part, and only
-// evaluation communicates. Ranks with equal parameters (DistributedDataParallel, OSS, ShardedDataParallel, replicas of
-// hybrid sharding) average 1/N of them each.
+// fp32 (fp64 for fp64 parameters; complex parameters likewise). Averages are split over the ranks: each rank averages
+// its own part, and only evaluation communicates. Ranks with equal parameters (DistributedDataParallel, OSS,
+// ShardedDataParallel, replicas of hybrid sharding) average 1/N of them each.
 //
 //   tessera::Ema ema(fsdp, {.decay = 0.999});
 //   for (...) {
@@ -34,7 +34,7 @@ struct EmaOptions {
 //   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() likewise, or without the averages
 //   save_full("ema.safetensors", ema);                  // the averages under the module's names
 //
-// Its ModelShards are the averages, under the parameters' names. Only floating-point parameters have averages; buffers
+// Its ModelShards are the averages, under the parameters' names. Integer parameters have no averages; buffers
 // stay the module's. With OssOptions::broadcast_dtype it averages the rounded values that ranks receive. Must be used
 // by one thread.
 class Ema : public ModelShards {
