@@ -70,7 +70,7 @@ void step(benchmark::State& state, bool has_copy) {
   at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
   auto copy = std::make_shared<tessera::internal::LowPrecisionCopy>(
       tessera::internal::LowPrecisionCopy{torch::zeros({kNumel}, at::kBFloat16)});
-  if (has_copy) tessera::internal::mark_as_shard(parameter, "", {copy->values, copy});
+  if (has_copy) tessera::internal::mark_as_shard(parameter, "", {kNumel}, {copy->values, copy});
   Optimizer optimizer({parameter}, kOptions);
   parameter.mutable_grad() = torch::full({kNumel}, 0.01);
   optimizer.step();

@@ -130,7 +130,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
   std::vector<GradientBuffer::Member> members;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor shard = part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad());
-    mark_as_shard(shard, shard_label(i), low_precision_part(i));
+    mark_as_shard(shard, shard_label(i), geometry(i).sizes, low_precision_part(i));
     parameter_shards_.push_back(shard);
     members.push_back({shard, {{shard.numel()}, {1}}, layout().offset_in_shard(static_cast<int64_t>(i), rank())});
     if (layout().world_size() > 1) members.back().part_label = shard_label(i);

@@ -1,12 +1,17 @@
 #include "core/layout/shard_mark.h"
 
-namespace tessera::internal {
+#include <tessera/model/model_shards.h>
+
+namespace tessera {
+namespace internal {
 namespace {
 
 // libtorch lets a backend attach a value to a tensor. CPU and CUDA have none.
 struct ShardMark : c10::BackendMeta {
-  ShardMark(std::string name, LowPrecisionPart part) : label(std::move(name)), low_precision(std::move(part)) {}
+  ShardMark(std::string name, std::vector<int64_t> whole, LowPrecisionPart part)
+      : label(std::move(name)), whole_sizes(std::move(whole)), low_precision(std::move(part)) {}
   const std::string label;
+  const std::vector<int64_t> whole_sizes;
   const LowPrecisionPart low_precision;
 };
 
@@ -16,9 +21,10 @@ const ShardMark* mark_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-void mark_as_shard(const at::Tensor& tensor, std::string label, LowPrecisionPart low_precision) {
+void mark_as_shard(const at::Tensor& tensor, std::string label, std::vector<int64_t> whole_sizes,
+                   LowPrecisionPart low_precision) {
   tensor.unsafeGetTensorImpl()->set_backend_meta(
-      c10::make_intrusive<ShardMark>(std::move(label), std::move(low_precision)));
+      c10::make_intrusive<ShardMark>(std::move(label), std::move(whole_sizes), std::move(low_precision)));
 }
 
 bool is_shard(const at::Tensor& tensor) { return mark_of(tensor) != nullptr; }
@@ -29,4 +35,11 @@ const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor) {
   return mark != nullptr && mark->low_precision.values.defined() ? &mark->low_precision : nullptr;
 }
 
-}  // namespace tessera::internal
+}  // namespace internal
+
+std::vector<int64_t> whole_sizes(const at::Tensor& parameter) {
+  const internal::ShardMark* mark = internal::mark_of(parameter);
+  return mark != nullptr ? mark->whole_sizes : parameter.sizes().vec();
+}
+
+}  // namespace tessera

@@ -32,13 +32,21 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
       clip_(options.clip > 0.0 ? options.clip : std::numeric_limits<double>::infinity()),
       shape_{.ranks = comm.size(), .batch = options.batch, .accumulation = options.accumulate},
       sampler_(static_cast<int64_t>(corpus.train().size()), context_, options.seed, shape_),
-      schedule_{.peak = options.lr,
-                .warmup = options.warmup_steps(),
-                .steps = options.steps,
-                .is_constant = options.optimizer == OptimizerKind::kScheduleFree},
+      peak_lr_(options.lr),
+      has_schedule_(options.optimizer != OptimizerKind::kScheduleFree),
       validation_starts_(validation_starts(static_cast<int64_t>(corpus.validation().size()), context_,
                                            options.val_batches * shape_.global())),
-      report_interval_(options.report_interval()) {}
+      report_interval_(options.report_interval()) {
+  set_warmup(options.warmup_steps());
+}
+
+void Trainer::set_warmup(int64_t steps) {
+  constexpr double kFinalFraction = 0.1;
+  set_learning_rate(model_.optimizer(), peak_lr_);  // a checkpoint has the rate of its step
+  if (has_schedule_)
+    schedule_ =
+        std::make_unique<tessera::WarmupCosineLR>(model_.optimizer(), steps, std::max(steps, steps_), kFinalFraction);
+}
 
 void Trainer::run(int64_t first_step, const std::function<void()>& before_update,
                   const std::function<bool(const StepReport&)>& on_step) {
@@ -60,7 +68,7 @@ void Trainer::run(int64_t first_step, const std::function<void()>& before_update
 
 StepReport Trainer::train_step(int64_t step, const std::function<void()>& before_update) {
   const auto start = Clock::now();
-  StepReport report{.step = step + 1, .lr = schedule_.at(step)};
+  StepReport report{.step = step + 1};
   model_.zero_grad();
   at::Tensor loss = torch::zeros({}, comm_.device());
   const double scale = 1.0 / static_cast<double>(shape_.accumulation);
@@ -71,7 +79,8 @@ StepReport Trainer::train_step(int64_t step, const std::function<void()>& before
   }
   report.grad_norm = model_.clip_grad_norm(clip_);
   before_update();
-  set_learning_rate(model_.optimizer(), report.lr);
+  if (schedule_ != nullptr) schedule_->set_step(step);
+  report.lr = model_.optimizer().param_groups().front().options().get_lr();
   model_.step();
   report.loss = mean_over_ranks({loss.item<double>()}).front();
   report.tokens_per_s = static_cast<double>(tokens_per_step()) / seconds_since(start);

@@ -2,10 +2,9 @@
 
 #include <tessera/tessera.h>
 
-#include <cmath>
 #include <cstdint>
 #include <functional>
-#include <numbers>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,28 +14,6 @@
 #include "options.h"
 
 namespace train_gpt {
-
-// The learning rate over a run: it rises linearly to `peak` over the first `warmup` steps, then falls along half a
-// cosine to a tenth of `peak` at the last step. If constant, it is `peak` in all steps.
-struct Schedule {
-  static constexpr double kFinalFraction = 0.1;
-
-  double peak = 0.0;
-  int64_t warmup = 0;  // at most steps
-  int64_t steps = 1;
-  bool is_constant = false;  // for optimizers that warm up themselves and need no decay
-
-  // For step 0 to steps - 1. The first step of a warm-up has peak / warmup, not 0.
-  double at(int64_t step) const {
-    if (is_constant) return peak;
-    if (step < warmup) return peak * static_cast<double>(step + 1) / static_cast<double>(warmup);
-    const int64_t decay_steps = steps - 1 - warmup;
-    const double progress =
-        decay_steps > 0 ? static_cast<double>(step - warmup) / static_cast<double>(decay_steps) : 0.0;
-    const double cosine = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
-    return peak * (kFinalFraction + (1.0 - kFinalFraction) * cosine);
-  }
-};
 
 // The figures of one optimizer step.
 struct StepReport {
@@ -63,7 +40,7 @@ class Trainer {
   void count_memory(const tessera::PeakMemory& held) { held_ = &held; }
 
   // Replaces the warm-up by that of the run that is resumed.
-  void set_warmup(int64_t steps) { schedule_.warmup = steps; }
+  void set_warmup(int64_t steps);
 
   // Trains all steps but the first `first_step`. Calls `before_update` before each step changes the parameters and
   // `on_step` after it, and returns early when `on_step` returns false. Throws std::runtime_error if the loss is not
@@ -99,7 +76,9 @@ class Trainer {
   double clip_;
   BatchShape shape_;
   WindowSampler sampler_;
-  Schedule schedule_;
+  double peak_lr_;
+  bool has_schedule_;  // not for optimizers that warm up themselves and need no decay
+  std::unique_ptr<tessera::LambdaLR> schedule_;
   std::vector<int64_t> validation_starts_;
   int64_t report_interval_;
   std::optional<tessera::WaitReporter> waits_;  // with --report-every

@@ -26,6 +26,7 @@
 #include <tessera/optim/lamb.h>
 #include <tessera/optim/lbfgs.h>
 #include <tessera/optim/lion.h>
+#include <tessera/optim/lr_schedules.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/parameter_groups.h>
 #include <tessera/optim/schedule_free.h>

@@ -287,7 +287,7 @@ TEST(DiskTier, ACopyIn16BitFollowsTheSteps) {
   const at::Tensor parameter = pager.make({100}, {1}, at::kFloat, "a shard").detach().set_requires_grad(true);
   const auto copy = std::make_shared<LowPrecisionCopy>(
       LowPrecisionCopy{torch::zeros({100}, at::kBFloat16), page_of(parameter)->writes()});
-  mark_as_shard(parameter, "", {copy->values, copy});
+  mark_as_shard(parameter, "", {100}, {copy->values, copy});
   HostAdamW optimizer({parameter}, torch::optim::AdamWOptions(1e-2));
   parameter.mutable_grad() = torch::linspace(-1, 1, 100);
   const auto steps = optimizer.revocable_steps();

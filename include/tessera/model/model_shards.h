@@ -61,6 +61,11 @@ class ModelShards {
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
+// Returns the shape of the whole parameter that a tensor of a wrapper's parameters() is a part of. A shard of
+// FullyShardedDataParallel is one-dimensional, so a filter must not ask for its dim(); any other tensor returns its own
+// shape. Not collective.
+std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
+
 namespace internal {
 
 // An optimizer with the groups of the whole model, whose state() has only the parameters that this rank owns.

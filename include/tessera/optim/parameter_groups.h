@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,33 @@ std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShard
   for (size_t group = 0; group < members.size(); ++group)
     groups.emplace_back(std::move(members[group]),
                         std::make_unique<Options>(group < rules.size() ? rules[group].options : rest));
+  return groups;
+}
+
+// The usual two groups: first the parameters with weight decay, with `options`; then the others, with `options` but
+// weight_decay(0). Without decay are parameters of fewer than two dimensions as the module declared them (biases,
+// norms), and those whose name contains a text of `no_decay` ("embedding"). A group may be empty.
+//
+//   torch::optim::AdamW optimizer(tessera::decay_groups(fsdp.named_parameters(), AdamWOptions(1e-3).weight_decay(0.1)),
+//                                 AdamWOptions(1e-3));
+//
+// Takes the named_parameters() of any wrapper, of a module (for OSS), or of ZeroOptions::groups. All ranks get equal
+// groups.
+template <class Options>
+std::vector<torch::optim::OptimizerParamGroup> decay_groups(
+    const torch::OrderedDict<std::string, at::Tensor>& named_parameters, const Options& options,
+    const std::vector<std::string>& no_decay = {}) {
+  std::vector<at::Tensor> decayed, others;
+  for (const auto& parameter : named_parameters) {
+    bool decays = whole_sizes(parameter.value()).size() >= 2;
+    for (const std::string& text : no_decay) decays = decays && parameter.key().find(text) == std::string::npos;
+    (decays ? decayed : others).push_back(parameter.value());
+  }
+  Options without = options;
+  without.weight_decay(0.0);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(decayed), std::make_unique<Options>(options));
+  groups.emplace_back(std::move(others), std::make_unique<Options>(without));
   return groups;
 }
 
