@@ -45,10 +45,10 @@ struct ProcessSetup {
 // Options of init() and run_ranks(). Must be equal on all ranks, except for the device and `process`.
 struct InitOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA.
-  std::string backend;
+  std::string backend{};
   // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only one that this process
   // sees, or else device LOCAL_RANK; in run_ranks(), device rank.
-  std::optional<at::Device> device;
+  std::optional<at::Device> device{};
   // How long an operation waits for the other ranks, and ranks for each other. A process that is stopped does not wait.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits it.

@@ -23,7 +23,7 @@ struct SdpOptions {
 
   // The dtype of gradients on the wire, kHalf or kBFloat16 for example (added in fp32, rounded again). Empty: their
   // own.
-  std::optional<at::ScalarType> reduce_dtype;
+  std::optional<at::ScalarType> reduce_dtype{};
 
   // kInt8Blocks: gradients are sent in 8 bit, rounded once by each rank and added in fp32 by the owner (see
   // Int8Blocks).

@@ -47,12 +47,12 @@ struct ZeroOptions {
   int stage = 2;
   // Makes the optimizer's groups out of the parameters by name (whole ones, or shards in stage 3).
   // Empty: one group of all.
-  std::function<Groups(const Parameters&)> groups;
+  std::function<Groups(const Parameters&)> groups{};
   // Options of the parts that a stage uses: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
-  DdpOptions ddp;
-  OssOptions oss;
-  SdpOptions sdp;
-  FsdpOptions fsdp;
+  DdpOptions ddp{};
+  OssOptions oss{};
+  SdpOptions sdp{};
+  FsdpOptions fsdp{};
 
   // What `groups` makes of them.
   Groups groups_of(const Parameters& parameters) const {

@@ -3,6 +3,7 @@
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdio>
 #include <exception>
 
@@ -10,6 +11,9 @@
 #ifndef NDEBUG
 #error "libtorch's headers need NDEBUG"
 #endif
+// The guide's way to keep a program's own asserts.
+#undef NDEBUG
+#include <cassert>
 
 namespace {
 
@@ -20,6 +24,27 @@ double mean_loss(const at::Tensor& loss, tessera::Communicator& comm) {
   at::Tensor mean = loss.detach().clone();
   comm.all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
   return mean.item<double>();
+}
+
+// The documentation's designated initializers, each of which leaves fields out: they must compile without a warning.
+void name_options() {
+  static_cast<void>(tessera::FsdpOptions{.mixed_precision = {.param_dtype = at::kBFloat16}, .hybrid = {}});
+  static_cast<void>(tessera::FsdpOptions{.offload = {.params = true, .grads = true}});
+  static_cast<void>(tessera::ZeroOptions{.stage = 3});
+  static_cast<void>(tessera::DdpOptions{.bucket_cap_mb = 25});
+  static_cast<void>(tessera::SdpOptions{.reduce_buffer_size = 1 << 23});
+  static_cast<void>(tessera::OssOptions{.broadcast_dtype = at::kHalf});
+  static_cast<void>(tessera::InitOptions{.timeout = std::chrono::minutes(1)});
+  static_cast<void>(tessera::InitOptions{.process = {.cache_memory = false}});
+  static_cast<void>(tessera::SummonOptions{.writeback = false, .rank0_only = true});
+  static_cast<void>(tessera::StateDictOptions{.rank0_only = true});
+  static_cast<void>(tessera::SaveOptions{});
+  static_cast<void>(tessera::LoadOptions{.strict = false});
+  static_cast<void>(tessera::DistributedSamplerOptions{.batch_numel = 8, .seed = 1});
+  static_cast<void>(tessera::StepInBackwardOptions{.speculative = true});
+  static_cast<void>(tessera::EmaOptions{.decay = 0.999});
+  static_cast<void>(tessera::QuantizeOptions{.lora = {.rank = 16, .alpha = 32}});
+  static_cast<void>(tessera::GradScalerOptions{.initial_scale = 8.0});
 }
 
 // Fits y = sin(3 x), each rank on half of the interval, and returns {first, last loss}.
@@ -46,6 +71,10 @@ std::pair<double, double> train(const std::shared_ptr<tessera::Communicator>& co
 }  // namespace
 
 int main() {
+  bool asserts_are_on = false;
+  assert(asserts_are_on = true);
+  if (!asserts_are_on) return 1;
+  name_options();
   try {
     bool learned = true;
     tessera::run_ranks(2, [&](std::shared_ptr<tessera::Communicator> comm) {

@@ -47,11 +47,11 @@ struct LoadOptions {
 
   // Maps a parameter's or buffer's name in the checkpoint to its name in the model; "" skips the tensor. Optimizer
   // state, averages and other tensors named after a parameter follow it. Not set: names are equal.
-  std::function<std::string(const std::string& saved)> rename;
+  std::function<std::string(const std::string& saved)> rename{};
 
   // Returns whether the checkpoint stores this tensor transposed (Hugging Face's Conv1D). It must have two dimensions.
   // Applies to its optimizer state and averages too. Not set: none is transposed.
-  std::function<bool(const std::string& saved)> transposed;
+  std::function<bool(const std::string& saved)> transposed{};
 
   // true: converts floating-point tensors of another dtype to the model's, rounding to nearest; optimizer state with
   // its parameter's old dtype follows. false: another dtype is an error.

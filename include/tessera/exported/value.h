@@ -107,8 +107,8 @@ class NamedInputs {
 
 // Inputs of one call, by position and by name.
 struct ExportedInputs {
-  std::vector<ExportedValue> positional;
-  ExportedValue::Named named;
+  std::vector<ExportedValue> positional{};
+  ExportedValue::Named named{};
 
   // One more by position.
   void add(ExportedValue value) { positional.push_back(std::move(value)); }

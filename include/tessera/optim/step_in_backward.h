@@ -21,7 +21,7 @@ class TaskQueue;
 // Whether, and how, StepInBackward clips gradients.
 struct StepInBackwardOptions {
   // Clips gradients by their global norm, which is known only after backward: finish() then takes all steps.
-  std::optional<double> max_norm;
+  std::optional<double> max_norm{};
   double norm_type = 2.0;
   // With max_norm: takes steps during backward as if nothing were clipped. If the norm clips, finish() rolls them back
   // and steps again with clipped gradients. Results are bit-equal; faster if clipping is rare. Costs copies of
@@ -30,7 +30,7 @@ struct StepInBackwardOptions {
   // Processors (numbered as taskset does) for the step's threads, one thread on each. Empty: the system places as many
   // threads as the caller has. Does not move other threads; use `taskset` or the launcher to keep them off these
   // processors.
-  std::vector<int> processors;
+  std::vector<int> processors{};
 };
 
 // Takes the optimizer's step unit by unit during backward, on its own thread, as gradients arrive (ZeRO-Offload's

@@ -24,7 +24,7 @@ struct SummonOptions {
   bool offload_to_cpu = false;
   // The units to summon, by name, as describe() prints them: "blocks.3", "(root)". Empty: all. Other units are gathered
   // for use.
-  std::vector<std::string> units;
+  std::vector<std::string> units{};
 };
 
 // Returns the options. Throws std::invalid_argument if they contradict each other.
@@ -44,22 +44,22 @@ struct StateDictOptions {
 struct MixedPrecision {
   // All-gathers and computation of floating-point parameters. kBFloat16 and kHalf halve the bytes sent and the memory
   // of unsharded fp32 parameters: shards are cast before they are sent.
-  std::optional<at::ScalarType> param_dtype;
+  std::optional<at::ScalarType> param_dtype{};
   // Reduction of gradients; empty: param_dtype. kFloat costs twice the bytes of 16 bit, and rounds once instead of on
   // every rank and in every accumulation under no_sync.
-  std::optional<at::ScalarType> reduce_dtype;
+  std::optional<at::ScalarType> reduce_dtype{};
   // Floating-point buffers are converted once, at construction.
-  std::optional<at::ScalarType> buffer_dtype;
+  std::optional<at::ScalarType> buffer_dtype{};
   // The wrapper's forward() converts floating-point tensors among its arguments (in vectors, tuples
   // and optionals too) to param_dtype.
   bool cast_forward_inputs = true;
   // The wrapper's forward() converts floating-point tensors in its result.
-  std::optional<at::ScalarType> output_dtype;
+  std::optional<at::ScalarType> output_dtype{};
   // Modules that compute in the parameters' own dtype, norms usually. Their parameters and buffers are never cast.
   // Arguments of param_dtype of an operator on such a parameter are converted up, and its results back, in forward and
   // in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is param_dtype, since parameters and
   // running statistics need one dtype.
-  WrapPolicy full_precision;
+  WrapPolicy full_precision{};
 };
 
 // Shard within groups of ranks, replicate across them (FSDP1's HYBRID_SHARD, a 2-D mesh in FSDP2).

@@ -26,9 +26,9 @@ struct OffloadOptions {
   int64_t host_limit_bytes = 0;
   // FSDP only, with `params`: a folder on a local disk. The shards of the units selected by `disk_units` are kept
   // there, as is their state with HostAdam and HostAdamW; other optimizers keep state in host memory. Empty: no disk.
-  std::string directory;
+  std::string directory{};
   // Selects the units on disk, by name as in describe(): "blocks.3". Empty: all.
-  std::function<bool(const std::string& unit)> disk_units;
+  std::function<bool(const std::string& unit)> disk_units{};
   // Upper limit of host memory for data in flight between disk, optimizer and device.
   int64_t disk_buffer_bytes = int64_t{256} << 20;
 };

@@ -14,7 +14,7 @@ struct OssOptions {
   // The dtype of published parameters on the wire, kHalf or kBFloat16 for example: half the bytes for fp32 parameters.
   // The owner keeps its exact values as a master copy; the other ranks get rounded ones, like FairScale's
   // broadcast_fp16. Empty: the parameters' own dtype, so that all ranks hold the same bits.
-  std::optional<at::ScalarType> broadcast_dtype;
+  std::optional<at::ScalarType> broadcast_dtype{};
 
   // Parameters of less than 1 MiB share buckets of up to this many bytes.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
@@ -25,7 +25,7 @@ struct OssOptions {
 
   // Steps in host memory: gradients are copied to the host and new values back. HostAdam and HostAdamW overlap the
   // copies of a parameter with the steps of others; with other optimizers all copies come before and after the step.
-  OffloadOptions offload;
+  OffloadOptions offload{};
 };
 
 }  // namespace tessera

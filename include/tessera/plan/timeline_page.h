@@ -11,9 +11,9 @@ namespace tessera {
 
 // The content of a page besides the record.
 struct TimelinePageText {
-  std::string title;               // title and first line of the page
-  std::string options;             // how it is trained; below the title
-  std::string notes;               // preformatted lines below the picture, such as a table of choices
+  std::string title{};             // title and first line of the page
+  std::string options{};           // how it is trained; below the title
+  std::string notes{};             // preformatted lines below the picture, such as a table of choices
   int64_t memory_bytes = 0;        // a line in the picture: a rank's memory; 0: none
   const StepTime* time = nullptr;  // time of a step, drawn below in lanes; null: unknown
   // A record_run() of the same constructor and steps, or null. Its bytes are drawn as a line over the record's;
