@@ -1,6 +1,7 @@
 # `cmake --install` has three components: `development` (<prefix>/include/tessera, the libraries, and a package for
-# find_package(tessera), which finds libtorch by the same rules), `tools` (the command `tessera`) and `documentation`.
-# cpack packages all three as a .deb and a .tar.gz.
+# find_package(tessera), which finds libtorch by the same rules), `tools` (the command `tessera`, and the Python programs
+# for exported models and for checkpoints of other programs) and `documentation` (with the examples). cpack packages all
+# three as a .deb and a .tar.gz.
 include(CMakePackageConfigHelpers)
 
 install(TARGETS tessera ${TESSERA_LIBRARIES} EXPORT tessera-targets COMPONENT development
@@ -15,10 +16,23 @@ if(TESSERA_BUILD_TOOLS)
   install(TARGETS tessera_command COMPONENT tools DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
+# They import from the folder that they are in.
+set(_python "${CMAKE_INSTALL_DATADIR}/tessera/tools")
+install(PROGRAMS tools/export_model.py tools/tokenize_text.py tools/tessera-convert DESTINATION ${_python}
+  COMPONENT tools)
+install(DIRECTORY tools/convert DESTINATION ${_python} COMPONENT tools FILES_MATCHING PATTERN "*.py")
+
+# The folders are those of the source tree, so that links between pages lead to files.
 install(DIRECTORY docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/docs COMPONENT documentation
   FILES_MATCHING PATTERN "*.md" PATTERN "*.svg" PATTERN "reference" EXCLUDE)
 install(FILES README.md CONTRIBUTING.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT documentation)
-install(FILES checkpoint/format/FORMAT.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/checkpoint COMPONENT documentation)
+install(FILES checkpoint/format/FORMAT.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/checkpoint/format COMPONENT documentation)
+install(FILES tools/packaging/README.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/tools/packaging COMPONENT documentation)
+install(DIRECTORY tools/packaging/kubernetes DESTINATION ${CMAKE_INSTALL_DOCDIR}/tools/packaging COMPONENT documentation)
+install(DIRECTORY examples DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT documentation
+  PATTERN "CMakeLists.txt" EXCLUDE PATTERN "installed.cmake" EXCLUDE)
+install(FILES examples/installed.cmake DESTINATION ${CMAKE_INSTALL_DOCDIR}/examples RENAME CMakeLists.txt
+  COMPONENT documentation)
 # The API reference, if `make docs` was run.
 install(DIRECTORY build/docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/reference COMPONENT documentation OPTIONAL)
 

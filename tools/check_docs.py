@@ -149,7 +149,7 @@ def check_names(pages, problems):
     return count
 
 
-def check_links(pages, problems):
+def check_links(pages, problems, root=ROOT):
     count = 0
     for page in pages:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -160,9 +160,9 @@ def check_links(pages, problems):
             to = (page.parent / name).resolve() if name else page
             count += 1
             if not to.exists():
-                problems.append(f"{page.relative_to(ROOT)}: there is no {target}")
+                problems.append(f"{page.relative_to(root)}: there is no {target}")
             elif anchor and anchor not in anchors(to):
-                problems.append(f"{page.relative_to(ROOT)}: {to.relative_to(ROOT)} has no section #{anchor}")
+                problems.append(f"{page.relative_to(root)}: {to.relative_to(root)} has no section #{anchor}")
     return count
 
 
@@ -187,8 +187,13 @@ def main():
     if sys.argv[1:] == ["--headers"]:
         print(*sorted(public_headers()), sep="\n")
         return 0
-    pages = tracked("*.md")
     problems = []
+    if sys.argv[1:2] == ["--links"]:
+        root = pathlib.Path(sys.argv[2]).resolve()
+        links = check_links(sorted(root.rglob("*.md")), problems, root)
+        print(*problems, f"{links} links: {len(problems)} problems", sep="\n")
+        return 1 if problems else 0
+    pages = tracked("*.md")
     errors, names, links = (check(pages, problems) for check in (check_errors, check_names, check_links))
     headers, thrown = check_headers(problems), check_thrown(pages, problems)
     print(*problems, sep="\n", end="\n" if problems else "")

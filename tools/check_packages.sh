@@ -33,6 +33,8 @@ CMAKE_CXX_COMPILER_LAUNCHER=$(command -v ccache || true)
 [ -n "$CMAKE_CXX_COMPILER_LAUNCHER" ] || unset CMAKE_CXX_COMPILER_LAUNCHER
 
 "$work/tar/bin/tessera" --help >/dev/null
+tools/check_docs.py --links "$work/tar/share/doc/tessera"
+python3 -m py_compile "$work"/tar/share/tessera/tools/*.py
 cmake -S tests/consumer -B "$work/consumer" -G Ninja -DCMAKE_PREFIX_PATH="$work/tar" --log-level=WARNING >/dev/null
 cmake --build "$work/consumer" -j "$jobs" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
 for program in peak ranks consumer; do "$work/consumer/$program"; done
