@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <iostream>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,11 @@ struct Batch {
   at::Tensor x, y;
   int64_t token_count() const;
 };
+struct Images : torch::data::datasets::Dataset<Images> {
+  torch::data::Example<> get(size_t index) override;
+  std::optional<size_t> size() const override;
+};
+double accuracy_of(tessera::FullyShardedDataParallel<Gpt>& wrapped);
 void evaluate(tessera::FullyShardedDataParallel<Gpt>& wrapped);
 at::Tensor loss_of(const at::Tensor& outputs);
 at::Tensor rows_of_step(int64_t step, const tessera::Communicator& comm);

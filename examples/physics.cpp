@@ -1,0 +1,93 @@
+// A physics-informed network in fp64: solves -u'' = pi^2 sin(pi x) on [0, 1] with u(0) = u(1) = 0, whose solution is
+// sin(pi x). The loss has second derivatives of the network by its input. Each rank has its own points. AdamW first,
+// then L-BFGS, on shards.
+//
+//   physics [ADAMW_STEPS [LBFGS_STEPS]]      500 and 20 by default
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <iostream>
+#include <memory>
+#include <numbers>
+#include <string>
+
+namespace {
+
+constexpr int64_t kWidth = 32, kPoints = 32;  // points of a rank
+constexpr double kPi = std::numbers::pi;
+const auto kDouble = torch::TensorOptions(torch::kFloat64);
+
+struct FieldImpl : torch::nn::Module {
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(1, kWidth));
+  torch::nn::Linear second = register_module("second", torch::nn::Linear(kWidth, kWidth));
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, 1));
+  // [points, 1] -> [points, 1]; the factor x (1 - x) meets the boundary conditions.
+  at::Tensor forward(const at::Tensor& x) { return x * (1 - x) * last(torch::tanh(second(torch::tanh(first(x))))); }
+};
+TORCH_MODULE(Field);
+using Wrapped = tessera::FullyShardedDataParallel<Field>;
+
+// The derivative of each value by its own point, differentiable again.
+at::Tensor derivative(const at::Tensor& values, const at::Tensor& x) {
+  return torch::autograd::grad({values.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+}
+
+// The mean square of the equation's residual at this rank's points.
+at::Tensor residual_loss(Wrapped& field, const at::Tensor& points) {
+  const auto x = points.detach().requires_grad_();
+  const auto curvature = derivative(derivative(field(x), x), x);
+  return (curvature + kPi * kPi * torch::sin(kPi * x)).square().mean();
+}
+
+void train(int64_t adamw_steps, int64_t lbfgs_steps, const std::shared_ptr<tessera::Communicator>& comm) {
+  torch::manual_seed(1);
+  Field field;
+  field->to(comm->device(), torch::kFloat64);  // before wrapping
+  Wrapped fsdp(field, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
+  const auto on_device = kDouble.device(comm->device());
+
+  auto print = [&](const std::string& stage, const at::Tensor& loss) {
+    const auto x = torch::linspace(0, 1, 101, on_device).view({-1, 1});
+    const torch::NoGradGuard no_grad;
+    const auto error = (fsdp(x) - torch::sin(kPi * x)).abs().max().item<double>();
+    const auto mean = tessera::reduce_to_host(*comm, loss.detach().clone(), tessera::ReduceOp::kAverage, "the loss");
+    if (comm->rank() == 0)
+      std::cout << stage << ": loss " << mean.item<double>() << ", largest error " << error << std::endl;
+  };
+
+  torch::manual_seed(comm->rank());
+  torch::optim::AdamW adamw(fsdp.parameters(), 1e-2);
+  tessera::WarmupCosineLR schedule(adamw, 0, std::max<int64_t>(adamw_steps, 1), 0.1);
+  at::Tensor loss;
+  for (int64_t step = 0; step < adamw_steps; ++step) {
+    loss = residual_loss(fsdp, torch::rand({kPoints, 1}, on_device));  // new points in each step
+    fsdp.zero_grad();
+    loss.backward();
+    adamw.step();
+    schedule.step();
+  }
+  if (loss.defined()) print("AdamW", loss);
+
+  // L-BFGS needs one loss for all evaluations of a step: fixed points, spread over the ranks.
+  const auto all = torch::linspace(0, 1, kPoints * comm->size(), on_device).view({-1, 1});
+  const auto own = all.tensor_split(comm->size())[comm->rank()];
+  tessera::Lbfgs lbfgs(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));
+  for (int64_t step = 0; step < lbfgs_steps; ++step) {
+    loss = lbfgs.step([&] {
+      fsdp.zero_grad();
+      const auto now = residual_loss(fsdp, own);
+      now.backward();
+      return now;
+    });
+  }
+  if (loss.defined()) print("L-BFGS", loss);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);
+  return tessera::run_main(
+      [&] { train(argc > 1 ? std::stoll(argv[1]) : 500, argc > 2 ? std::stoll(argv[2]) : 20, tessera::init()); });
+}
