@@ -65,6 +65,7 @@ bool for_each_event(const fs::path& path, const std::function<void(ordered_json&
   for (std::string line; std::getline(file, line);) {
     if (file.eof()) return true;  // no line end: a process was killed during the write
     ++number;
+    if (number > 1 && line == "]" && file.peek() == std::ifstream::traits_type::eof()) return false;
     const char expected = number == 1 ? '[' : ',';
     auto event = ordered_json::parse(line.empty() ? "" : line.substr(1), nullptr, /*allow_exceptions=*/false);
     if (line.empty() || line[0] != expected || !event.is_object())

@@ -54,9 +54,10 @@ TraceAppender::TraceAppender(std::string path)
     const ssize_t bytes = S_ISREG(status.st_mode) ? ::pread(descriptor_, text.data(), text.size(), 0) : -1;
     if (bytes < 0 || !is_begin_of_trace(std::string_view(text).substr(0, static_cast<size_t>(bytes))))
       fail(path_ + " is not a trace; nothing was written");
-    bytes_ = end_of_lines(status.st_size);
-    if (bytes_ < status.st_size && ::ftruncate(descriptor_, bytes_) != 0)
-      fail("cannot write " + path_ + ": " + error_text(errno));
+    const int64_t whole_bytes = end_of_lines(status.st_size);
+    if (whole_bytes < status.st_size) truncate(whole_bytes);
+    bytes_ = end_of_events(whole_bytes);
+    has_end_ = bytes_ < whole_bytes;
   } catch (...) {
     if (descriptor_ >= 0) ::close(descriptor_);
     throw;
@@ -82,6 +83,21 @@ int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   return 0;
 }
 
+// The end of the last event: without the line kTraceEnd.
+int64_t TraceAppender::end_of_events(int64_t bytes) const {
+  std::string expected = "\n";
+  expected += kTraceEnd;
+  std::string last(expected.size(), '\0');
+  const int64_t begin = bytes - std::ssize(last);
+  if (begin < 0 || ::pread(descriptor_, last.data(), last.size(), begin) != std::ssize(last)) return bytes;
+  return last == expected ? bytes - std::ssize(kTraceEnd) : bytes;
+}
+
+void TraceAppender::truncate(int64_t bytes) const {
+  while (::ftruncate(descriptor_, bytes) != 0)
+    if (errno != EINTR) fail("cannot write " + path_ + ": " + error_text(errno));
+}
+
 int64_t TraceAppender::number_of(const std::string& run) const {
   std::vector<std::string> runs;
   std::ifstream file(path_, std::ios::binary);
@@ -98,12 +114,17 @@ int64_t TraceAppender::number_of(const std::string& run) const {
 void TraceAppender::append(std::string lines) {
   if (lines.empty()) return;
   if (is_empty()) lines.front() = '[';
+  lines += kTraceEnd;
+  truncate(bytes_);
   // If truncating fails as well, the next appender removes the incomplete line.
   const auto [error_number, is_whole] = append_all(descriptor_, lines, bytes_);
-  if (error_number != 0)
+  if (error_number != 0) {
+    if (is_whole && has_end_) append_all(descriptor_, kTraceEnd, bytes_);
     fail("cannot write " + path_ + ": " + error_text(error_number) +
          (is_whole ? "" : "; it ends in a part of an event"));
-  bytes_ += std::ssize(lines);
+  }
+  bytes_ += std::ssize(lines) - std::ssize(kTraceEnd);
+  has_end_ = true;
 }
 
 }  // namespace tessera::internal

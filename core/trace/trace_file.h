@@ -6,19 +6,22 @@
 
 namespace tessera::internal {
 
-// The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, one event a line. The last bracket may be
-// missing:
+// The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, one event a line. The last line, "]", is
+// missing if a process was killed while it wrote:
 //
 //   [{"name":"tessera_trace","ph":"i","pid":0,...,"args":{"run":"5f..","rank":0,"host":"a","clock":"..",...}}
 //   ,{"name":"unit 'layers.0'","ph":"X","pid":0,"tid":0,"ts":12.5,"dur":3.25,...}
+//   ]
 //
-// So the file only grows: with "]" after any of its lines it is JSON. Processes and runs may share a file. The first
+// Events are only added: with "]" after any of them the file is JSON. Processes and runs may share a file. The first
 // event of a rank is its "tessera_trace", which tells `tessera trace merge` the rank's clock. Times are in microseconds
 // of the host's steady clock.
 
 // The start of every trace file, and the start of a rank's first line after "[" or ",".
 inline constexpr std::string_view kTraceBegin = R"([{"name":"tessera_trace",)";
 inline constexpr std::string_view kRankBegin = kTraceBegin.substr(1);
+// The last line.
+inline constexpr std::string_view kTraceEnd = "]\n";
 
 // An event's "pid" is the rank plus this number times the run's number in the file: viewers show a process for each
 // rank and run.
@@ -54,10 +57,13 @@ class TraceAppender {
  private:
   [[noreturn]] void fail(const std::string& why) const;
   int64_t end_of_lines(int64_t bytes) const;
+  int64_t end_of_events(int64_t bytes) const;
+  void truncate(int64_t bytes) const;
 
   const std::string path_;
   const int descriptor_;
-  int64_t bytes_ = 0;  // whole lines
+  int64_t bytes_ = 0;  // of whole lines of events
+  bool has_end_ = false;
 };
 
 }  // namespace tessera::internal

@@ -369,7 +369,7 @@ TEST(Trace, RunsAreAddedAndAKillLeavesWhatWasThere) {
   {
     ChildProcess program({kProgram, "--spawn", "3", "hang"}, environment);
     ASSERT_TRUE(program.await("hangs", 3)) << program.output();
-    for (int tries = 0; tries < 600 && text().size() == first.size(); ++tries)
+    for (int tries = 0; tries < 600 && text().size() <= first.size(); ++tries)
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     ::kill(program.pid(), SIGKILL);
     EXPECT_EQ(program.wait(), 128 + SIGKILL);
@@ -377,7 +377,7 @@ TEST(Trace, RunsAreAddedAndAKillLeavesWhatWasThere) {
   }
   const auto second = text();
   EXPECT_GT(second.size(), first.size()) << "what was recorded before the kill";
-  EXPECT_TRUE(second.starts_with(first)) << second;
+  EXPECT_TRUE(second.starts_with(first.substr(0, first.size() - kTraceEnd.size()))) << second;
   EXPECT_EQ(runs_of(testing_support::trace_events(trace)).size(), 2u);
 
   std::filesystem::resize_file(trace, second.size() - 7);  // as after a kill during a write

@@ -7,10 +7,9 @@
 
 namespace tessera::testing_support {
 
-// Returns the events of a file written by TESSERA_TRACE. Adds the closing bracket that the format omits; the result
-// must be JSON.
+// Returns the events of a file written by TESSERA_TRACE. Every such file must be JSON.
 inline nlohmann::json trace_events(const std::filesystem::path& path) {
-  return nlohmann::json::parse(file_bytes(path) + "]");
+  return nlohmann::json::parse(file_bytes(path));
 }
 
 }  // namespace tessera::testing_support
