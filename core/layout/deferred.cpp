@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/layout/example_shapes.h"
 #include "core/paging/boxed_tensors.h"
 
 namespace tessera::internal {
@@ -168,7 +169,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }
   if (concerns) substitute_meta(*stack, count);
-  op.callBoxed(stack);
+  call_for_shapes(op, *stack);
   for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
     call.made.push_back(adopt(recording, result));
   const auto dtype = schema.argumentIndexWithName("dtype");

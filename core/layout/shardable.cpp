@@ -20,6 +20,10 @@ std::string problem_of(const at::Tensor& tensor, const Communicator& comm, bool 
     return "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() to "
            "the optimizer itself";
   if (is_paged(tensor)) return "is sharded already, by another wrapper";
+  if (tensor.is_inference())
+    return "was made in InferenceMode, and cannot take part in autograd later: build the module outside of it (a "
+           "frozen "
+           "one too), or under NoGradGuard";
   if (tensor.layout() != at::kStrided) return c10::str("has layout ", tensor.layout(), ", expected a dense one");
   if (is_deferred(tensor))
     return may_be_deferred

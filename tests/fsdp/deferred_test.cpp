@@ -1,6 +1,8 @@
 // Models that are built without memory: values and bytes.
+#include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 
 #include <atomic>
 
@@ -180,6 +182,53 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
       comm->barrier();
     });
   }
+}
+
+// libtorch 2.11 has no meta kernels for these outside Python.
+struct WithoutMetaKernelsImpl : torch::nn::Module {
+  WithoutMetaKernelsImpl() {
+    const at::Tensor a = torch::rand({3, 4}), b = torch::rand({3, 4}), none = torch::zeros({3, 4});
+    register_buffer("polar", torch::polar(a, b));
+    register_buffer("complex", torch::complex(a, b));
+    register_buffer("chosen", torch::where(a > 0.5, a, b));
+    register_buffer("numbers", torch::where(a > 0.5, 2.0, 0.5));
+    register_buffer("drawn", torch::multinomial(a, 2));
+    register_buffer("flipped", a.flip({0}));
+    register_buffer("permutation", torch::randperm(5));
+    register_parameter("weight", torch::where(b > 0.5, b, none).index_select(0, torch::randperm(3)));
+  }
+};
+TORCH_MODULE(WithoutMetaKernels);
+
+TEST(Deferred, OperatorsWithoutMetaKernelsGetTheirShapesFromExamples) {
+  torch::manual_seed(11);
+  const at::Tensor state = at::detail::getDefaultCPUGenerator().get_state();
+  WithoutMetaKernels later = deferred([] { return WithoutMetaKernels(); });
+  EXPECT_TRUE(at::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
+  for (const at::Tensor& buffer : later->buffers()) EXPECT_TRUE(is_deferred(buffer));
+  const WithoutMetaKernels expected;
+  torch::manual_seed(12);  // the values are those of the call
+  materialize(*later);
+  for (const auto& list : {&torch::nn::Module::named_buffers, &torch::nn::Module::named_parameters})
+    for (const auto& own : ((*expected).*list)(true))
+      EXPECT_TRUE(at::equal(own.value(), ((*later).*list)(true)[own.key()])) << own.key();
+  const std::string says = "cannot compute the shape of the result of aten::";
+  expect_contains(error_of<std::logic_error>([] { deferred([] { return torch::nonzero(torch::rand({3})); }); }), says);
+}
+
+TEST(Deferred, ParametersMadeInInferenceModeAreNamed) {
+  torch::nn::Sequential frozen{nullptr};
+  {
+    const c10::InferenceMode mode;
+    frozen = torch::nn::Sequential(torch::nn::Linear(2, 2));
+    for (at::Tensor& parameter : frozen->parameters()) parameter.requires_grad_(false);
+  }
+  run_ranks(2, [&](const std::shared_ptr<Communicator>& comm) {
+    const std::string says =
+        "parameter '0.weight' on rank " + std::to_string(comm->rank()) + " was made in InferenceMode";
+    expect_contains(error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(frozen, comm); }), says);
+    expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel ddp(frozen, comm); }), says);
+  });
 }
 
 TEST(Deferred, MistakesAreNamed) {
