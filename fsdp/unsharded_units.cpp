@@ -63,6 +63,9 @@ void UnshardedUnits::pre_backward() {
   backward_order_.begin_pass();
 }
 
+// A pass uses few units more often.
+size_t UnshardedUnits::most_seen() const { return 8 * model_.units().size(); }
+
 void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward) {
   PrefetchOrder& order = backward ? backward_order_ : forward_order_;
   if (!backward && std::exchange(forward_is_new_, false)) {
@@ -78,6 +81,7 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
     if (!backward && mode == Page::GradMode::kRecording) unit->secondary().keep();
     recent_.push_back(unit);
     order.used(unit->index());
+    if (order.seen().size() > most_seen()) order.forget_repetition();
   }
   prefetch(order);
   set_current(needed, mode);
@@ -154,8 +158,9 @@ void UnshardedUnits::describe(std::ostream& text, const char* pass, const Prefet
   const auto& seen = order.seen().empty() ? order.expected() : order.seen();
   if (seen.empty()) return;
   text << "  order seen in " << pass << ":";
-  for (size_t i = 0; i < seen.size(); ++i) text << (i == 0 ? " " : ", ") << model_.units()[seen[i]]->name();
-  text << "\n";
+  const size_t shown = std::min(seen.size(), most_seen());
+  for (size_t i = 0; i < shown; ++i) text << (i == 0 ? " " : ", ") << model_.units()[seen[i]]->name();
+  text << (shown < seen.size() ? ", ...\n" : "\n");
 }
 
 }  // namespace tessera::internal

@@ -65,6 +65,7 @@ class UnshardedUnits {
   void describe(std::ostream& text) const;
 
  private:
+  size_t most_seen() const;
   void drop_secondaries();
   void evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward);
   void prefetch(const PrefetchOrder& order);

@@ -77,6 +77,21 @@ TEST(PrefetchOrder, APassWithoutEndDoesNotGrow) {
   EXPECT_LE(order.expected().size(), PrefetchOrder::kLongestPass);
 }
 
+TEST(PrefetchOrder, ForgetsTheThirdOfThreeEqualSequences) {
+  PrefetchOrder order;
+  run(order, {9, 1, 2, 3, 1, 2, 3, 1, 2});
+  order.forget_repetition();
+  EXPECT_EQ(order.seen(), (Units{9, 1, 2, 3, 1, 2, 3, 1, 2}));
+  order.used(3);
+  order.forget_repetition();
+  EXPECT_EQ(order.seen(), (Units{9, 1, 2, 3, 1, 2, 3}));
+  for (int i = 0; i < 1000; ++i) {
+    order.used(i % 3 + 1);
+    order.forget_repetition();
+  }
+  EXPECT_LT(order.seen().size(), 10U);
+}
+
 TEST(PrefetchOrder, TakesAnExpectationForTheFirstPass) {
   PrefetchOrder order;
   order.expect({3, 2, 1});

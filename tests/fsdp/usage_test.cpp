@@ -404,6 +404,23 @@ TEST(Usage, EvaluationUnderNoGradAndInferenceModeBetweenSteps) {
   }
 }
 
+// Modules that are called directly begin no pass.
+TEST(Usage, DirectEvaluationDoesNotLengthenTheDescription) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(1, [] { return chain(3, 8); });
+    FullyShardedDataParallel fsdp(model, comm, per_linear());
+    const auto length_after = [&](int evaluations, const std::vector<size_t>& layers) {
+      torch::NoGradGuard no_grad;
+      for (int i = 0; i < evaluations; ++i)
+        for (const size_t layer : layers)
+          for (const at::Tensor& parameter : model->ptr(layer)->parameters()) parameter.sum();
+      return fsdp.describe().size();
+    };
+    for (const std::vector<size_t>& layers : {std::vector<size_t>{0, 1, 2}, {0, 2, 1, 2}, {2, 1}})
+      EXPECT_EQ(length_after(50, layers), length_after(700, layers));
+  });
+}
+
 TEST(Usage, AForwardSeesShardsThatWereWrittenTo) {
   for (bool through_wrapper : {true, false}) {
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
