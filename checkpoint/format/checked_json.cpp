@@ -1,7 +1,7 @@
 #include "checkpoint/format/checked_json.h"
 
 #include <algorithm>
-#include <set>
+#include <stdexcept>
 #include <utility>
 
 #include <tessera/errors.h>
@@ -17,24 +17,62 @@ bool is_count(const json& value) {
   return value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t{JsonObject::kMost};
 }
 
+// Builds the value from the parser's events. nlohmann's own callback parser visits all earlier members of an object at
+// the end of each member, so its cost is quadratic in the members.
+class TreeBuilder : public nlohmann::json_sax<json> {
+ public:
+  TreeBuilder(const std::string& where, int max_depth) : where_(where), max_depth_(max_depth) {}
+
+  json take() { return std::move(root_); }
+
+  bool null() override { return add(nullptr); }
+  bool boolean(bool value) override { return add(value); }
+  bool number_integer(int64_t value) override { return add(value); }
+  bool number_unsigned(uint64_t value) override { return add(value); }
+  bool number_float(double value, const std::string& /*digits*/) override { return add(value); }
+  bool string(std::string& value) override { return add(std::move(value)); }
+  bool binary(json::binary_t& /*value*/) override { throw std::logic_error("JSON text has no binary values"); }
+  bool start_object(size_t /*members*/) override { return open(json::object()); }
+  bool start_array(size_t /*elements*/) override { return open(json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+  bool key(std::string& name) override {
+    const auto [member, is_new] = open_.back()->get_ref<json::object_t&>().try_emplace(std::move(name));
+    if (!is_new) throw CheckpointError(where_ + ": the key '" + member->first + "' occurs twice");
+    member_ = &member->second;
+    return true;
+  }
+  bool parse_error(size_t /*position*/, const std::string& /*token*/, const json::exception& error) override {
+    throw CheckpointError(where_ + ": not JSON: " + error.what());
+  }
+
+ private:
+  // Pointers to open values stay valid: only the innermost open value grows.
+  json& place(json value) {
+    if (std::ssize(open_) > max_depth_)
+      throw CheckpointError(where_ + ": JSON nested deeper than " + std::to_string(max_depth_) + " levels");
+    if (open_.empty()) return root_ = std::move(value);
+    json& parent = *open_.back();
+    if (parent.is_object()) return *member_ = std::move(value);
+    return parent.get_ref<json::array_t&>().emplace_back(std::move(value));
+  }
+  bool add(json value) { return place(std::move(value)), true; }
+  bool open(json value) { return open_.push_back(&place(std::move(value))), true; }
+  bool close() { return open_.pop_back(), true; }
+
+  const std::string& where_;
+  const int max_depth_;
+  json root_;
+  std::vector<json*> open_;  // objects and arrays, from the root to the innermost
+  json* member_ = nullptr;   // of the innermost object: the value of the key that was read last
+};
+
 }  // namespace
 
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
-  std::vector<std::set<std::string>> keys;  // of the open objects
-  const json::parser_callback_t check = [&](int depth, json::parse_event_t event, json& parsed) {
-    if (depth > max_depth)
-      throw CheckpointError(where + ": JSON nested deeper than " + std::to_string(max_depth) + " levels");
-    if (event == json::parse_event_t::object_start) keys.emplace_back();
-    if (event == json::parse_event_t::object_end) keys.pop_back();
-    if (event == json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
-      throw CheckpointError(where + ": the key '" + parsed.get<std::string>() + "' occurs twice");
-    return true;
-  };
-  try {
-    return json::parse(text.begin(), text.end(), check);
-  } catch (const json::exception& error) {
-    throw CheckpointError(where + ": not JSON: " + error.what());
-  }
+  TreeBuilder builder(where, max_depth);
+  json::sax_parse(text.begin(), text.end(), &builder);
+  return builder.take();
 }
 
 int json_depth(const json& value, int limit) {

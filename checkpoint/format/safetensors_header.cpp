@@ -165,18 +165,21 @@ SafetensorsHeader read_safetensors_header(const InputFile& file) {
 
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
                                       const std::map<std::string, std::string>& metadata) {
-  nlohmann::ordered_json header = nlohmann::ordered_json::object();
-  if (!metadata.empty()) header["__metadata__"] = metadata;
+  // Built as text: ordered_json compares each new name with all others.
+  std::string text = "{";
+  auto add = [&](const std::string& name, const std::string& value) {
+    text.append(text.size() > 1 ? "," : "").append(json(name).dump()).append(":").append(value);
+  };
+  if (!metadata.empty()) add("__metadata__", json(metadata).dump());
   int64_t offset = 0;
   for (auto& entry : entries) {
     entry.begin = offset;
     entry.bytes = tensor_bytes(entry.shape, entry.dtype).value();
-    header[entry.name] = {{"dtype", safetensors_name(entry.dtype).value()},
-                          {"shape", entry.shape},
-                          {"data_offsets", {offset, offset + entry.bytes}}};
     offset += entry.bytes;
+    add(entry.name, "{\"dtype\":\"" + safetensors_name(entry.dtype).value() + "\",\"shape\":" +
+                        json(entry.shape).dump() + ",\"data_offsets\":" + json({entry.begin, offset}).dump() + "}");
   }
-  std::string text = header.dump();
+  text += '}';
   while ((kLengthBytes + text.size()) % kDataAlignmentBytes != 0) text += ' ';
   for (auto& entry : entries) entry.begin += kLengthBytes + static_cast<int64_t>(text.size());
   const uint64_t length = htole64(text.size());

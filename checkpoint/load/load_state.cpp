@@ -75,6 +75,7 @@ class Loader {
         model_(model),
         shards_(in_dense_order(model.named_shards())),
         buffers_(local_buffers(model)),
+        targets_(model.named_buffers()),
         beside_(beside),
         shards_beside_(shards_beside(beside)),
         options_(options),
@@ -379,7 +380,7 @@ class Loader {
   void match_writable() {
     for (const LocalTensor& buffer : buffers_)
       if (saved_names_.contains(buffer.fqn))
-        if (const std::string reason = what_keeps(model_.named_buffers()[buffer.fqn]); !reason.empty())
+        if (const std::string reason = what_keeps(targets_[buffer.fqn]); !reason.empty())
           misfits_["cannot be written to"].push_back(buffer.fqn + " (" + reason + ")");
   }
 
@@ -412,7 +413,7 @@ class Loader {
       if (value.numel() > 0)
         reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
       const at::Tensor taken = transposed ? value.t() : value;
-      want_once(buffer.fqn, model_.named_buffers()[buffer.fqn], taken);
+      want_once(buffer.fqn, targets_[buffer.fqn], taken);
       want_tied(buffer, taken);
     }
   }
@@ -503,6 +504,7 @@ class Loader {
   ModelShards& model_;
   const std::vector<NamedShard> shards_;
   const std::vector<LocalTensor> buffers_;
+  const torch::OrderedDict<std::string, at::Tensor> targets_;  // the model's buffers
   const std::vector<std::shared_ptr<Stateful>>& beside_;
   const std::vector<NamedShard> shards_beside_;
   const LoadOptions& options_;

@@ -1,4 +1,5 @@
 // Damaged and hostile files are refused with the file, the tensor and the reason.
+#include <ctime>
 #include <fstream>
 #include <iterator>
 
@@ -76,6 +77,29 @@ TEST(SafetensorsHeader, HostileOnesAreRefused) {
     for (int i = 0; i < 100000; ++i) deep += open;
     expect_contains(header_error(deep, 0), "deeper than");
   }
+}
+
+// CPU time, so that other programs do not matter: four times the tensors take four times as long, not sixteen times.
+TEST(SafetensorsHeader, CostsAreLinearInTheTensors) {
+  auto seconds = [](int64_t tensors) {
+    double least = 1e9;
+    for (int repetition = 0; repetition < 3; ++repetition) {
+      std::vector<SafetensorsEntry> entries;
+      std::map<std::string, std::string> metadata;
+      for (int64_t i = 0; i < tensors; ++i) {
+        entries.push_back({"layers." + std::to_string(i) + ".weight", at::kFloat, {2, 3}});
+        metadata["layers." + std::to_string(i) + ".tied"] = entries.back().name;
+      }
+      const auto began = std::clock();
+      const std::string header = format_safetensors_header(entries, metadata);
+      const auto parsed = parse_safetensors_header(header.substr(8), std::ssize(header) + 24 * tensors, "f");
+      least = std::min(least, static_cast<double>(std::clock() - began) / CLOCKS_PER_SEC);
+      EXPECT_EQ(std::ssize(parsed.entries), tensors);
+      EXPECT_EQ(std::ssize(parsed.metadata), tensors);
+    }
+    return least;
+  };
+  EXPECT_LT(seconds(20000), 10 * seconds(5000));
 }
 
 TEST(SafetensorsHeader, ALengthThatTheFileDoesNotHaveIsRefused) {

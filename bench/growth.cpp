@@ -1,0 +1,75 @@
+// Prints the CPU time of checkpoint functions against the number of parameters, to find costs that grow faster than the
+// work: each line should have about twice the times of the line before.
+//
+//   build/release/bench/growth [FILE.pt2 ...]
+//
+// The model has parameters of 16 elements under FullyShardedDataParallel with AdamW, on one rank; its files are in
+// out/growth. For each archive, which `bench/exported_parameters.py FILE.pt2 NUMBER` writes, the time of
+// load_exported() follows. Targets for 40,000 tensors: 4 s to save and load, 0.3 s to read a header.
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+#include <functional>
+#include <string>
+
+#include <tessera/exported.h>
+#include <tessera/tessera.h>
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/safetensors_header.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kWidth = 16;
+const fs::path kFolder = "out/growth";
+
+double seconds_of(const std::function<void()>& work) {
+  const std::clock_t began = std::clock();
+  work();
+  return static_cast<double>(std::clock() - began) / CLOCKS_PER_SEC;
+}
+
+struct ManyImpl : torch::nn::Module {
+  explicit ManyImpl(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const std::string number = std::to_string(i);
+      register_parameter("weight" + number, torch::full({kWidth}, 0.5));
+      if (i % 10 == 0) register_buffer("buffer" + number, torch::full({kWidth}, 0.5));
+    }
+  }
+};
+TORCH_MODULE(Many);
+
+void measure(int64_t count, const std::shared_ptr<tessera::Communicator>& comm) {
+  tessera::FullyShardedDataParallel fsdp(Many(count), comm);
+  tessera::AdamW optimizer(fsdp.parameters());
+  for (at::Tensor& parameter : fsdp.parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+  optimizer.step();
+  const fs::path folder = kFolder / "checkpoint", file = kFolder / "full.safetensors";
+  fs::remove_all(kFolder);
+  const double save = seconds_of([&] { tessera::save_checkpoint(folder, fsdp, optimizer); });
+  const double load = seconds_of([&] { tessera::load_checkpoint(folder, fsdp, optimizer); });
+  const double save_full = seconds_of([&] { tessera::save_full(file, fsdp); });
+  const double load_full = seconds_of([&] { tessera::load_full(file, fsdp); });
+  const double header =
+      seconds_of([&] { tessera::internal::read_safetensors_header(*tessera::internal::open_file(file)); });
+  fs::remove_all(kFolder);
+  std::printf("%10ld %8.3f %8.3f %10.3f %10.3f %8.3f\n", static_cast<long>(count), save, load, save_full, load_full,
+              header);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  tessera::run_ranks(1, [](const std::shared_ptr<tessera::Communicator>& comm) {
+    std::printf("%10s %8s %8s %10s %10s %8s  (seconds)\n", "parameters", "save", "load", "save_full", "load_full",
+                "header");
+    for (int64_t count = 2500; count <= 40000; count *= 2) measure(count, comm);
+  });
+  for (int i = 1; i < argc; ++i)
+    std::printf("load_exported %s: %.3f s\n", argv[i], seconds_of([&] { tessera::load_exported(argv[i]); }));
+}
