@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <system_error>
@@ -64,9 +63,9 @@ void make_directories(const fs::path& directory) {
 }
 
 void sync_directory(const fs::path& directory) {
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int fd = retried([&] { return ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
   if (fd < 0) fail_at(directory, "opening");
-  const int error_number = ::fsync(fd) == 0 ? 0 : errno;
+  const int error_number = retried([&] { return ::fsync(fd); }) == 0 ? 0 : errno;
   ::close(fd);
   errno = error_number;
   // Some file systems have no fsync for directories.
@@ -85,10 +84,13 @@ std::string read_text(const fs::path& path, int64_t max_bytes) {
 }
 
 std::string first_line(const fs::path& path) {
-  std::string line;
-  std::ifstream stream(path);
-  std::getline(stream, line);
-  return line;
+  constexpr int64_t kMostBytes = 4096;
+  try {
+    const std::string text = storage_of(path).beginning(path, kMostBytes);
+    return text.substr(0, text.find('\n'));
+  } catch (const CheckpointError&) {
+    return "";
+  }
 }
 
 void rename_entry(const fs::path& from, const fs::path& to, bool replace) {

@@ -36,7 +36,7 @@ void make_directories(const std::filesystem::path& directory);
 // Makes a directory's entries durable (fsync).
 void sync_directory(const std::filesystem::path& directory);
 
-// Returns "" if the file is empty or does not exist.
+// Returns "" if the file is empty or cannot be read.
 std::string first_line(const std::filesystem::path& path);
 
 // Replaces an existing target only if `replace`; otherwise throws.

@@ -6,7 +6,11 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "core/runtime/file.h"
 
 namespace tessera::internal {
 namespace {
@@ -38,15 +42,22 @@ void FileLock::release() {
 
 LockOutcome FileLock::take(const std::filesystem::path& file, bool exclusive) {
   release();
-  descriptor_ = ::open(file.c_str(), (exclusive ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  const int flags = (exclusive ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+  descriptor_ = retried([&] { return ::open(file.c_str(), flags); });
   if (descriptor_ < 0) return LockOutcome::kNoLocks;
   struct flock whole {};
   whole.l_type = exclusive ? F_WRLCK : F_RDLCK;
   whole.l_whence = SEEK_SET;
-  if (::fcntl(descriptor_, F_OFD_SETLK, &whole) == 0) return LockOutcome::kTaken;
+  if (retried([&] { return ::fcntl(descriptor_, F_OFD_SETLK, &whole); }) == 0) return LockOutcome::kTaken;
   const int error = errno;
   release();
   return error == EAGAIN || error == EACCES ? LockOutcome::kHeldByOther : LockOutcome::kNoLocks;
+}
+
+std::filesystem::path FileLock::path() const {
+  std::error_code error;
+  return descriptor_ < 0 ? std::filesystem::path()
+                         : std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(descriptor_), error);
 }
 
 std::string process_name() { return "process " + std::to_string(::getpid()) + " on " + host_name(); }

@@ -25,6 +25,9 @@ class FileLock {
   LockOutcome take_exclusive(const std::filesystem::path& file) { return take(file, true); }
   void release();
 
+  // Returns the path that the locked file has now, also if it was renamed; "" if nothing is locked.
+  std::filesystem::path path() const;
+
  private:
   LockOutcome take(const std::filesystem::path& file, bool exclusive);
   int descriptor_ = -1;

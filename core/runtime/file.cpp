@@ -7,7 +7,6 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <system_error>
@@ -21,10 +20,14 @@ constexpr int kPrivateMode = 0600;
 
 // Opens an unnamed file (O_TMPFILE), or, if the file system cannot, a named one that is unlinked at once.
 int open_unnamed(const std::string& directory, int flags) {
-  const int descriptor = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode);
+  const int descriptor =
+      retried([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode); });
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
   std::string name = directory + "/tessera-XXXXXX";
-  const int named = ::mkostemp(name.data(), O_CLOEXEC | flags);
+  const int named = retried([&] {
+    name.replace(name.size() - 6, 6, "XXXXXX");
+    return ::mkostemp(name.data(), O_CLOEXEC | flags);
+  });
   if (named >= 0) ::unlink(name.c_str());
   return named;
 }
@@ -56,7 +59,7 @@ void File::throw_failure(FileAction action, int error_number, std::string proble
 }
 
 File File::open_named(const std::filesystem::path& path, int flags, FileAction action, ThrowFailure fail) {
-  const int descriptor = ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, kMode);
+  const int descriptor = retried([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, kMode); });
   const int error_number = errno;
   if (descriptor < 0) throw_with(fail, {path, action, error_number, error_number == ELOOP ? "is a symbolic link" : ""});
   return File(path, descriptor, fail);
@@ -97,28 +100,34 @@ int64_t File::bytes() const {
 
 void File::write(const void* data, int64_t bytes, int64_t position) const {
   const char* from = static_cast<const char*>(data);
-  for (int64_t done = 0; done < bytes;) {
-    const ssize_t written = ::pwrite(descriptor_, from + done, static_cast<size_t>(bytes - done), position + done);
-    if (written < 0 && errno != EINTR) throw_failure(FileAction::kWrite, errno);
-    done += std::max<ssize_t>(written, 0);
+  constexpr int kMostEmpty = 8;
+  for (int64_t done = 0, empty = 0; done < bytes;) {
+    const ssize_t written =
+        retried([&] { return ::pwrite(descriptor_, from + done, static_cast<size_t>(bytes - done), position + done); });
+    if (written < 0) throw_failure(FileAction::kWrite, errno);
+    if (written == 0 && ++empty == kMostEmpty)
+      throw_failure(FileAction::kWrite, EIO, c10::str("takes no bytes at ", position + done, ", and gives no reason"));
+    done += written;
   }
 }
 
 void File::read(void* data, int64_t bytes, int64_t position) const {
   char* to = static_cast<char*>(data);
   for (int64_t done = 0; done < bytes;) {
-    const ssize_t got = ::pread(descriptor_, to + done, static_cast<size_t>(bytes - done), position + done);
-    if (got < 0 && errno != EINTR) throw_failure(FileAction::kRead, errno);
+    const ssize_t got =
+        retried([&] { return ::pread(descriptor_, to + done, static_cast<size_t>(bytes - done), position + done); });
+    if (got < 0) throw_failure(FileAction::kRead, errno);
     if (got == 0)
       throw_failure(FileAction::kRead, EIO,
                     c10::str("ends at byte ", position + done, ", ", bytes - done, " bytes early"));
-    done += std::max<ssize_t>(got, 0);
+    done += got;
   }
 }
 
 std::optional<File> File::opened_again() const {
   // By the descriptor: the name may belong to another file by now.
-  const int descriptor = ::open(("/proc/self/fd/" + std::to_string(descriptor_)).c_str(), O_RDONLY | O_CLOEXEC);
+  const std::string path = "/proc/self/fd/" + std::to_string(descriptor_);
+  const int descriptor = retried([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
   return descriptor < 0 ? std::nullopt : std::optional<File>(File(path_, descriptor, throw_failure_));
 }
 
@@ -127,17 +136,15 @@ void File::start_writing_out(int64_t position, int64_t bytes) const {
 }
 
 void File::sync() const {
-  if (::fsync(descriptor_) != 0) throw_failure(FileAction::kSync, errno);
+  if (retried([&] { return ::fsync(descriptor_); }) != 0) throw_failure(FileAction::kSync, errno);
 }
 
 void File::resize(int64_t bytes) const {
-  if (::ftruncate(descriptor_, bytes) != 0) throw_failure(FileAction::kResize, errno);
+  if (retried([&] { return ::ftruncate(descriptor_, bytes); }) != 0) throw_failure(FileAction::kResize, errno);
 }
 
 void File::reserve(int64_t bytes) const {
-  int result = 0;
-  do result = ::fallocate(descriptor_, 0, 0, bytes);
-  while (result != 0 && errno == EINTR);
+  const int result = retried([&] { return ::fallocate(descriptor_, 0, 0, bytes); });
   // posix_fallocate() would write blocks if the file system does not support allocation.
   if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
     throw_failure(FileAction::kWrite, errno);
@@ -156,7 +163,7 @@ int64_t File::extend(int64_t bytes) {
       error = ::posix_fallocate(descriptor_, begin, bytes);
     } while (error == EINTR);
   if (error == ENOSPC || error == EFBIG || error == EDQUOT) {
-    (void)!::ftruncate(descriptor_, begin);
+    (void)!retried([&] { return ::ftruncate(descriptor_, begin); });
     throw_failure(FileAction::kClaim, error,
                   c10::str("has no room: ", bytes, " bytes more asked for, ", begin, " in use, ", free_bytes, " free (",
                            std::generic_category().message(error), ")"));

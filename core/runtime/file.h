@@ -1,11 +1,20 @@
 #pragma once
 
+#include <cerrno>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
 
 namespace tessera::internal {
+
+// Repeats a system call that a signal interrupted. Not for close(), which frees the descriptor either way.
+template <class Call>
+auto retried(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
 
 enum class FileAction : uint8_t { kCreate, kOpen, kLookAt, kRead, kWrite, kSync, kResize, kClaim };
 

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/runtime/file.h"
 #include "core/trace/append_all.h"
 
 namespace tessera {
@@ -100,7 +101,8 @@ EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
   std::filesystem::create_directories(folder, error);
   if (error)
     throw std::runtime_error("EventWriter: cannot make the folder " + folder.string() + ": " + error.message());
-  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644);
+  descriptor_ =
+      retried([&] { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644); });
   if (descriptor_ < 0) throw std::runtime_error("EventWriter: cannot create " + path_.string() + ": " + reason(errno));
   kept_ = record(version_event());  // TensorBoard expects it first
   write();

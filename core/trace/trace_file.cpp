@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/runtime/file.h"
 #include "core/trace/append_all.h"
 
 namespace tessera::internal {
@@ -42,16 +43,17 @@ std::string begin_of_file(const std::string& path, size_t bytes) {
 }
 
 TraceAppender::TraceAppender(std::string path)
-    : path_(std::move(path)),
-      descriptor_(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644)) {
+    : path_(std::move(path)), descriptor_(retried([this] {
+        return ::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
+      })) {
   try {
     if (descriptor_ < 0) fail("cannot write " + path_ + ": " + error_text(errno));
-    while (::flock(descriptor_, LOCK_EX) != 0)
-      if (errno != EINTR) fail("cannot write " + path_ + ": " + error_text(errno));
+    if (retried([&] { return ::flock(descriptor_, LOCK_EX); }) != 0)
+      fail("cannot write " + path_ + ": " + error_text(errno));
     struct stat status {};
     if (::fstat(descriptor_, &status) != 0) fail("cannot write " + path_ + ": " + error_text(errno));
     std::string text(kTraceBegin.size(), '\0');
-    const ssize_t bytes = S_ISREG(status.st_mode) ? ::pread(descriptor_, text.data(), text.size(), 0) : -1;
+    const ssize_t bytes = S_ISREG(status.st_mode) ? read_at(text.data(), text.size(), 0) : -1;
     if (bytes < 0 || !is_begin_of_trace(std::string_view(text).substr(0, static_cast<size_t>(bytes))))
       fail(path_ + " is not a trace; nothing was written");
     const int64_t whole_bytes = end_of_lines(status.st_size);
@@ -64,6 +66,18 @@ TraceAppender::TraceAppender(std::string path)
   }
 }
 
+ssize_t TraceAppender::read_at(char* data, size_t bytes, int64_t position) const {
+  size_t done = 0;
+  ssize_t got = 1;
+  while (done < bytes && got > 0) {
+    got =
+        retried([&] { return ::pread(descriptor_, data + done, bytes - done, position + static_cast<int64_t>(done)); });
+    if (got < 0) return got;
+    done += static_cast<size_t>(got);
+  }
+  return static_cast<ssize_t>(done);
+}
+
 TraceAppender::~TraceAppender() { ::close(descriptor_); }
 
 void TraceAppender::fail(const std::string& why) const { throw std::runtime_error("TESSERA_TRACE: " + why); }
@@ -74,7 +88,7 @@ int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   while (bytes > 0) {
     const int64_t begin = std::max(int64_t{0}, bytes - std::ssize(block));
     const auto count = static_cast<size_t>(bytes - begin);
-    if (::pread(descriptor_, block.data(), count, begin) != static_cast<ssize_t>(count))
+    if (read_at(block.data(), count, begin) != static_cast<ssize_t>(count))
       fail("cannot read " + path_ + ": " + error_text(errno));
     const auto at = std::string_view(block).substr(0, count).rfind('\n');
     if (at != std::string_view::npos) return begin + static_cast<int64_t>(at) + 1;
@@ -89,13 +103,13 @@ int64_t TraceAppender::end_of_events(int64_t bytes) const {
   expected += kTraceEnd;
   std::string last(expected.size(), '\0');
   const int64_t begin = bytes - std::ssize(last);
-  if (begin < 0 || ::pread(descriptor_, last.data(), last.size(), begin) != std::ssize(last)) return bytes;
+  if (begin < 0 || read_at(last.data(), last.size(), begin) != std::ssize(last)) return bytes;
   return last == expected ? bytes - std::ssize(kTraceEnd) : bytes;
 }
 
 void TraceAppender::truncate(int64_t bytes) const {
-  while (::ftruncate(descriptor_, bytes) != 0)
-    if (errno != EINTR) fail("cannot write " + path_ + ": " + error_text(errno));
+  if (retried([&] { return ::ftruncate(descriptor_, bytes); }) != 0)
+    fail("cannot write " + path_ + ": " + error_text(errno));
 }
 
 int64_t TraceAppender::number_of(const std::string& run) const {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -59,6 +61,8 @@ class TraceAppender {
   int64_t end_of_lines(int64_t bytes) const;
   int64_t end_of_events(int64_t bytes) const;
   void truncate(int64_t bytes) const;
+  // Reads up to the end of the file; returns the number of bytes, or -1 with errno.
+  ssize_t read_at(char* data, size_t bytes, int64_t position) const;
 
   const std::string path_;
   const int descriptor_;
