@@ -109,18 +109,23 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// Returns whether another job replaced the checkpoint during this load, so that apparent damage is a mix of two
-// checkpoints. The same on all ranks.
-bool was_replaced(Communicator& comm, const fs::path& dir, const std::string& manifest_text) {
-  std::string now;
+// Returns where to read again if another job replaced the checkpoint during this load, so that apparent damage is a mix
+// of two checkpoints; "" if it did not. A local checkpoint was moved, and stays there while it is locked. The same on
+// all ranks; `lock` is rank 0's.
+fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std::string& manifest_text,
+                             const std::optional<ReadLock>& lock) {
+  std::string next;
   try {
-    if (comm.rank() == 0) now = read_manifest_text(dir);
+    std::error_code error;
+    if (const fs::path moved = lock ? lock->directory() : fs::path(); !moved.empty() && is_checkpoint(moved))
+      next = fs::equivalent(moved, dir, error) ? "" : moved.string();
+    else if (comm.rank() == 0 && read_manifest_text(dir) != manifest_text)
+      next = dir.string();
   } catch (const CheckpointError&) {  // it was removed
   }
-  const bool is_new = !now.empty() && now != manifest_text;
-  return !gather_texts(comm, is_new ? "replaced" : "", "looking at " + dir.string())[0].empty();
+  return gather_texts(comm, next, "looking at " + dir.string())[0];
 }
-constexpr int kMostReplacements = 20;  // per load, by a job that saves as fast as this one reads
+constexpr int kMostReplacements = 20;  // per load, on storage without locks, by a job that saves as fast as this reads
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -133,44 +138,57 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
+  fs::path from = dir;
+  std::optional<ReadLock> hold;  // on rank 0, until all ranks have read
   for (int replacements = 0;; ++replacements) {
-    // Rank 0 reads the manifest for all, in case it is replaced now, and holds the read lock until all ranks have read.
-    std::optional<ReadLock> hold;
+    // Rank 0 reads the manifest for all, in case it is replaced now.
     const auto texts = gather_results(comm, attempt([&] {
                                         if (comm.rank() != 0) return std::string();
-                                        hold.emplace(dir);
-                                        return read_manifest_text(dir);
+                                        if (from == dir) hold.emplace(dir);
+                                        const fs::path locked = hold->directory();
+                                        return read_manifest_text(locked.empty() ? from : locked);
                                       }),
                                       what);
     try {
       Manifest manifest;
-      on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
+      on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], from); });
       load_state(manifest, state.model, state.optimizer, state.beside, options, what);
       return manifest.extra.is_null() ? json::object() : manifest.extra;
     } catch (const CheckpointMismatch&) {
       throw;
     } catch (const CheckpointError&) {
-      if (replacements == kMostReplacements || !was_replaced(comm, dir, texts[0])) throw;
+      const fs::path next = where_to_read_again(comm, dir, texts[0], hold);
+      if (replacements == kMostReplacements || next.empty() || (next == from && from != dir)) throw;
+      from = next;
     }
   }
+}
+
+// Returns "name/sequence/" of each checkpoint of a folder, the newest first; those of unknown age are before them, with
+// an empty sequence. Rank 0 decides, because other ranks might see a changed folder.
+std::string list_newest_first(Communicator& comm, const fs::path& folder) {
+  const auto names = attempt([&] {
+    std::string all;
+    if (comm.rank() != 0) return all;
+    const auto [whole, damaged, sequences] = find_checkpoints(folder);
+    for (size_t i = 0; i < whole.size(); ++i)
+      all = whole[i].filename().string() + "/" + std::to_string(sequences[i]) + "/" + all;
+    for (const auto& path : damaged) all = path.filename().string() + "//" + all;
+    if (all.empty()) require_no_checkpoint(folder);
+    return all;
+  });
+  return gather_results(comm, names, "looking for checkpoints in " + folder.string())[0];
 }
 
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
   SaveJob::await_save_before(state.model.comm());
-  // Rank 0 decides, because other ranks might see a changed folder. Candidates of unknown age are first.
-  const auto names = attempt([&] {
-    std::string all;
-    if (comm.rank() != 0) return all;
-    const auto [whole, damaged] = find_checkpoints(folder);
-    for (const auto& path : whole) all = path.filename().string() + "/" + all;
-    for (const auto& path : damaged) all = path.filename().string() + "/" + all;
-    if (all.empty()) require_no_checkpoint(folder);
-    return all;
-  });
-  std::istringstream newest_first(gather_results(comm, names, "looking for checkpoints in " + folder.string())[0]);
+  constexpr int kMostListings = 1000;
+  std::string listing = list_newest_first(comm, folder);
+  std::istringstream newest_first(listing);
   LoadedCheckpoint loaded;
-  for (std::string name; std::getline(newest_first, name, '/');) try {
+  int listings = 1;
+  for (std::string name, sequence; std::getline(std::getline(newest_first, name, '/'), sequence, '/');) try {
       loaded.path = folder / name;
       loaded.extra = load(loaded.path, state, options);
       return loaded;
@@ -182,6 +200,12 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
       throw;
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
+      // Another job may have removed or replaced this checkpoint: then it is not damaged, and there are newer ones.
+      if (std::string now = list_newest_first(comm, folder); now != listing && listings++ < kMostListings) {
+        listing = std::move(now);
+        newest_first = std::istringstream(listing);
+        loaded.damaged.clear();
+      }
     }
   if (loaded.damaged.empty()) return std::nullopt;
   std::string message = folder.string() + ": none of its checkpoints can be read:";

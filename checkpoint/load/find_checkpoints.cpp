@@ -57,6 +57,25 @@ Contents contents_of(const fs::path& checkpoint) {
   return contents;
 }
 
+// Returns "" if the manifest was removed, or cannot be read twice in succession: another job may replace it in between.
+std::string manifest_text_or_nothing(const fs::path& checkpoint) {
+  for (int attempt = 0; attempt < 2 && is_checkpoint(checkpoint); ++attempt) try {
+      return read_text(checkpoint / kManifestName, kMaxManifestBytes);
+    } catch (const StorageUnavailable&) {
+      throw;
+    } catch (const CheckpointError&) {
+    }
+  return "";
+}
+
+// A listing that runs while one checkpoint is renamed away and the next appears may contain neither of them.
+std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
+  constexpr int kMostListings = 3;
+  std::vector<fs::path> found;
+  for (int listing = 0; listing < kMostListings && found.empty(); ++listing) found = checkpoints_in(folder);
+  return found;
+}
+
 }  // namespace
 
 std::string save_folder(const std::string& listed) {
@@ -84,25 +103,25 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
   return found;
 }
 
+bool has_rank_files(const fs::path& folder) { return contents_of(folder).ranks > 0; }
+
 FoundCheckpoints find_checkpoints(const fs::path& folder) {
   std::vector<std::pair<int64_t, fs::path>> whole;
   FoundCheckpoints found;
-  for (const auto& path : checkpoints_in(folder)) {
-    std::string text;
-    try {
-      text = read_text(path / kManifestName, kMaxManifestBytes);
-    } catch (const StorageUnavailable&) {
-      throw;
-    } catch (const CheckpointError&) {  // removed meanwhile, or not a manifest
-      if (!is_checkpoint(path)) continue;
-    }
-    if (const auto sequence = sequence_of(text))
+  for (const auto& path : entries_with_manifest(folder)) {
+    const std::string text = manifest_text_or_nothing(path);
+    if (const auto sequence = sequence_of(text)) {
       whole.emplace_back(*sequence, path);
-    else if (const auto [ranks, others] = contents_of(path); ranks > 0 || others == 0)
-      found.damaged.push_back(path);
+      continue;
+    }
+    const auto [ranks, others] = contents_of(path);
+    if ((ranks > 0 || others == 0) && is_checkpoint(path)) found.damaged.push_back(path);
   }
   std::sort(whole.begin(), whole.end());
-  for (auto& [sequence, path] : whole) found.whole.push_back(std::move(path));
+  for (auto& [sequence, path] : whole) {
+    found.whole.push_back(std::move(path));
+    found.sequences.push_back(sequence);
+  }
   return found;
 }
 
@@ -155,7 +174,7 @@ namespace tessera {
 using namespace internal;
 
 std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
-  const auto [whole, damaged] = find_checkpoints(folder);
+  const auto [whole, damaged, sequences] = find_checkpoints(folder);
   if (!damaged.empty()) return damaged.back();
   if (!whole.empty()) return whole.back();
   require_no_checkpoint(folder);

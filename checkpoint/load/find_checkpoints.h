@@ -21,7 +21,10 @@ std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& f
 // is unknown. A folder of other files with a file of that name is neither.
 struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
+  std::vector<int64_t> sequences;  // of `whole`
 };
+// Is correct while other jobs save to the folder and remove old checkpoints: if whole checkpoints were in the folder at
+// every moment, finds one that was.
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
 // Throws CheckpointError if the folder is itself a checkpoint. Callers that find no checkpoint in a folder call it,
 // because they would otherwise start training anew.
@@ -33,6 +36,8 @@ std::string save_folder(const std::string& listed);
 // Returns whether a name listed in a checkpoint's directory was written by a save, or is an NFS leftover of such a
 // file. All other files are the user's.
 bool is_of_save(const std::string& listed);
+// Returns whether a folder has files that ranks write.
+bool has_rank_files(const std::filesystem::path& folder);
 // Returns whether a directory has a manifest and otherwise only files of a checkpoint.
 bool holds_nothing_else(const std::filesystem::path& checkpoint);
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <random>
 #include <thread>
 
@@ -69,10 +68,13 @@ std::unique_ptr<PartialCheckpoint> PartialCheckpoint::begin(const fs::path& targ
 }
 
 void remove_old_checkpoints(const fs::path& folder, int keep) {
-  auto [needless, damaged] = find_checkpoints(folder);
-  needless.resize(needless.size() - std::min(needless.size(), static_cast<size_t>(keep)));
-  std::copy_if(damaged.begin(), damaged.end(), std::back_inserter(needless), &holds_nothing_else);
-  for (const auto& each : needless) is_remote(folder) ? remove_remote_checkpoint(each) : remove_local_checkpoint(each);
+  const auto [whole, damaged, sequences] = find_checkpoints(folder);
+  auto remove = [&](const fs::path& path, std::optional<int64_t> sequence) {
+    is_remote(folder) ? remove_remote_checkpoint(path) : remove_local_checkpoint(path, sequence);
+  };
+  for (size_t i = 0; i + static_cast<size_t>(keep) < whole.size(); ++i) remove(whole[i], sequences[i]);
+  for (const auto& path : damaged)
+    if (holds_nothing_else(path)) remove(path, std::nullopt);
   is_remote(folder) ? clear_remote_leftovers(folder) : clear_local_leftovers(folder);
 }
 
@@ -81,9 +83,15 @@ ReadLock::ReadLock(const fs::path& checkpoint) {
   // Another process holds the exclusive lock only briefly, when it has completed the checkpoint or is about to remove
   // it.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-  while (lock_.take_shared(checkpoint / kManifestName) == LockOutcome::kHeldByOther &&
-         std::chrono::steady_clock::now() < end)
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  while (std::chrono::steady_clock::now() < end) {
+    const LockOutcome outcome = lock_.take_shared(checkpoint / kManifestName);
+    std::error_code error;
+    // The checkpoint may have been replaced or removed between opening and locking its manifest.
+    const bool is_same =
+        outcome == LockOutcome::kTaken && (directory().empty() || fs::equivalent(directory(), checkpoint, error));
+    if (outcome == LockOutcome::kNoLocks || is_same) return;
+    if (outcome == LockOutcome::kHeldByOther) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
 }
 
 }  // namespace tessera::internal

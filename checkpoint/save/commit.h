@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/storage/file_lock.h"
@@ -64,6 +65,10 @@ class ReadLock {
  public:
   explicit ReadLock(const std::filesystem::path& checkpoint);
 
+  // Returns the locked checkpoint's path now, which is another one after a save has replaced the checkpoint; "" if
+  // nothing is locked.
+  std::filesystem::path directory() const { return lock_.path().parent_path(); }
+
  private:
   FileLock lock_;
 };
@@ -73,7 +78,8 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem:
                                                           const std::function<void()>& progress);
 std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target,
                                                            const std::function<void()>& progress);
-void remove_local_checkpoint(const std::filesystem::path& checkpoint);
+// Does nothing if another job has replaced the checkpoint, whose sequence number was this (nullopt: damaged).
+void remove_local_checkpoint(const std::filesystem::path& checkpoint, std::optional<int64_t> sequence);
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);
 void clear_remote_leftovers(const std::filesystem::path& folder);

@@ -206,6 +206,7 @@ void LocalPartial::commit(Manifest manifest) {
     rename_entry(path_, target_, fs::is_directory(target_, error));
   }
   is_committed_ = true;
+  lock_.release();  // readers need not wait
   sync_directory(target_.parent_path());
   bring_back_own(path_);  // even if the replaced checkpoint is still being read
 }
@@ -217,9 +218,11 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target
   return std::make_unique<LocalPartial>(target, progress);
 }
 
-void remove_local_checkpoint(const fs::path& checkpoint) {
+void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> sequence) {
   FileLock lock;
   if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // it is being read
+  // Another job may have replaced the checkpoint since it was listed as an old one.
+  if (sequence && peek_sequence(checkpoint) != sequence) return;
   // Renames it to a hidden name first, so that a partly removed checkpoint does not look complete.
   const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
   try {
@@ -228,6 +231,11 @@ void remove_local_checkpoint(const fs::path& checkpoint) {
     if (is_gone(checkpoint)) return;  // removed by another job
     throw;
   }
+  if (sequence && peek_sequence(hidden) != sequence) try {  // replaced just now
+      return rename_entry(hidden, checkpoint, false);
+    } catch (const CheckpointError&) {  // and once more
+      if (is_gone(checkpoint)) throw;
+    }
   bring_back_own(hidden);
   if (const std::string error = remove_hidden(hidden, lock); !error.empty())
     throw CheckpointError(hidden.string() + ": removing: " + error);

@@ -8,21 +8,26 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdarg>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <future>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "checkpoint/format/entries.h"
+#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/save_coordinator.h"
 #include "tests/checkpoint/file_calls.h"
@@ -70,6 +75,17 @@ std::atomic<int> reading_fails_with = 0;                 // an errno for reads o
 std::atomic<bool> is_like_nfs = false;
 std::atomic<int> renamed_instead = 0;
 
+std::atomic<int> interrupts_every = 0;  // of this many calls in succession, all but one fail with EINTR; 0: none
+std::atomic<int> writes_of_bytes = -1;  // the most that a write takes; -1: all
+std::atomic<int> calls_made = 0;
+bool is_interrupted() {
+  const int every = interrupts_every;
+  return every > 0 && ++calls_made % every != 0;
+}
+
+// Called before a file is opened for reading, while it is set.
+std::function<void(const std::string& path)> before_opening;
+
 bool is_open(const std::filesystem::path& path) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
@@ -79,6 +95,7 @@ bool is_open(const std::filesystem::path& path) {
 
 // Replaces the system's function.
 extern "C" int fsync(int fd) {
+  if (is_interrupted()) return errno = EINTR, -1;
   const std::filesystem::path path = path_of(fd);
   {
     const std::lock_guard lock(synced_mutex);
@@ -96,6 +113,8 @@ extern "C" int fsync(int fd) {
 }
 
 extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position) {
+  if (is_interrupted()) return errno = EINTR, -1;
+  if (const int most = writes_of_bytes; most >= 0) bytes = std::min(bytes, static_cast<size_t>(most));
   {
     const std::lock_guard lock(synced_mutex);
     is_durable[inode_of(fd)] = false;
@@ -108,11 +127,13 @@ extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position
 }
 
 extern "C" int ftruncate(int fd, off_t bytes) noexcept {
+  if (is_interrupted()) return errno = EINTR, -1;
   return observed([&] { return static_cast<int>(::syscall(SYS_ftruncate, fd, bytes)); },
                   [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", bytes}; });
 }
 
 extern "C" int fallocate(int fd, int mode, off_t position, off_t bytes) {
+  if (is_interrupted()) return errno = EINTR, -1;
   return observed([&] { return static_cast<int>(::syscall(SYS_fallocate, fd, mode, position, bytes)); },
                   [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", position + bytes}; });
 }
@@ -122,6 +143,11 @@ extern "C" int open(const char* path, int flags, ...) {
   va_start(more, flags);
   const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(more, mode_t) : 0;
   va_end(more);
+  if (is_interrupted()) return errno = EINTR, -1;
+  if (before_opening && (flags & O_CREAT) == 0) {
+    const auto call = before_opening;  // which may replace it
+    call(path);
+  }
   auto act = [&] { return static_cast<int>(::syscall(SYS_openat, AT_FDCWD, path, flags, mode)); };
   if ((flags & O_EXCL) == 0) return act();
   return observed(act, [&] { return FileCall{FileCall::kCreate, path}; });
@@ -149,6 +175,7 @@ extern "C" int remove(const char* path) noexcept {
 }
 
 extern "C" ssize_t pread(int fd, void* data, size_t bytes, off_t position) {
+  if (is_interrupted()) return errno = EINTR, -1;
   if (reading_fails_with != 0) {
     const std::filesystem::path path = path_of(fd);
     if (path.filename().string().starts_with("rank-")) return errno = reading_fails_with, -1;
@@ -223,6 +250,93 @@ TEST(CheckpointFaults, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingIsLo
     EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 1);
     save_checkpoint(folder / "a", model, {{"step", 5}});
     EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 5);
+  });
+}
+
+TEST(CheckpointFaults, InterruptedCallsAreRepeatedAndShortWritesContinued) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(30, 30).ptr(), comm);
+    auto set_on_all = [&](std::atomic<int>& setting, int value) {
+      comm->barrier();
+      setting = value;
+      comm->barrier();
+    };
+    set_on_all(interrupts_every, 3);
+    set_on_all(writes_of_bytes, 1000);
+    save_checkpoint(folder / "a", model, {{"step", 1}}, {.keep_last = 1});
+    save_checkpoint_async(folder / "a", model, {{"step", 2}}).wait();
+    EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 2);
+    save_full(folder / "m.safetensors", model);
+    load_full(folder / "m.safetensors", model);
+    set_on_all(interrupts_every, 0);
+    // A file that takes no more, without an error.
+    set_on_all(writes_of_bytes, 0);
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "a", model); }), "takes no bytes");
+    set_on_all(writes_of_bytes, -1);
+    EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 2);
+  });
+}
+
+// At each file that a reader opens in turn, another job completes a checkpoint and removes, or replaces, the one
+// before.
+TEST(CheckpointFaults, ReadersFindACheckpointWhateverOtherJobsDoMeanwhile) {
+  namespace fs = std::filesystem;
+  const TemporaryFolder all;
+  for (const bool replaces : {false, true})
+    on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+      const fs::path folder = all / (replaces ? "replaced" : "removed"), next = all / "next";
+      int opened = 1;
+      for (int at = 1; opened >= at; ++at) {
+        fs::remove_all(folder);
+        fs::remove_all(next);
+        save_checkpoint(folder / "a", model, {{"step", 1}});
+        save_checkpoint(folder / "b", model, {{"step", 2}});
+        fs::rename(folder / "b", next);
+        opened = 0;
+        before_opening = [&](const std::string&) {
+          if (++opened != at) return;
+          const auto own = std::exchange(before_opening, nullptr);
+          if (replaces) {
+            const fs::path hidden = folder / ".a.saving-0123456789abcdef";
+            fs::rename(next, hidden);
+            exchange_entries(hidden, folder / "a");
+            clear_local_leftovers(folder);
+          } else {
+            fs::rename(next, folder / "b");
+            remove_old_checkpoints(folder, 1);
+          }
+          before_opening = [&](const std::string&) { ++opened; };
+        };
+        const bool is_of_folder = !replaces || at % 2 == 0;
+        std::optional<int> step;
+        const auto error = error_of<CheckpointError>([&] {
+          if (is_of_folder) {
+            const auto loaded = load_newest_checkpoint(folder, {model});
+            if (loaded) step = loaded->extra["step"].get<int>();
+          } else {
+            step = load_checkpoint(folder / "a", model)["step"].get<int>();
+          }
+        });
+        before_opening = nullptr;
+        EXPECT_EQ(error, "") << "at file " << at;
+        EXPECT_TRUE(step == 1 || step == 2) << "at file " << at;
+      }
+      EXPECT_GT(opened, 3);
+    });
+}
+
+// Two jobs rotate the same names: a checkpoint that was listed as an old one may be the newest when it is removed.
+TEST(CheckpointFaults, AnOldCheckpointThatWasReplacedIsNotRemoved) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(folder / "a", model, {{"step", 1}});
+    const auto listed = find_checkpoints(folder.path());
+    save_checkpoint(folder / "a", model, {{"step", 2}});
+    remove_local_checkpoint(listed.whole.at(0), listed.sequences.at(0));
+    EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 2);
   });
 }
 

@@ -656,7 +656,7 @@ TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
 }
 
 // For example, one job evaluates the newest while another trains.
-TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadAgain) {
+TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadToItsEnd) {
   const TemporaryFolder folder;
   std::atomic<int> replacements = 0;
   struct Replaces : Stateful {
@@ -682,15 +682,15 @@ TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadAgain) {
     save_checkpoint(folder / "run/newest", {fsdp, mine}, {{"step", 2}});
     const int rank = comm->rank();
     mine.replace = [&, rank] {
-      if (rank != 1 || replacements % 3 == 2) return void(rank == 1 && ++replacements);
-      reshard_checkpoint(folder / ("other/" + std::to_string(1 + replacements % 3)), folder / "run/newest", 2);
+      if (rank != 1) return;
+      reshard_checkpoint(folder / ("other/" + std::to_string(1 + replacements % 2)), folder / "run/newest", 2);
       ++replacements;
     };
     for (int i = 0; i < 2; ++i) {
       fill(9);
       EXPECT_EQ(load_checkpoint(folder / "run/newest", {fsdp, mine})["step"], 2);
       for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.detach().eq(2).all().item<bool>());
-      EXPECT_EQ(replacements, 3 * i + 3);
+      EXPECT_EQ(replacements, 2 * i + 2);
       comm->barrier();
     }
     const auto newest = load_newest_checkpoint(folder / "run", {fsdp, mine});

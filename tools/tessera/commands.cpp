@@ -2,10 +2,13 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <functional>
+#include <list>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include <tessera/checkpoint.h>
 #include "checkpoint/format/manifest.h"
@@ -45,6 +48,35 @@ fs::path checkpoint_of(const fs::path& path) {
         (fs::is_directory(found, ignored) ? std::string("it has no ") + kManifestName : "which is a folder") +
         "; `tessera inspect` and `tessera diff` take full safetensors files too");
   return found;
+}
+
+// Runs `act` on checkpoints that may be replaced or removed by running jobs: each is protected from removal, and a
+// replaced one is read where it was moved to. `choose` is resolve() or checkpoint_of().
+int read_beside_jobs(const std::vector<fs::path>& given, fs::path (*choose)(const fs::path&),
+                     const std::function<int(const std::vector<fs::path>&, std::list<ReadLock>&)>& act) {
+  constexpr int kMostAttempts = 20;
+  for (int attempt = 1;; ++attempt) {
+    std::vector<fs::path> paths, locked;
+    for (const auto& path : given) paths.push_back(choose(path));
+    std::list<ReadLock> locks;
+    for (const auto& path : paths) locks.emplace_back(path);
+    try {
+      return act(paths, locks);
+    } catch (const CheckpointError&) {
+      bool is_moved = false, is_other = false;
+      auto lock = locks.begin();
+      for (size_t i = 0; i < paths.size(); ++i) {
+        std::error_code error;
+        const fs::path now = lock == locks.end() ? fs::path() : (lock++)->directory();
+        const bool moved = !now.empty() && is_checkpoint(now) && !fs::equivalent(now, paths[i], error);
+        is_moved = is_moved || moved;
+        is_other = is_other || choose(given[i]) != paths[i];
+        locked.push_back(moved ? now : paths[i]);
+      }
+      if (is_moved) return act(locked, locks);
+      if (!is_other || attempt == kMostAttempts) throw;
+    }
+  }
 }
 
 void print(const json& value) { std::printf("%s\n", value.dump(2).c_str()); }
@@ -107,9 +139,9 @@ void print_tree(const SavedTensors& saved, bool slices) {
 
 }  // namespace
 
-int inspect(const Arguments& arguments) {
-  const fs::path path = resolve(arguments.paths[0]);
-  const ReadLock hold(path);
+namespace {
+
+int inspect_one(const Arguments& arguments, const fs::path& path) {
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
   // The place of each slice is in the ranks' own files.
@@ -135,19 +167,37 @@ int inspect(const Arguments& arguments) {
   return 0;
 }
 
+}  // namespace
+
+int inspect(const Arguments& arguments) {
+  return read_beside_jobs({arguments.paths[0]}, resolve,
+                          [&](const auto& paths, auto&) { return inspect_one(arguments, paths[0]); });
+}
+
 int verify(const Arguments& arguments) {
-  const fs::path path = checkpoint_of(arguments.paths[0]);
-  static_cast<void>(read_manifest_text(path));  // a missing file is an error, not damage
+  fs::path path;
   std::vector<std::string> problems;
   int64_t bytes = 0;
+  auto act = [&](const auto& paths, auto&) {
+    path = paths[0];
+    problems.clear();
+    static_cast<void>(read_manifest_text(path));  // a missing file is an error, not damage
+    try {
+      bytes = bytes_of(read_manifest(path).saved);
+      ProgressBar bar("verifying", bytes);
+      problems = verify_checkpoint(path, [&](int64_t more) { bar.add(more); });
+    } catch (const StorageUnavailable&) {
+      throw;  // an error, not damage
+    } catch (const CheckpointError& error) {
+      problems.emplace_back(error.what());
+    }
+    if (!problems.empty()) throw CheckpointError(problems[0]);
+    return 0;
+  };
   try {
-    bytes = bytes_of(read_manifest(path).saved);
-    ProgressBar bar("verifying", bytes);
-    problems = verify_checkpoint(path, [&](int64_t more) { bar.add(more); });
-  } catch (const StorageUnavailable&) {
-    throw;  // an error, not damage
-  } catch (const CheckpointError& error) {
-    problems.emplace_back(error.what());
+    read_beside_jobs({arguments.paths[0]}, checkpoint_of, act);
+  } catch (const CheckpointError&) {
+    if (problems.empty()) throw;
   }
   if (arguments.json) {
     print({{"path", path.string()}, {"sound", problems.empty()}, {"bytes", bytes}, {"problems", problems}});
@@ -160,30 +210,37 @@ int verify(const Arguments& arguments) {
 }
 
 int consolidate(const Arguments& arguments) {
-  const fs::path from = checkpoint_of(arguments.paths[0]);
-  ProgressBar bar("consolidating", bytes_of(find_tensors(from)));
-  consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
-                         [&](int64_t bytes) { bar.add(bytes); });
-  if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}});
-  return 0;
+  return read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, auto&) {
+    const fs::path& from = paths[0];
+    ProgressBar bar("consolidating", bytes_of(find_tensors(from)));
+    consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
+                           [&](int64_t bytes) { bar.add(bytes); });
+    if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}});
+    return 0;
+  });
 }
 
 int reshard(const Arguments& arguments) {
-  const fs::path from = checkpoint_of(arguments.paths[0]);
-  ProgressBar bar("resharding", bytes_of(find_tensors(from)));
-  reshard_checkpoint(from, arguments.paths[1], arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
-  if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}, {"ranks", arguments.ranks}});
-  return 0;
+  return read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, std::list<ReadLock>& locks) {
+    const fs::path &from = paths[0], &to = arguments.paths[1];
+    std::error_code error;
+    if (fs::equivalent(from, to, error)) locks.clear();  // the replaced checkpoint is to be removed
+    ProgressBar bar("resharding", bytes_of(find_tensors(from)));
+    reshard_checkpoint(from, to, arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
+    if (arguments.json) print({{"from", from.string()}, {"to", to.string()}, {"ranks", arguments.ranks}});
+    return 0;
+  });
 }
 
 int diff(const Arguments& arguments) {
-  const fs::path a = resolve(arguments.paths[0]), b = resolve(arguments.paths[1]);
   std::vector<TensorDifference> differences;
-  {
+  read_beside_jobs({arguments.paths[0], arguments.paths[1]}, resolve, [&](const auto& paths, auto&) {
+    const fs::path &a = paths[0], &b = paths[1];
     ProgressBar bar("comparing", bytes_of(find_tensors(a)) + bytes_of(find_tensors(b)));
     differences = diff_checkpoints(a, b, {.tolerance = arguments.tolerance, .only_parameters = arguments.parameters},
                                    [&](int64_t bytes) { bar.add(bytes); });
-  }
+    return 0;
+  });
   json result = json::array();
   for (const auto& difference : differences) {
     if (arguments.json) {
