@@ -13,10 +13,6 @@ using nlohmann::json;
 
 namespace {
 
-bool is_count(const json& value) {
-  return value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t{JsonObject::kMost};
-}
-
 // Builds the value from the parser's events. nlohmann's own callback parser visits all earlier members of an object at
 // the end of each member, so its cost is quadratic in the members.
 class TreeBuilder : public nlohmann::json_sax<json> {
@@ -68,6 +64,10 @@ class TreeBuilder : public nlohmann::json_sax<json> {
 };
 
 }  // namespace
+
+bool is_count(const json& value) {
+  return value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t{JsonObject::kMost};
+}
 
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
   TreeBuilder builder(where, max_depth);

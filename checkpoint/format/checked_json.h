@@ -17,6 +17,9 @@ constexpr int kMaxJsonDepth = 64;
 // Parses one JSON value; throws for duplicate keys, nesting beyond max_depth and trailing text.
 nlohmann::json parse_json(std::string_view text, const std::string& where, int max_depth = kMaxJsonDepth);
 
+// Returns whether the value is an integer from 0 to JsonObject::kMost.
+bool is_count(const nlohmann::json& value);
+
 // Returns how deep arrays and objects nest: 0 for a number or a string.
 int json_depth(const nlohmann::json& value, int limit);
 

@@ -1,6 +1,7 @@
 #include "checkpoint/format/manifest.h"
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include <tessera/errors.h>
@@ -62,6 +63,8 @@ OptionList options_from_json(const JsonObject& group) {
     if (!option.is_boolean() && !option.is_number())
       group.refuse("the option '" + name + "' is neither a number nor true or false");
     options.emplace_back(name, option.is_boolean() ? OptimizerOption(option.get<bool>()) : option.get<double>());
+    if (const std::string reason = why_not_an_option(name, options.back().second); !reason.empty())
+      group.refuse("the option '" + name + "' " + reason);
   }
   return options;
 }
@@ -76,7 +79,9 @@ SavedOptimizer optimizer_from_json(const json& value, const std::string& where) 
   for (const auto& [name, entry] : fields.object("numbers").items()) {
     if (!entry.is_object()) fields.refuse("'numbers' of '" + name + "' is not an object");
     for (const auto& [key, number] : entry.items()) {
-      if (!number.is_number_integer()) fields.refuse("the number '" + key + "' of '" + name + "' is not an integer");
+      const bool is_bits = key.ends_with("_bits") && number.is_number_integer();  // of a double, with its sign
+      if (!is_bits && !is_count(number))
+        fields.refuse("the number '" + key + "' of '" + name + "' is not a count: " + number.dump());
       optimizer.numbers[name][key] = number.get<int64_t>();
     }
   }
@@ -150,7 +155,8 @@ std::string in_lines(const json& value, std::string_view field) {
   return text + (value.is_array() ? "]" : "}");
 }
 
-std::string sum_of(json manifest) {
+// The checksum of all fields but "checksum", which is removed.
+std::string take_sum(json& manifest) {
   manifest.erase("checksum");
   try {
     return to_hex(checksum(manifest.dump()));
@@ -175,6 +181,16 @@ std::vector<uint64_t> checksums_from_hex(const std::string& text, const std::str
     throw CheckpointError(where + ": 'checksums', of each block: " + error.what());
   }
   return sums;
+}
+
+std::string why_not_an_option(const std::string& name, const OptimizerOption& option) {
+  constexpr const char* kNotNegative[] = {"lr", "eps", "weight_decay", "momentum", "beta1", "beta2"};
+  const double* number = std::get_if<double>(&option);
+  if (number == nullptr) return "";
+  if (!std::isfinite(*number)) return "is not finite";
+  const bool may_be_negative =
+      std::find(std::begin(kNotNegative), std::end(kNotNegative), name) == std::end(kNotNegative);
+  return *number < 0 && !may_be_negative ? "is negative: " + std::to_string(*number) : "";
 }
 
 bool is_block_bytes(int64_t bytes) { return bytes >= 16 && bytes <= (int64_t{1} << 30) && bytes % 16 == 0; }
@@ -266,7 +282,7 @@ std::string format_manifest(const Manifest& manifest) {
     json& rng = fields["rng"] = json::array();
     for (const auto& states : manifest.rng) rng.push_back(generators_to_json(states));
   }
-  fields["checksum"] = sum_of(fields);
+  fields["checksum"] = take_sum(fields);
   // Puts the fields that people look up first, with one file or tensor a line.
   std::string text = "{";
   for (const char* name : {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes",
@@ -279,7 +295,7 @@ std::string format_manifest(const Manifest& manifest) {
 }
 
 std::optional<int64_t> sequence_of(std::string_view text) try {
-  const json parsed = parse_json(text, "");
+  json parsed = parse_json(text, "");
   auto number = [&](const char* field) {
     const auto found = parsed.find(field);
     return found != parsed.end() && found->is_number_unsigned() ? found->get<int64_t>() : -1;
@@ -287,14 +303,15 @@ std::optional<int64_t> sequence_of(std::string_view text) try {
   const int64_t sequence = number("sequence");
   const bool is_manifest = parsed.is_object() && parsed.value("format", json()) == "tessera-checkpoint";
   if (!is_manifest || sequence < 0 || sequence > JsonObject::kMost) return std::nullopt;
-  if (number("version") <= kFormatVersion && parsed.value("checksum", json()) != sum_of(parsed)) return std::nullopt;
-  return sequence;
+  if (number("version") > kFormatVersion) return sequence;
+  const json expected = parsed.value("checksum", json());
+  return expected == take_sum(parsed) ? std::optional(sequence) : std::nullopt;
 } catch (const CheckpointError&) {
   return std::nullopt;
 }
 
 Manifest parse_manifest(std::string_view text, const std::string& where) {
-  const json parsed = parse_json(text, where);
+  json parsed = parse_json(text, where);
   const JsonObject fields(parsed, where,
                           {"format", "version", "sequence", "id", "world_size", "block_bytes", "tensors", "optimizer",
                            "rng", "extra", "checksum"},
@@ -308,7 +325,8 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
     fields.refuse(std::string("the field 'files' is ") + (by_rank ? "not known" : "missing"));
   for (const char* field : {"beside", "folder"})
     if (!by_rank && fields.has(field)) fields.refuse(std::string("the field '") + field + "' is not known");
-  if (fields.text("checksum") != sum_of(parsed)) fields.refuse("its checksum does not match: the manifest is damaged");
+  if (const std::string expected = fields.text("checksum"); expected != take_sum(parsed))
+    fields.refuse("its checksum does not match: the manifest is damaged");
   if (!is_block_bytes(fields.number("block_bytes"))) fields.refuse("'block_bytes' is not a multiple of 16 up to 1 GiB");
   Manifest manifest{.sequence = fields.number("sequence"),
                     .id = fields.hex("id"),

@@ -47,6 +47,9 @@ struct Manifest {
   std::map<std::string, StateValues> beside;  // the values of Stateful objects, by state_name()
 };
 
+// Returns the reason why no optimizer has such an option (not finite, or a negative learning rate, for example), or "".
+std::string why_not_an_option(const std::string& name, const OptimizerOption& option);
+
 // Returns whether a checksum may cover this many bytes: whole elements of any dtype.
 bool is_block_bytes(int64_t bytes);
 

@@ -104,7 +104,12 @@ TensorDifference compare(const std::string& name, const std::vector<int64_t>& sh
 }  // namespace
 
 SavedTensors find_tensors(const fs::path& path) {
-  return is_checkpoint(path) ? with_every_slice(read_manifest(path).saved) : find_full_tensors(path);
+  if (is_checkpoint(path)) return with_every_slice(read_manifest(path).saved);
+  // The files of ranks look like full files, but optimizer, `extra` and ranks without a file would go unnoticed.
+  if (has_rank_files(path))
+    throw CheckpointError(path.string() + ": has the files of a checkpoint's ranks, but no " + kManifestName +
+                          ": it is not a whole checkpoint");
+  return find_full_tensors(path);
 }
 
 void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state, const SaveFullOptions& options,

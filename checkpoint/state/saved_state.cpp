@@ -240,9 +240,9 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
   for (size_t i = 0; i < groups.size(); ++i) {
     saved.groups.push_back({read_options(groups[i].options()), optimizer.groups()[i]});
     for (const auto& [name, option] : saved.groups.back().options)
-      if (const double* number = std::get_if<double>(&option); number != nullptr && !std::isfinite(*number))
-        throw std::invalid_argument("the option '" + name + "' of the optimizer's group " + std::to_string(i) +
-                                    " is not finite");
+      if (const std::string reason = why_not_an_option(name, option); !reason.empty())
+        throw std::invalid_argument("the option '" + name + "' of the optimizer's group " + std::to_string(i) + " " +
+                                    reason);
   }
   for (const NamedShard& shard : shards) {
     // A rank without elements of the parameter may not have counted its steps, so its numbers are skipped.

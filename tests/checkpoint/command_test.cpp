@@ -74,6 +74,21 @@ TEST_F(Command, VerifyFindsDamage) {
   EXPECT_FALSE(json::parse(tessera_command({"verify", at("run/step-1"), "--json"}).output)["sound"].get<bool>());
 }
 
+// Files of ranks are parts of a checkpoint, not full files.
+TEST_F(Command, DiffRefusesFoldersThatHaveLostTheirManifest) {
+  namespace fs = std::filesystem;
+  for (const char* name : {"b", "c"}) {
+    fs::copy(folder_ / "a", folder_ / name, fs::copy_options::recursive);
+    fs::remove(folder_ / name / kManifestName);
+  }
+  for (const auto& paths : {std::pair{"b", "c"}, std::pair{"a", "b"}, std::pair{"b", "a"}}) {
+    const auto refused = tessera_command({"diff", at(paths.first), at(paths.second)});
+    EXPECT_EQ(refused.code, 2);
+    expect_contains(refused.output, "b: has the files of a checkpoint's ranks, but no tessera.json");
+  }
+  expect_contains(tessera_command({"inspect", at("b")}).output, "but no tessera.json");
+}
+
 TEST_F(Command, ReshardedIsTheSameAndSound) {
   for (const char* ranks : {"1", "2", "5"}) {
     EXPECT_EQ(tessera_command({"reshard", at("a"), at("b"), "--ranks", ranks}).output, "");

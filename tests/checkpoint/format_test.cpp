@@ -279,6 +279,20 @@ TEST(Format, HostileManifestsAreRefused) {
   expect("block_bytes", [](json& m) { m["block_bytes"] = int64_t{1} << 61; });
   expect("another tensor's name", [](json& m) { m["tensors"]["a"]["aliases"] = {"b"}; });
   expect("world_size", [](json& m) { m["world_size"] = 0; });
+  const json optimizer = {{"kind", "Adam"},
+                          {"groups", {{{"options", {{"lr", 0.1}}}, {"parameters", {"a"}}}}},
+                          {"numbers", {{"a", {{"step", 2}}}}}};
+  EXPECT_EQ(changed(sample, [&](json& m) { m["optimizer"] = optimizer; }), "");
+  for (const char* option : {"lr", "eps", "weight_decay", "beta1"})
+    expect("is negative", [&](json& m) {
+      m["optimizer"] = optimizer;
+      m["optimizer"]["groups"][0]["options"][option] = -0.1;
+    });
+  for (const json& step : {json(-1), json(0.5), json(uint64_t{1} << 63)})
+    expect("'step' of 'a' is not a count", [&](json& m) {
+      m["optimizer"] = optimizer;
+      m["optimizer"]["numbers"]["a"]["step"] = step;
+    });
   expect("deeper", [](json& m) {
     json deep = 1;
     for (int i = 0; i < 80; ++i) deep = json::array({deep});

@@ -14,7 +14,6 @@
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
-#include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/offline.h"
 #include "checkpoint/save/commit.h"
@@ -146,7 +145,7 @@ int inspect_one(const Arguments& arguments, const fs::path& path) {
   if (is_checkpoint(path)) manifest = read_manifest(path);
   // The place of each slice is in the ranks' own files.
   const bool lists = arguments.json || arguments.slices;
-  const SavedTensors saved = !manifest ? find_full_tensors(path)
+  const SavedTensors saved = !manifest ? find_tensors(path)
                              : lists   ? with_every_slice(manifest->saved)
                                        : manifest->saved;
   if (arguments.json) {
