@@ -74,7 +74,7 @@ std::string part_text(const Settings& settings, int64_t rank) {
     tensor.runs.push_back({rank, 0, 1, range.begin, range.numel()});
   }
   tessera::internal::SavedPart part(settings.ranks);
-  part.set(std::move(saved), nullptr);
+  part.set(std::move(saved), {});
   return part.text();
 }
 

@@ -30,29 +30,25 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-struct State {
-  ModelShards& model;
-  torch::optim::Optimizer* optimizer = nullptr;
-  std::vector<std::shared_ptr<Stateful>> beside{};
-};
+using State = StateObjects;
 // While averages are swapped in, the optimizer's state belongs to other parameter values, and loaded values would be
 // lost when the swap ends.
-torch::optim::Optimizer* without_averages(torch::optim::Optimizer* optimizer) {
-  if (const auto* averages = dynamic_cast<const Averages*>(optimizer);
-      averages != nullptr && averages->are_swapped_in())
-    throw std::invalid_argument(
-        "the model has the averages, of swap_in_averages(); save and load with the optimizer after the scope");
-  return optimizer;
+State without_averages(State state) {
+  for (const auto& [name, optimizer] : state.optimizers)
+    if (const auto* averages = dynamic_cast<const Averages*>(optimizer);
+        averages != nullptr && averages->are_swapped_in())
+      throw std::invalid_argument(
+          "the model has the averages, of swap_in_averages(); save and load with the optimizer after the scope");
+  return state;
 }
 State state_of(const TrainingState& state) {
-  return {state.model(), without_averages(state.optimizer()), state.beside()};
+  return without_averages({state.model(), state.model_names(), state.optimizers(), state.beside()});
 }
 // For a model outside a list: an Ema is then saved as averages.
 State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
-  if (Ema::of(model) == nullptr) return {model, without_averages(optimizer)};
-  State state = state_of(TrainingState({model}));
-  state.optimizer = without_averages(optimizer);
-  return state;
+  State state = Ema::of(model) == nullptr ? State{model} : state_of(TrainingState({model}));
+  if (optimizer != nullptr) state.optimizers.emplace("", optimizer);
+  return without_averages(std::move(state));
 }
 
 // Returns whether autograd's version counters record every write of the optimizer's step.
@@ -80,13 +76,15 @@ SavePlan plan_save(const State& state, const json& extra, const SaveOptions& opt
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
   SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null
-  std::optional<NamedOptimizer> named;
-  if (state.optimizer != nullptr) {
-    named.emplace(shards, *state.optimizer);
-    plan.optimizer = local_optimizer(shards, *named);
+  plan.models = state.models;
+  NamedOptimizers named = named_optimizers(shards, state.optimizers);
+  bool all_count_writes = !named.empty();
+  for (auto& [name, optimizer] : named) {
+    plan.optimizers.emplace(name, local_optimizer(shards, optimizer));
+    all_count_writes = all_count_writes && counts_writes(optimizer.whole());
   }
-  const auto tensors = local_tensors(state.model, shards, named ? &*named : nullptr, state.beside);
-  if (options.copy_in_background && state.optimizer != nullptr && counts_writes(*state.optimizer))
+  const auto tensors = local_tensors(state.model, shards, named, state.beside);
+  if (options.copy_in_background && all_count_writes)
     for (const LocalTensor& local : tensors)
       if (local.kind == TensorKind::kParameter || local.kind == TensorKind::kState)
         plan.watched.push_back({local.fqn, local.tensor, writes_to(local.tensor)});
@@ -130,11 +128,13 @@ constexpr int kMostReplacements = 20;  // per load, on storage without locks, by
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
   Communicator& comm = *state.model.comm();
-  std::vector<std::string> lines{
-      "directory " + dir.string(),
-      "optimizer " + (state.optimizer == nullptr ? "none" : optimizer_kind(*state.optimizer)),
-      "strict " + std::to_string(options.strict), "convert_dtypes " + std::to_string(options.convert_dtypes),
-      "rng " + std::to_string(options.rng)};
+  std::vector<std::string> lines{"directory " + dir.string(), "strict " + std::to_string(options.strict),
+                                 "convert_dtypes " + std::to_string(options.convert_dtypes),
+                                 "rng " + std::to_string(options.rng)};
+  if (state.optimizers.empty()) lines.emplace_back("optimizer none");
+  for (const auto& [name, optimizer] : state.optimizers)
+    lines.push_back("optimizer " + name + (name.empty() ? "" : " ") + optimizer_kind(*optimizer));
+  for (const auto& name : state.models) lines.push_back("model " + name);
   for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
@@ -152,7 +152,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
     try {
       Manifest manifest;
       on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], from); });
-      load_state(manifest, state.model, state.optimizer, state.beside, options, what);
+      load_state(manifest, state, options, what);
       return manifest.extra.is_null() ? json::object() : manifest.extra;
     } catch (const CheckpointMismatch&) {
       throw;

@@ -69,8 +69,8 @@ OptionList options_from_json(const JsonObject& group) {
   return options;
 }
 
-SavedOptimizer optimizer_from_json(const json& value, const std::string& where) {
-  const JsonObject fields(value, where + ": 'optimizer'", {"kind", "groups", "numbers"});
+SavedOptimizer optimizer_from_json(const json& value, const std::string& where, const std::string& whose) {
+  const JsonObject fields(value, where + ": " + whose, {"kind", "groups", "numbers"});
   SavedOptimizer optimizer{.kind = fields.text("kind")};
   for (const auto& entry : fields.array("groups")) {
     const JsonObject group(entry, where + ": an optimizer's group", {"options", "parameters"});
@@ -243,6 +243,14 @@ json optimizer_to_json(const SavedOptimizer& optimizer) {
   return {{"kind", optimizer.kind}, {"groups", std::move(groups)}, {"numbers", optimizer.numbers}};
 }
 
+json optimizers_to_json(const SavedOptimizers& optimizers) {
+  if (optimizers.empty()) return json();
+  if (optimizers.begin()->first.empty()) return optimizer_to_json(optimizers.begin()->second);
+  json all = json::object();
+  for (const auto& [name, optimizer] : optimizers) all[name] = optimizer_to_json(optimizer);
+  return all;
+}
+
 json generators_to_json(const GeneratorStates& states) {
   json entry = json::object();
   for (const auto& [device, bytes] : states) entry[device] = bytes_to_hex(bytes);
@@ -271,8 +279,11 @@ std::string format_manifest(const Manifest& manifest) {
               {"world_size", manifest.world_size},
               {"extra", manifest.extra},
               {"block_bytes", manifest.saved.block_bytes},
-              {"optimizer", manifest.optimizer ? optimizer_to_json(*manifest.optimizer) : json()},
+              {"optimizer", json()},
               {"tensors", tensors_to_json(manifest.saved)}};
+  const bool are_named = !manifest.optimizers.empty() && !manifest.optimizers.begin()->first.empty();
+  fields[are_named ? "optimizers" : "optimizer"] = optimizers_to_json(manifest.optimizers);
+  if (!manifest.models.empty()) fields["models"] = manifest.models;
   if (by_rank) {
     fields["rng"] = manifest.saved.has_rng;
     if (!manifest.beside.empty()) fields["beside"] = beside_to_json(manifest.beside);
@@ -286,7 +297,7 @@ std::string format_manifest(const Manifest& manifest) {
   // Puts the fields that people look up first, with one file or tensor a line.
   std::string text = "{";
   for (const char* name : {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes",
-                           "extra", "beside", "optimizer", "files", "tensors", "rng"}) {
+                           "extra", "beside", "models", "optimizer", "optimizers", "files", "tensors", "rng"}) {
     if (!fields.contains(name)) continue;
     if (text.size() > 1) text += ',';
     text.append("\n\"").append(name).append("\": ").append(in_lines(fields.at(name), name));
@@ -315,7 +326,7 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
   const JsonObject fields(parsed, where,
                           {"format", "version", "sequence", "id", "world_size", "block_bytes", "tensors", "optimizer",
                            "rng", "extra", "checksum"},
-                          {"files", "beside", "folder"});
+                          {"files", "beside", "folder", "models", "optimizers"});
   if (fields.text("format") != "tessera-checkpoint") fields.refuse("'format' is not tessera-checkpoint");
   if (const int64_t version = fields.number("version"); version != 1 && version != kFormatVersion)
     fields.refuse("has format version " + std::to_string(version) + "; this Tessera reads version 1 to " +
@@ -323,7 +334,7 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
   const bool by_rank = fields.number("version") == 2;
   if (by_rank == fields.has("files"))
     fields.refuse(std::string("the field 'files' is ") + (by_rank ? "not known" : "missing"));
-  for (const char* field : {"beside", "folder"})
+  for (const char* field : {"beside", "folder", "models", "optimizers"})
     if (!by_rank && fields.has(field)) fields.refuse(std::string("the field '") + field + "' is not known");
   if (const std::string expected = fields.text("checksum"); expected != take_sum(parsed))
     fields.refuse("its checksum does not match: the manifest is damaged");
@@ -349,7 +360,16 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
   }
   tensors_from_json(fields.object("tensors"), where, manifest.saved);
   check_saved_tensors(manifest.saved, where);
-  if (!fields.at("optimizer").is_null()) manifest.optimizer = optimizer_from_json(fields.at("optimizer"), where);
+  if (!fields.at("optimizer").is_null())
+    manifest.optimizers.emplace("", optimizer_from_json(fields.at("optimizer"), where, "'optimizer'"));
+  if (fields.has("optimizers"))
+    for (const auto& [name, entry] : fields.object("optimizers").items()) {
+      if (name.empty()) fields.refuse("an optimizer of 'optimizers' has no name");
+      manifest.optimizers.emplace(name, optimizer_from_json(entry, where, "the optimizer '" + name + "'"));
+    }
+  if (manifest.optimizers.size() > 1 && manifest.optimizers.contains(""))
+    fields.refuse("it has both 'optimizer' and 'optimizers'");
+  if (fields.has("models")) manifest.models = fields.texts("models");
   return manifest;
 }
 

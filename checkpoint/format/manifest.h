@@ -32,6 +32,8 @@ struct SavedOptimizer {
   std::map<std::string, std::map<std::string, int64_t>> numbers;  // by parameter: {"step", 7}
 };
 
+using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // by name; that of the only one may be ""
+
 using GeneratorStates = std::map<std::string, std::string>;  // by device type: "cpu" -> bytes
 
 // The content of tessera.json as a value: see FORMAT.md.
@@ -40,7 +42,8 @@ struct Manifest {
   uint64_t id = 0;
   int world_size = 1;
   SavedTensors saved;
-  std::optional<SavedOptimizer> optimizer;
+  SavedOptimizers optimizers;
+  std::vector<std::string> models;   // the names that start those of their tensors; empty: one model without a name
   std::vector<GeneratorStates> rng;  // by rank; version 1 only
   nlohmann::json extra = nlohmann::json::object();
   std::string folder;                         // subfolder with the ranks' files; "": the checkpoint itself
@@ -66,6 +69,7 @@ std::optional<int64_t> sequence_of(std::string_view text);
 nlohmann::json tensors_to_json(const SavedTensors& saved);
 void tensors_from_json(const nlohmann::json& tensors, const std::string& where, SavedTensors& saved);
 nlohmann::json optimizer_to_json(const SavedOptimizer& optimizer);
+nlohmann::json optimizers_to_json(const SavedOptimizers& optimizers);  // null if there is none
 nlohmann::json generators_to_json(const GeneratorStates& states);
 GeneratorStates generators_from_json(const nlohmann::json& value, const std::string& where);
 

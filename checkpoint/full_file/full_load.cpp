@@ -175,7 +175,7 @@ void load_full(const fs::path& path, ModelShards& model, const LoadOptions& opti
   require_agreement(comm, "which file to load", {"path " + path.string()});
   Manifest manifest;
   on_all_ranks(comm, what, [&] { manifest.saved = find_full_tensors(path); });
-  load_state(manifest, model, nullptr, {}, options, what);
+  load_state(manifest, {model}, options, what);
 }
 
 }  // namespace tessera

@@ -242,7 +242,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
     on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);
   };
   on_all_ranks(comm, "saving " + file.string(), [&] {
-    tensors = local_tensors(model, in_dense_order(model.shards_to_save()), nullptr);
+    tensors = local_tensors(model, in_dense_order(model.shards_to_save()), {});
     std::vector<FullTensor> all;
     for (const auto& local : tensors)
       all.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});

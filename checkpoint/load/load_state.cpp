@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <list>
 #include <map>
 #include <optional>
 #include <set>
@@ -68,24 +69,26 @@ void require_writable(const NamedShard& shard) {
 
 class Loader {
  public:
-  Loader(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
-         const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options)
+  Loader(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options)
       : manifest_(manifest),
         saved_(manifest.saved),
-        model_(model),
-        shards_(in_dense_order(model.named_shards())),
-        buffers_(local_buffers(model)),
-        targets_(model.named_buffers()),
-        beside_(beside),
-        shards_beside_(shards_beside(beside)),
+        model_(objects.model),
+        models_(objects.models),
+        shards_(in_dense_order(model_.named_shards())),
+        buffers_(local_buffers(model_)),
+        targets_(model_.named_buffers()),
+        beside_(objects.beside),
+        shards_beside_(shards_beside(beside_)),
         options_(options),
         reader_(manifest.saved, {}, storage_of(manifest.saved.directory).reading_threads()) {
-    if (optimizer != nullptr) optimizer_.emplace(shards_, *optimizer);
+    for (auto& [name, named] : named_optimizers(shards_, objects.optimizers))
+      optimizers_.push_back({name, std::move(named)});
   }
 
   void read() {
+    match_models();
     match_model();
-    if (optimizer_) match_optimizer();
+    match_optimizers();
     match_beside();
     if (options_.rng && manifest_.world_size == model_.comm()->size())
       generators_ = generators_of(manifest_, model_.comm()->rank());
@@ -96,7 +99,7 @@ class Loader {
     for (const auto* shards : {&shards_, &shards_beside_})
       for (const NamedShard& shard : *shards) require_writable(shard);
     read_model();
-    if (optimizer_) read_optimizer();
+    for (LoadedOptimizer& optimizer : optimizers_) read_optimizer(optimizer);
     for (const auto& [shard, saved] : found_beside_)
       tensors_.emplace_back(shard->tensor, want_shard(saved.name, *shard, saved.transposed));
     reader_.fetch();
@@ -104,7 +107,7 @@ class Loader {
     check_states();
     // A sharded optimizer rounds parameters after a step; the loaded ones must be equal to those.
     for (auto& [target, value] : tensors_)
-      if (optimizer_) value = optimizer_->as_kept(target, value);
+      for (const LoadedOptimizer& optimizer : optimizers_) value = optimizer.named.as_kept(target, value);
   }
 
   // Cannot fail, except for lack of memory.
@@ -114,9 +117,11 @@ class Loader {
       target.copy_(value);
     }
     for (ReadState& read : states_) put_state(read);
-    for (size_t i = 0; takes_options_ && i < manifest_.optimizer->groups.size(); ++i)
-      write_options(optimizer_->whole().param_groups()[i].options(), manifest_.optimizer->groups[i].options);
-    if (optimizer_) complete_states();
+    for (auto& [name, named, saved, takes_options, parameters] : optimizers_) {
+      for (size_t i = 0; takes_options && i < saved->groups.size(); ++i)
+        write_options(named.whole().param_groups()[i].options(), saved->groups[i].options);
+      complete_states(named.whole());
+    }
     for (const auto& stateful : beside_)
       if (const auto saved = manifest_.beside.find(stateful->state_name()); saved != manifest_.beside.end())
         stateful->load_state_values(saved->second);
@@ -134,6 +139,36 @@ class Loader {
   // The model's name of a saved tensor; "" if it is skipped.
   std::string renamed(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
 
+  struct LoadedOptimizer {
+    std::string name;
+    NamedOptimizer named;
+    const SavedOptimizer* saved = nullptr;  // null until matched
+    bool takes_options = false;
+    std::set<std::string> saved_parameters{};
+  };
+
+  // Skips the tensors of named models that are not loaded.
+  void match_models() {
+    const auto& saved = manifest_.models;
+    auto text = [](const std::vector<std::string>& names) {
+      std::string all;
+      for (const auto& name : names) all += (all.empty() ? "'" : ", '") + name + "'";
+      return all.empty() ? "one without a name" : all;
+    };
+    if (saved.empty() != models_.empty() && !options_.rename)
+      misfits_["models"].push_back("the checkpoint has " + text(saved) + ", this is " + text(models_) +
+                                   " (LoadOptions::rename maps the names of tensors)");
+    for (const auto& name : models_)
+      if (!saved.empty() && std::find(saved.begin(), saved.end(), name) == saved.end())
+        misfits_["models"].push_back("the checkpoint has " + text(saved) + ", not '" + name + "'");
+    if (models_.empty()) return;
+    for (const auto& name : saved)
+      if (std::find(models_.begin(), models_.end(), name) == models_.end())
+        for (auto tensor = saved_.tensors.lower_bound(name + ".");
+             tensor != saved_.tensors.end() && tensor->first.starts_with(name + "."); ++tensor)
+          if (is_of_model(tensor->second)) left_out_.insert(tensor->first);
+  }
+
   // Maps the model's names to the names in the checkpoint.
   std::map<std::string, std::string> names_in_model() {
     std::map<std::string, std::string> names;
@@ -145,9 +180,10 @@ class Loader {
         misfits_["two names become one"].push_back(found->second + " and " + saved + " become " + own);
     };
     for (const auto& [name, tensor] : saved_.tensors)
-      if (is_of_model(tensor)) add(name, name);
+      if (is_of_model(tensor) && !left_out_.contains(name)) add(name, name);
     for (const auto& [name, tensor] : saved_.tensors)
-      for (const auto& alias : tensor.aliases) add(alias, name);
+      for (const auto& alias : tensor.aliases)
+        if (!left_out_.contains(name)) add(alias, name);
     return names;
   }
 
@@ -237,34 +273,80 @@ class Loader {
     (options_.strict ? misfits_["optimizer"] : report_.optimizer).push_back(text);
   }
 
-  void match_optimizer() {
-    auto misfit = [&](const std::string& text) { misfits_["optimizer"].push_back(text); };
-    if (!manifest_.optimizer) return misfit("the checkpoint was saved without one");
-    const SavedOptimizer& saved = *manifest_.optimizer;
-    if (saved.kind != optimizer_->kind())
-      return misfit("the checkpoint's is " + saved.kind + ", this is " + optimizer_->kind());
-    auto& groups = optimizer_->whole().param_groups();
-    takes_options_ = saved.groups.size() == groups.size();
-    if (!takes_options_) {
-      differs("the checkpoint's has " + std::to_string(saved.groups.size()) + " groups, this has " +
-              std::to_string(groups.size()));
-      if (options_.strict) return;
-    }
-    for (const auto& group : saved.groups) saved_parameters_.insert(group.parameters.begin(), group.parameters.end());
+  void match_optimizers() {
+    const auto& all = manifest_.optimizers;
+    if (optimizers_.empty()) return;
+    if (all.empty()) return misfits_["optimizer"].push_back("the checkpoint was saved without one");
+    std::string names;
+    for (const auto& [name, saved] : all) names += (names.empty() ? "'" : ", '") + name + "'";
     std::set<std::string> optimized;
-    for (size_t i = 0; i < groups.size(); ++i) {
-      const std::string group = "group " + std::to_string(i);
-      std::set<std::string> expected;
-      if (takes_options_) expected.insert(saved.groups[i].parameters.begin(), saved.groups[i].parameters.end());
-      for (const std::string& name : optimizer_->groups()[i]) {
-        optimized.insert(saved_name(name));
-        if (expected.erase(saved_name(name)) == 0 && takes_options_) differs(group + " did not have " + name);
-      }
-      for (const auto& name : expected)
-        if (!left_out_.contains(name)) differs(group + " had " + name);
-      if (takes_options_) match_options(groups[i].options(), saved.groups[i].options, group);
+    for (LoadedOptimizer& optimizer : optimizers_) {
+      const auto saved = all.find(optimizer.name);
+      if (saved == all.end())
+        return misfits_["optimizer"].push_back(
+            "the checkpoint has " + (names == "''" ? "one without a name" : names) + ", this is " +
+            (optimizer.name.empty() ? "one without a name" : "'" + optimizer.name + "'"));
+      optimizer.saved = &saved->second;
+      if (!match_optimizer(optimizer, optimized)) return;
     }
+    for (const auto& [name, saved] : all)  // not loaded
+      if (std::none_of(optimizers_.begin(), optimizers_.end(),
+                       [&, &key = name](const auto& o) { return o.name == key; }))
+        for (const auto& group : saved.groups)
+          without_optimizer_.insert(group.parameters.begin(), group.parameters.end());
     match_states(optimized);
+  }
+
+  // Adds the optimizer's parameters, by their names in the checkpoint. Returns false if states cannot be compared.
+  bool match_optimizer(LoadedOptimizer& optimizer, std::set<std::string>& optimized) {
+    const SavedOptimizer& saved = *optimizer.saved;
+    const std::string whose = optimizer.name.empty() ? "" : "'" + optimizer.name + "': ";
+    auto misfit = [&](const std::string& text) { misfits_["optimizer"].push_back(whose + text); };
+    if (saved.kind != optimizer.named.kind())
+      return misfit("the checkpoint's is " + saved.kind + ", this is " + optimizer.named.kind()), false;
+    auto& groups = optimizer.named.whole().param_groups();
+    optimizer.takes_options = saved.groups.size() == groups.size();
+    if (!optimizer.takes_options) {
+      differs(whose + "the checkpoint's has " + std::to_string(saved.groups.size()) + " groups, this has " +
+              std::to_string(groups.size()));
+      if (options_.strict) return false;
+    }
+    for (const auto& group : saved.groups)
+      optimizer.saved_parameters.insert(group.parameters.begin(), group.parameters.end());
+    std::vector<std::set<std::string>> own, of_saved;
+    for (const auto& names : optimizer.named.groups()) {
+      auto& group = own.emplace_back();
+      for (const std::string& name : names) group.insert(saved_name(name));
+      optimized.insert(group.begin(), group.end());
+    }
+    for (const auto& group : saved.groups) of_saved.emplace_back(group.parameters.begin(), group.parameters.end());
+    if (const std::string order = other_order(own, of_saved); !order.empty()) {
+      differs(whose + order);
+      optimizer.takes_options = false;
+    }
+    for (size_t i = 0; optimizer.takes_options && i < groups.size(); ++i) {
+      match_group(optimizer.named.groups()[i], of_saved[i], whose + "group " + std::to_string(i));
+      match_options(groups[i].options(), saved.groups[i].options, whose + "group " + std::to_string(i));
+    }
+    return true;
+  }
+
+  void match_group(const std::vector<std::string>& names, std::set<std::string> expected, const std::string& group) {
+    for (const std::string& name : names)
+      if (expected.erase(saved_name(name)) == 0) differs(group + " did not have " + name);
+    for (const auto& name : expected)
+      if (!left_out_.contains(name)) differs(group + " had " + name);
+  }
+
+  // Returns a sentence if the groups are equal but for their order; else "".
+  static std::string other_order(const std::vector<std::set<std::string>>& own,
+                                 const std::vector<std::set<std::string>>& saved) {
+    if (own == saved || !std::is_permutation(own.begin(), own.end(), saved.begin(), saved.end())) return "";
+    std::string text = "its groups are in another order than the checkpoint's: groups";
+    for (size_t i = 0; i < own.size(); ++i)
+      text += std::string(i > 0 ? ", " : " ") +
+              std::to_string(std::find(saved.begin(), saved.end(), own[i]) - saved.begin());
+    return text + " of the checkpoint are given as 0 to " + std::to_string(own.size() - 1);
   }
 
   void match_options(const torch::optim::OptimizerOptions& options, const OptionList& saved, const std::string& group) {
@@ -292,7 +374,7 @@ class Loader {
       }
       const std::string fqn = name.substr(dot + 1);
       if (!optimized.contains(fqn)) {
-        if (left_out_.contains(fqn)) continue;
+        if (left_out_.contains(fqn) || without_optimizer_.contains(fqn)) continue;
         if (options_.strict) misfits_["optimizer"].push_back("it has no parameter for the state " + name);
         report_.unexpected.push_back(name);
         continue;
@@ -444,14 +526,14 @@ class Loader {
     at::Tensor value, once;
   };
 
-  void read_optimizer() {
+  void read_optimizer(LoadedOptimizer& optimizer) {
     for (const NamedShard& shard : shards_) {
-      if (!optimizer_->keeps(shard)) continue;
+      if (!optimizer.named.keeps(shard)) continue;
       const std::string name = saved_name(shard.fqn);
-      if (!saved_parameters_.contains(name)) continue;  // not strict: its state is unchanged
-      ReadState& state = states_.emplace_back(ReadState{&shard, name, {}});
-      const auto numbers = manifest_.optimizer->numbers.find(name);
-      if (numbers != manifest_.optimizer->numbers.end())
+      if (!optimizer.saved_parameters.contains(name)) continue;  // not strict: its state is unchanged
+      ReadState& state = states_.emplace_back(ReadState{&optimizer.named, &shard, name, {}});
+      const auto numbers = optimizer.saved->numbers.find(name);
+      if (numbers != optimizer.saved->numbers.end())
         state.values.numbers.assign(numbers->second.begin(), numbers->second.end());
       for (const auto& key : state_keys_[name])
         state.values.tensors.emplace_back(
@@ -460,6 +542,7 @@ class Loader {
   }
 
   struct ReadState {
+    NamedOptimizer* optimizer;
     const NamedShard* shard;
     std::string name;  // the parameter's name in the checkpoint
     ParameterState values;
@@ -470,16 +553,16 @@ class Loader {
   // Checks the fetched states, so that put_state() cannot fail.
   void check_states() const {
     for (const ReadState& read : states_) try {
-        if (!read.is_empty()) static_cast<void>(make_state(optimizer_->state_kind(), read.values));
+        if (!read.is_empty()) static_cast<void>(make_state(read.optimizer->state_kind(), read.values));
       } catch (const std::invalid_argument& error) {
         throw CheckpointError("the optimizer's state of '" + read.name + "': " + error.what());
       }
   }
 
   // Completes the states with the options of the parameter's group, which may differ from the saved one.
-  void complete_states() {
-    auto& states = optimizer_->whole().state();
-    for (auto& group : optimizer_->whole().param_groups())
+  static void complete_states(torch::optim::Optimizer& optimizer) {
+    auto& states = optimizer.state();
+    for (auto& group : optimizer.param_groups())
       for (const at::Tensor& parameter : group.params())
         if (const auto state = states.find(parameter.unsafeGetTensorImpl()); state != states.end())
           complete_state(*state->second, group.options());
@@ -487,21 +570,22 @@ class Loader {
 
   // Frees the old state first, so that a device never holds two.
   void put_state(ReadState& read) {
-    auto& [shard, name, values] = read;
-    optimizer_->set_state(*shard, nullptr);
+    auto& [optimizer, shard, name, values] = read;
+    optimizer->set_state(*shard, nullptr);
     for (auto& [key, tensor] : values.tensors) {
       const at::ScalarType dtype = tensor.scalar_type(), own = shard->tensor.scalar_type();
       const bool follows =
           form_of_state(key) == StateForm::kElements && dtype == saved_.tensors.at(name).dtype && converts(dtype, own);
       tensor = tensor.to(shard->tensor.device(), follows ? own : dtype);
     }
-    if (!read.is_empty()) optimizer_->set_state(*shard, make_state(optimizer_->state_kind(), values));
+    if (!read.is_empty()) optimizer->set_state(*shard, make_state(optimizer->state_kind(), values));
     values = {};
   }
 
   const Manifest& manifest_;
   const SavedTensors& saved_;
   ModelShards& model_;
+  const std::vector<std::string>& models_;
   const std::vector<NamedShard> shards_;
   const std::vector<LocalTensor> buffers_;
   const torch::OrderedDict<std::string, at::Tensor> targets_;  // the model's buffers
@@ -509,7 +593,7 @@ class Loader {
   const std::vector<NamedShard> shards_beside_;
   const LoadOptions& options_;
   SliceReader reader_;
-  std::optional<NamedOptimizer> optimizer_;
+  std::list<LoadedOptimizer> optimizers_;
   GeneratorStates generators_;                          // empty: not restored
   std::map<std::string, std::string> saved_names_;      // of tensors in both model and checkpoint
   std::map<std::string, std::vector<int64_t>> orders_;  // memory order in the model, by saved name
@@ -518,8 +602,7 @@ class Loader {
   std::set<std::string> left_out_;                      // saved names that `rename` skips
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
-  std::set<std::string> saved_parameters_;
-  bool takes_options_ = false;
+  std::set<std::string> without_optimizer_;  // saved names of parameters whose optimizer is not loaded
   Misfits misfits_;
   LoadReport report_;
   // Values read, with their destinations.
@@ -531,15 +614,15 @@ class Loader {
 
 }  // namespace
 
-void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
-                const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
+void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what) {
   const NoGradNoInferenceGuard quiet;
   std::optional<Loader> loader;
-  on_all_ranks(*model.comm(), what, [&] { loader.emplace(manifest, model, optimizer, beside, options).read(); });
+  Communicator& comm = *objects.model.comm();
+  on_all_ranks(comm, what, [&] { loader.emplace(manifest, objects, options).read(); });
   loader->apply();
   // Ranks that are threads share generators: a rank that continued would find its generator reset by a slower one.
-  model.comm()->barrier(what);
+  comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();
 }

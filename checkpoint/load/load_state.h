@@ -2,6 +2,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,11 +14,18 @@
 
 namespace tessera::internal {
 
-// Loads a checkpoint's state into the model, the optimizer (may be null) and the Stateful objects. Reads and verifies
+// The objects of a training state: TrainingState, or a model and an optimizer without a list.
+struct StateObjects {
+  ModelShards& model;  // one, or all named models together
+  std::vector<std::string> models{};
+  std::map<std::string, torch::optim::Optimizer*> optimizers{};
+  std::vector<std::shared_ptr<Stateful>> beside{};
+};
+
+// Loads a checkpoint's state into the objects. Reads and verifies
 // this rank's part into host memory, and copies it into place once all ranks have; changes nothing before. Collective.
 // Throws CheckpointError on all ranks that starts with `what` and lists all mismatches or read errors.
-void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
-                const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
+void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what);
 
 }  // namespace tessera::internal

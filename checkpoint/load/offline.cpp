@@ -236,10 +236,8 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
     if (!first.tensors.contains(name)) add(name, "only in " + b.string());
   if (is_checkpoint(a) && is_checkpoint(b) && !options.only_parameters) {
     const Manifest one = read_manifest(a), two = read_manifest(b);
-    auto text = [](const Manifest& manifest) {
-      return manifest.optimizer ? optimizer_to_json(*manifest.optimizer) : nlohmann::json();
-    };
-    if (text(one) != text(two)) add("(optimizer)", "kind, groups, options or steps");
+    if (optimizers_to_json(one.optimizers) != optimizers_to_json(two.optimizers))
+      add("(optimizer)", "kind, groups, options or steps");
     if (one.beside != two.beside) add("(beside)", "values of what is beside the model");
     if (one.extra != two.extra) add("(extra)", one.extra.dump() + " and " + two.extra.dump());
   }

@@ -129,7 +129,7 @@ void SaveJob::write_part() {
   const RankFileFields fields{comm_->rank(), id_, options_.block_bytes, options_.rng ? plan_.rng : GeneratorStates()};
   SavedPart part(comm_->size());
   part.set(write_rank_files(partial_path_, fields, plan_.pieces, [&](int64_t) { heartbeat_.beat(); }),
-           plan_.optimizer ? &*plan_.optimizer : nullptr);
+           plan_.optimizers);
   plan_.pieces.clear();
   storage.put(part_path(partial_path_, comm_->rank()), part.text(), /*durable=*/false);
 }
@@ -154,7 +154,8 @@ void SaveJob::commit() {
     storage_of(path).remove(path);
     heartbeat_.beat();
   }
-  Manifest manifest = std::move(part).manifest(plan_.optimizer);
+  Manifest manifest = std::move(part).manifest(plan_.optimizers);
+  manifest.models = plan_.models;
   manifest.saved.block_bytes = options_.block_bytes;
   manifest.saved.has_rng = options_.rng;
   manifest.extra = plan_.extra;

@@ -18,7 +18,8 @@ namespace tessera::internal {
 // The data that this rank must write, captured from the model at one moment.
 struct SavePlan {
   std::vector<Piece> pieces;
-  std::optional<SavedOptimizer> optimizer;
+  SavedOptimizers optimizers;
+  std::vector<std::string> models;
   GeneratorStates rng;
   nlohmann::json extra;  // this field and the next are set on rank 0
   std::map<std::string, StateValues> beside;

@@ -12,17 +12,20 @@ namespace {
 using nlohmann::json;
 
 // Detects ranks whose optimizers differ, without sending the names of all parameters.
-std::string fingerprint(const SavedOptimizer& optimizer) {
-  return to_hex(checksum(optimizer_to_json({optimizer.kind, optimizer.groups}).dump()));
+std::string fingerprint(SavedOptimizers optimizers) {
+  for (auto& [name, optimizer] : optimizers) optimizer.numbers.clear();
+  return to_hex(checksum(optimizers_to_json(optimizers).dump()));
 }
 
 }  // namespace
 
 SavedPart::SavedPart(int64_t world_size) { saved_ = {.by_rank = true, .world_size = world_size}; }
 
-void SavedPart::set(SavedTensors saved, const SavedOptimizer* optimizer) {
-  add(std::move(saved), optimizer == nullptr ? std::nullopt : std::optional(fingerprint(*optimizer)),
-      optimizer == nullptr ? Numbers() : optimizer->numbers, "this rank");
+void SavedPart::set(SavedTensors saved, const SavedOptimizers& optimizers) {
+  Numbers numbers;  // each parameter is in one optimizer
+  for (const auto& [name, optimizer] : optimizers) numbers.insert(optimizer.numbers.begin(), optimizer.numbers.end());
+  add(std::move(saved), optimizers.empty() ? std::nullopt : std::optional(fingerprint(optimizers)), numbers,
+      "this rank");
 }
 
 void SavedPart::add(const std::string& text, const std::string& who) {
@@ -60,11 +63,17 @@ std::string SavedPart::text() const {
       .dump();
 }
 
-Manifest SavedPart::manifest(const std::optional<SavedOptimizer>& optimizer) && {
+Manifest SavedPart::manifest(SavedOptimizers optimizers) && {
   join_all(saved_);
-  Manifest manifest{
-      .world_size = static_cast<int>(saved_.world_size), .saved = std::move(saved_), .optimizer = optimizer};
-  if (manifest.optimizer) manifest.optimizer->numbers = std::move(numbers_);
+  Manifest manifest{.world_size = static_cast<int>(saved_.world_size),
+                    .saved = std::move(saved_),
+                    .optimizers = std::move(optimizers)};
+  for (auto& [name, optimizer] : manifest.optimizers) {
+    optimizer.numbers.clear();
+    for (const auto& group : optimizer.groups)
+      for (const auto& parameter : group.parameters)
+        if (const auto found = numbers_.find(parameter); found != numbers_.end()) optimizer.numbers.insert(*found);
+  }
   return manifest;
 }
 

@@ -15,18 +15,17 @@ class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);
 
-  // Sets the files written by this rank and its optimizer (may be null), of which only the numbers are specific to this
-  // rank.
-  void set(SavedTensors saved, const SavedOptimizer* optimizer);
+  // Sets the files written by this rank and its optimizers, of which only the numbers are specific to this rank.
+  void set(SavedTensors saved, const SavedOptimizers& optimizers);
   // Adds the description `text` of other ranks. Throws CheckpointError, naming `who`, if the ranks differ where they
   // must agree.
   void add(const std::string& text, const std::string& who);
 
   std::string text() const;
 
-  // Returns the manifest once all ranks were added; the caller sets id, sequence, rng and extra. `optimizer` is rank
-  // 0's.
-  Manifest manifest(const std::optional<SavedOptimizer>& optimizer) &&;
+  // Returns the manifest once all ranks were added; the caller sets id, sequence, rng and extra. `optimizers` are
+  // rank 0's.
+  Manifest manifest(SavedOptimizers optimizers) &&;
 
  private:
   using Numbers = std::map<std::string, std::map<std::string, int64_t>>;
@@ -35,7 +34,7 @@ class SavedPart {
 
   SavedTensors saved_;
   bool has_any_ = false;
-  std::optional<std::string> optimizer_;  // fingerprint of its kind, groups and options
+  std::optional<std::string> optimizer_;  // fingerprint of their kinds, groups and options
   Numbers numbers_;
 };
 

@@ -136,6 +136,20 @@ void NamedOptimizer::set_state(const NamedShard& shard, std::unique_ptr<torch::o
   if (state) whole_.state()[shard.tensor.unsafeGetTensorImpl()] = std::move(state);
 }
 
+NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
+                                 const std::map<std::string, torch::optim::Optimizer*>& optimizers) {
+  NamedOptimizers all;
+  std::map<std::string, std::string> optimizer_of;
+  for (const auto& [name, optimizer] : optimizers) {
+    const NamedOptimizer& named = all.try_emplace(name, shards, *optimizer).first->second;
+    for (const std::string& parameter : named.names())
+      if (const auto [other, is_new] = optimizer_of.emplace(parameter, name); !is_new)
+        throw std::invalid_argument("'" + parameter + "' is in two optimizers, '" + other->second + "' and '" + name +
+                                    "'; a checkpoint has one state of each parameter");
+  }
+  return all;
+}
+
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype) {
   const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
   const at::Tensor tensor = is_whole(shard.tensor, shard) ? at::empty_strided(shard.sizes, shard.strides, options)
@@ -190,18 +204,24 @@ std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful
 }
 
 std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vector<NamedShard>& shards,
-                                       const NamedOptimizer* optimizer,
+                                       const NamedOptimizers& optimizers,
                                        const std::vector<std::shared_ptr<Stateful>>& beside) {
   std::vector<LocalTensor> tensors;
+  auto optimizer_of = [&](const NamedShard& shard) -> const NamedOptimizer* {
+    for (const auto& [name, optimizer] : optimizers)
+      if (optimizer.has(shard.fqn)) return &optimizer;
+    return nullptr;
+  };
   for (const NamedShard& shard : shards) {
     LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kParameter});
     local.tensor = flat_elements(shard.tensor, shard);
     // The owner in a sharded optimizer has the exact values; those sent to other ranks may be rounded.
-    if (optimizer != nullptr && optimizer->sharded() && optimizer->has(shard.fqn))
+    if (const auto* optimizer = optimizer_of(shard); optimizer != nullptr && optimizer->sharded())
       local.replica = 0, local.replica_count = optimizer->keeps(shard) ? 1 : 0;
   }
   for (auto& buffer : local_buffers(model)) tensors.push_back(std::move(buffer));
   for (const NamedShard& shard : shards) {
+    const auto* optimizer = optimizer_of(shard);
     const auto* state = optimizer == nullptr ? nullptr : optimizer->state(shard);
     if (state == nullptr) continue;
     for (const auto& [key, tensor] : read_state(*state, shard.tensor).tensors) {

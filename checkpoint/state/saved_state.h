@@ -36,6 +36,7 @@ class NamedOptimizer {
   const std::vector<std::vector<std::string>>& groups() const { return groups_; }  // names by group, each once
   bool sharded() const { return shards_ != nullptr; }
   bool has(const std::string& fqn) const { return names_.contains(fqn); }
+  const std::set<std::string>& names() const { return names_; }
   // Returns whether this rank keeps the parameter's state, if any.
   bool keeps(const NamedShard& shard) const {
     return has(shard.fqn) && (shards_ == nullptr || shards_->owns(shard.tensor));
@@ -57,6 +58,12 @@ class NamedOptimizer {
   std::set<std::string> names_;
 };
 
+// The optimizers of a training state by name.
+using NamedOptimizers = std::map<std::string, NamedOptimizer>;
+// Throws std::invalid_argument for a parameter in two optimizers, and as NamedOptimizer.
+NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
+                                 const std::map<std::string, torch::optim::Optimizer*>& optimizers);
+
 // Returns a new host tensor, shaped like shard.tensor, for the shard's elements, and its flat view.
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype);
 
@@ -68,10 +75,10 @@ std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards);
 
 // Returns the buffers, each tensor once; {name, aliases} as for parameters.
 std::vector<LocalTensor> local_buffers(const ModelShards& model);
-// Returns this rank's parameters, buffers and optimizer state tensors (`optimizer` may be null); `shards` are from
-// in_dense_order(). Throws std::invalid_argument for a tensor that is not strided, such as a sparse one.
+// Returns this rank's parameters, buffers and optimizer state tensors; `shards` are from in_dense_order(). Throws
+// std::invalid_argument for a tensor that is not strided, such as a sparse one.
 std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vector<NamedShard>& shards,
-                                       const NamedOptimizer* optimizer,
+                                       const NamedOptimizers& optimizers,
                                        const std::vector<std::shared_ptr<Stateful>>& beside = {});
 // Returns the tensors of the Stateful objects under their names in the checkpoint: "beside.<state_name>.<fqn>".
 std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful>>& beside);

@@ -11,8 +11,8 @@ namespace {
 
 class ScalerState : public Stateful {
  public:
-  explicit ScalerState(ShardedGradScaler& scaler) : scaler_(scaler) {}
-  std::string state_name() const override { return "grad_scaler"; }
+  ScalerState(std::string name, ShardedGradScaler& scaler) : name_(std::move(name)), scaler_(scaler) {}
+  std::string state_name() const override { return name_; }
   StateValues state_values() const override {
     const auto state = scaler_.state();
     return {{"scale", state.scale}, {"finite_steps", state.finite_steps}};
@@ -27,6 +27,7 @@ class ScalerState : public Stateful {
   }
 
  private:
+  const std::string name_;
   ShardedGradScaler& scaler_;
 };
 
@@ -82,8 +83,58 @@ class EmaState : public Stateful {
   Ema& ema_;
 };
 
+// Several models as one, whose tensors have the models' names before theirs.
+class JoinedModels : public ModelShards {
+ public:
+  explicit JoinedModels(std::vector<std::pair<std::string, ModelShards*>> models) : models_(std::move(models)) {}
+
+  const std::shared_ptr<Communicator>& comm() const override { return models_[0].second->comm(); }
+  std::vector<NamedShard> named_shards() const override { return joined(&ModelShards::named_shards); }
+  std::vector<NamedShard> shards_to_save() const override { return joined(&ModelShards::shards_to_save); }
+  std::vector<HeldPart> held_by(int rank) const override {
+    std::vector<HeldPart> all;
+    for (const auto& [name, model] : models_)
+      for (const HeldPart& part : model->held_by(rank)) all.push_back(part);
+    return all;
+  }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const override {
+    torch::OrderedDict<std::string, at::Tensor> all;
+    for (const auto& [name, model] : models_)
+      for (const auto& buffer : model->named_buffers()) all.insert(name + "." + buffer.key(), buffer.value());
+    return all;
+  }
+
+ private:
+  std::vector<NamedShard> joined(std::vector<NamedShard> (ModelShards::*list)() const) const {
+    std::vector<NamedShard> all;
+    for (const auto& [name, model] : models_)
+      for (NamedShard shard : (model->*list)()) {
+        shard.fqn = name + "." + shard.fqn;
+        for (std::string& alias : shard.aliases) alias = name + "." + alias;
+        all.push_back(std::move(shard));
+      }
+    return all;
+  }
+
+  const std::vector<std::pair<std::string, ModelShards*>> models_;
+};
+
+void check_name(const std::string& name) {
+  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+  if (name.empty() || name.find_first_not_of(kPlain) != std::string::npos)
+    throw std::invalid_argument("'" + name + "' is not a name of a state: letters, digits and '_' are expected");
+}
+
 }  // namespace
 
+StateRef::StateRef(const std::string& name, ModelShards& model) : StateRef(model) {
+  check_name(name);
+  if (auto* with_model = Ema::of(model)) stateful_ = std::make_shared<EmaState>(name + "_ema", *with_model);
+  name_ = name;
+}
+StateRef::StateRef(const std::string& name, torch::optim::Optimizer& optimizer) : name_(name), optimizer_(&optimizer) {
+  check_name(name);
+}
 StateRef::StateRef(ModelShards& model) {
   if (auto* ema = dynamic_cast<Ema*>(&model))
     stateful_ = std::make_shared<EmaState>("ema", *ema);
@@ -94,27 +145,43 @@ StateRef::StateRef(ModelShards& model) {
 }
 StateRef::StateRef(const std::string& name, Ema& ema) : stateful_(std::make_shared<EmaState>(name, ema)) {}
 StateRef::StateRef(Stateful& stateful) : stateful_(std::shared_ptr<Stateful>(), &stateful) {}
-StateRef::StateRef(ShardedGradScaler& scaler) : stateful_(std::make_shared<ScalerState>(scaler)) {}
+StateRef::StateRef(ShardedGradScaler& scaler) : StateRef("grad_scaler", scaler) {}
+StateRef::StateRef(const std::string& name, ShardedGradScaler& scaler)
+    : stateful_(std::make_shared<ScalerState>(name, scaler)) {}
 StateRef::StateRef(torch::optim::LRScheduler& scheduler) : StateRef("scheduler", scheduler) {}
 StateRef::StateRef(const std::string& name, torch::optim::LRScheduler& scheduler)
     : stateful_(std::make_shared<SchedulerState>(name, scheduler)) {}
 
 TrainingState::TrainingState(std::initializer_list<StateRef> all) {
-  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
   std::set<std::string> names;
+  std::vector<std::pair<std::string, ModelShards*>> models;
+  auto refuse = [](const std::string& reason) { throw std::invalid_argument("a training state has " + reason); };
   for (const StateRef& ref : all) {
-    if (ref.model_ != nullptr && std::exchange(model_, ref.model_) != nullptr)
-      throw std::invalid_argument("a training state has two models; one checkpoint is of one");
-    if (ref.optimizer_ != nullptr && std::exchange(optimizer_, ref.optimizer_) != nullptr)
-      throw std::invalid_argument("a training state has two optimizers; one checkpoint is of one");
+    if (ref.model_ != nullptr) models.emplace_back(ref.name_, ref.model_);
+    if (ref.optimizer_ != nullptr && !optimizers_.emplace(ref.name_, ref.optimizer_).second)
+      refuse(ref.name_.empty() ? "two optimizers without a name: {{\"first\", a}, {\"second\", b}} names them"
+                               : "two optimizers named '" + ref.name_ + "'");
     if (!ref.stateful_) continue;
     const std::string name = ref.stateful_->state_name();
-    if (name.empty() || name.find_first_not_of(kPlain) != std::string::npos)
-      throw std::invalid_argument("'" + name + "' is not a name of a state: letters, digits and '_' are expected");
+    check_name(name);
     if (!names.insert(name).second) throw std::invalid_argument("two states are named '" + name + "'");
     beside_.push_back(ref.stateful_);
   }
-  if (model_ == nullptr) throw std::invalid_argument("a training state has no model");
+  if (models.empty()) refuse("no model");
+  if (optimizers_.size() > 1 && optimizers_.contains("")) refuse("several optimizers, of which one has no name");
+  if (models.size() == 1 && models[0].first.empty()) {
+    model_ = std::shared_ptr<ModelShards>(std::shared_ptr<void>(), models[0].second);
+    return;
+  }
+  std::set<std::string> own;
+  for (const auto& [name, model] : models) {
+    if (name.empty()) refuse("several models, of which one has no name: {{\"first\", a}, {\"second\", b}} names them");
+    if (!own.insert(name).second) refuse("two models named '" + name + "'");
+    if (model->comm() != models[0].second->comm())
+      refuse("the models '" + models[0].first + "' and '" + name + "' of different communicators, expected one");
+    model_names_.push_back(name);
+  }
+  model_ = std::make_shared<JoinedModels>(std::move(models));
 }
 
 }  // namespace tessera

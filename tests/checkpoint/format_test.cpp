@@ -150,7 +150,7 @@ struct Sample {
       manifest.saved.world_size = 2;
       manifest.saved.has_rng = true;
     }
-    manifest.optimizer =
+    manifest.optimizers[""] =
         SavedOptimizer{"Adam", {{{{"lr", 0.125}, {"amsgrad", false}}, {"a", "b"}}}, {{"a", {{"step", 7}}}}};
     partial->commit(manifest);
   }
@@ -184,7 +184,7 @@ TEST(Format, AManifestIsReadAsItWasWritten) {
   EXPECT_EQ(manifest.saved.files.size(), 2U);
   EXPECT_EQ(manifest.saved.tensors.at("a").slices.size(), 2U);
   EXPECT_EQ(manifest.rng[0].at("cpu"), "\x01\xff");
-  EXPECT_EQ(std::get<double>(manifest.optimizer->groups[0].options[1].second), 0.125);
+  EXPECT_EQ(std::get<double>(manifest.optimizers.at("").groups[0].options[1].second), 0.125);
   EXPECT_EQ(file_bytes(sample.directory / kManifestName), format_manifest(manifest));
 }
 
@@ -414,7 +414,7 @@ TEST(Format, VersionOneIsReadAndWrittenAnewAsVersionTwo) {
   EXPECT_EQ(two.extra["step"], 2);
   EXPECT_EQ(generators_of(old, 1), generators_of(two, 1));
   EXPECT_FALSE(generators_of(two, 1).empty());
-  EXPECT_EQ(optimizer_to_json(*old.optimizer), optimizer_to_json(*two.optimizer));
+  EXPECT_EQ(optimizers_to_json(old.optimizers), optimizers_to_json(two.optimizers));
 }
 
 TEST(Format, LinksAndFilesTooManyAreReported) {

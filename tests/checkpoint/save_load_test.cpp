@@ -97,8 +97,8 @@ std::map<std::string, at::Tensor> contents(const std::filesystem::path& dir) {
   SliceReader reader(manifest.saved);
   std::map<std::string, at::Tensor> all;
   for (const auto& [name, tensor] : manifest.saved.tensors) all[name] = reader.read(name, whole_box(tensor.shape));
-  if (manifest.optimizer)
-    for (const auto& [name, numbers] : manifest.optimizer->numbers)
+  for (const auto& [of, optimizer] : manifest.optimizers)
+    for (const auto& [name, numbers] : optimizer.numbers)
       for (const auto& [key, number] : numbers) all["number." + key + "." + name] = torch::tensor({number});
   return all;
 }
@@ -562,7 +562,7 @@ TEST(Checkpoint, ATiedParameterThatAGroupListsTwiceIsOne) {
       comm->barrier();
       if (comm->rank() == 0) {
         Manifest manifest = read_manifest(folder / name);
-        auto& names = manifest.optimizer->groups.at(0).parameters;
+        auto& names = manifest.optimizers.at("").groups.at(0).parameters;
         EXPECT_EQ(names, (std::vector<std::string>{"embedding.weight", "embedding.bias"}));
         names.emplace_back("embedding.weight");
         std::filesystem::copy(folder / name, folder / (name + "-twice"));

@@ -248,6 +248,141 @@ TEST(TrainingState, AveragesFollowTheirParametersToOtherNames) {
   });
 }
 
+// A generator and its critic, each with an optimizer, a schedule and averages.
+struct Gan {
+  explicit Gan(const std::shared_ptr<Communicator>& comm)
+      : g(seeded(1, [] { return torch::nn::Linear(5, 3); }), comm),
+        critic(seeded(2, [] { return torch::nn::Linear(3, 1); }), comm),
+        of_g(g.parameters(), torch::optim::AdamOptions(0.1)),
+        of_critic(critic.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9)),
+        schedule(of_g, 2, 0.5),
+        ema(g, {.decay = 0.5}) {}
+
+  void step(int number) {
+    const at::Tensor noise = on_rank_device(torch::full({2, 5}, 0.1 * number));
+    of_critic.zero_grad();
+    critic(g(noise).detach()).mean().backward();
+    of_critic.step();
+    of_g.zero_grad();
+    critic.zero_grad();
+    critic(g(noise)).pow(2).mean().backward();
+    of_g.step();
+    schedule.step();
+    ema.update();
+  }
+  TrainingState state() {
+    return {{"generator", g},         {"critic", critic},         {"of_generator", of_g},
+            {"of_critic", of_critic}, {"of_generator", schedule}, {"averages", ema}};
+  }
+  std::vector<at::Tensor> weights() {
+    return {g.full_state_dict()["weight"].cpu().clone(), critic.full_state_dict()["weight"].cpu().clone()};
+  }
+
+  FullyShardedDataParallel<torch::nn::Linear> g, critic;
+  torch::optim::Adam of_g;
+  torch::optim::SGD of_critic;
+  torch::optim::StepLR schedule;
+  Ema ema;
+};
+
+TEST(TrainingState, SeveralModelsAndOptimizersResumeTogetherOrAlone) {
+  const TemporaryFolder folder;
+  std::vector<at::Tensor> expected;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Gan gan(comm);
+    for (int i = 0; i < 6; ++i) gan.step(i);
+    expected = gan.weights();
+  });
+  const int worlds[] = {2, 3, 1};
+  for (int link = 0; link < 3; ++link)
+    on_ranks(worlds[link], [&](std::shared_ptr<Communicator> comm) {
+      Gan gan(comm);
+      if (link > 0) {
+        EXPECT_EQ(load_newest_checkpoint(folder.path(), gan.state()).value().extra["step"], 2 * link);
+      }
+      EXPECT_EQ(gan.ema.updates(), 2 * link);
+      for (int i = 2 * link; i < 2 * link + 2; ++i) gan.step(i);
+      const auto path = folder / ("step-" + std::to_string(link));
+      if (link == 1)
+        save_checkpoint_async(path, gan.state(), {{"step", 2 * link + 2}}).wait();
+      else
+        save_checkpoint(path, gan.state(), {{"step", 2 * link + 2}});
+      const auto own = gan.weights();
+      for (size_t i = 0; link == 2 && i < 2; ++i) EXPECT_TRUE(own[i].allclose(expected[i]));
+      comm->barrier();
+    });
+  EXPECT_EQ(verify_checkpoint(folder / "step-2"), std::vector<std::string>());
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto path = folder / "step-2";
+    Gan gan(comm);
+    load_checkpoint(path, {{"generator", gan.g}, {"of_generator", gan.of_g}});
+    EXPECT_TRUE(gan.weights()[0].allclose(expected[0]));
+    EXPECT_FALSE(gan.weights()[1].allclose(expected[1])) << "the critic is not loaded";
+    EXPECT_TRUE(gan.of_critic.state().empty());
+    auto refused = [&](const TrainingState& state) {
+      return error_of<CheckpointMismatch>([&] { load_checkpoint(path, state); });
+    };
+    expect_contains(refused({gan.g}), "models: the checkpoint has 'generator', 'critic', this is one without a name");
+    expect_contains(refused({{"student", gan.g}}), "the checkpoint has 'generator', 'critic', not 'student'");
+    expect_contains(refused({{"generator", gan.g}, gan.of_g}), "this is one without a name");
+    expect_contains(refused({{"generator", gan.g}, {"adam", gan.of_g}}), "this is 'adam'");
+    expect_contains(refused({{"generator", gan.g}, {"of_critic", gan.of_g}}), "the checkpoint's is SGD, this is Adam");
+    // Without names, as another program that knows only the generator.
+    load_checkpoint(path, {gan.g}, {.rename = [](const std::string& name) {
+                      return name.starts_with("generator.") ? name.substr(10) : std::string();
+                    }});
+  });
+}
+
+// As Muon for matrices and AdamW for the rest.
+TEST(TrainingState, AModelMayHaveSeveralOptimizers) {
+  const TemporaryFolder folder;
+  std::map<int, at::Tensor> states;
+  for (int world : {1, 3})
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(seeded(1, [] { return torch::nn::Linear(5, 3); }), comm);
+      const auto parameters = fsdp.parameters();
+      torch::optim::Adam adam({parameters[0]}, torch::optim::AdamOptions(0.1));
+      torch::optim::SGD sgd({parameters[1]}, torch::optim::SGDOptions(0.1).momentum(0.9));
+      auto step = [&] {
+        fsdp.zero_grad();
+        fsdp(on_rank_device(torch::ones({2, 5}))).pow(2).sum().backward();
+        adam.step();
+        sgd.step();
+      };
+      if (world == 1) {
+        step();
+        save_checkpoint(folder / "a", {fsdp, {"adam", adam}, {"sgd", sgd}});
+      } else {
+        load_checkpoint(folder / "a", {fsdp, {"sgd", sgd}, {"adam", adam}});
+      }
+      step();
+      const auto all = fsdp.full_state_dict();
+      if (comm->rank() == 0) states[world] = torch::cat({all["weight"].flatten(), all["bias"]}).cpu().clone();
+    });
+  EXPECT_TRUE(states[1].allclose(states[3]));
+}
+
+TEST(TrainingState, GroupsInAnotherOrderAreNamedInOneLine) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(2, 2).ptr(), comm);
+    const auto parameters = model.parameters();
+    auto sgd = [&](size_t first) {
+      std::vector<torch::optim::OptimizerParamGroup> groups;
+      for (const size_t i : {first, 1 - first}) groups.push_back(torch::optim::OptimizerParamGroup({parameters[i]}));
+      return torch::optim::SGD(groups, torch::optim::SGDOptions(0.1));
+    };
+    auto saved = sgd(0), other = sgd(1);
+    save_checkpoint(folder / "a", model, saved);
+    const auto error = error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "a", model, other); });
+    expect_contains(error,
+                    "optimizer: its groups are in another order than the checkpoint's: groups 1, 0 of the "
+                    "checkpoint are given as 0 to 1");
+    EXPECT_EQ(error.find("did not have"), std::string::npos);
+  });
+}
+
 TEST(TrainingState, MistakesAreRefused) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(2, 2).ptr(), comm), second(torch::nn::Linear(2, 2).ptr(), comm);
@@ -260,8 +395,17 @@ TEST(TrainingState, MistakesAreRefused) {
     Ema ema(model);
     expect_contains(refused({ema, sgd}), "no model");
     expect_contains(refused({ema.with_model(), ema}), "two states are named 'ema'");
-    expect_contains(refused({model, second}), "two models");
-    expect_contains(refused({model, sgd, sgd}), "two optimizers");
+    expect_contains(refused({model, second}), "several models, of which one has no name");
+    expect_contains(refused({{"a", model}, second}), "several models, of which one has no name");
+    expect_contains(refused({{"a", model}, {"a", second}}), "two models named 'a'");
+    expect_contains(refused({{"a.b", model}}), "'a.b' is not a name of a state");
+    expect_contains(refused({model, sgd, sgd}), "two optimizers without a name");
+    expect_contains(refused({model, sgd, {"b", sgd}}), "several optimizers, of which one has no name");
+    expect_contains(refused({model, {"b", sgd}, {"b", sgd}}), "two optimizers named 'b'");
+    const TemporaryFolder none;
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(none / "a", {model, {"a", sgd}, {"b", sgd}}); }),
+        "'weight' is in two optimizers, 'a' and 'b'");
     expect_contains(refused({model, scheduler, scheduler}), "two states are named 'scheduler'");
     expect_contains(refused({model, {"a.b", scheduler}}), "'a.b' is not a name of a state");
     DistributedSampler sampler(10, 0, 1, {.accumulation = 2});

@@ -147,7 +147,7 @@ void go_on(const std::string& from, int ranks, int steps, const std::string& to)
     tessera::FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
     // One group, or matrices in the first and the rest in the second, as in the checkpoint.
     std::vector<torch::optim::OptimizerParamGroup> groups(
-        tessera::internal::read_manifest(from).optimizer->groups.size(),
+        tessera::internal::read_manifest(from).optimizers.at("").groups.size(),
         torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
     for (const auto& shard : fsdp.named_shards())
       groups[shard.sizes.size() > 1 ? 0 : groups.size() - 1].params().push_back(shard.tensor);

@@ -103,7 +103,10 @@ json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
   result["world_size"] = manifest->world_size;
   result["sequence"] = manifest->sequence;
   result["extra"] = manifest->extra;
-  result["optimizer"] = manifest->optimizer ? optimizer_to_json(*manifest->optimizer) : json();
+  const bool are_named = !manifest->optimizers.empty() && !manifest->optimizers.begin()->first.empty();
+  result["optimizer"] = json();
+  result[are_named ? "optimizers" : "optimizer"] = optimizers_to_json(manifest->optimizers);
+  if (!manifest->models.empty()) result["models"] = manifest->models;
   return result;
 }
 
@@ -157,9 +160,12 @@ int inspect_one(const Arguments& arguments, const fs::path& path) {
   if (!saved.by_rank) std::printf(" in %s", counted(std::ssize(saved.files), "file").c_str());
   std::printf("\n");
   if (manifest) {
+    std::string optimizers;
+    for (const auto& [name, optimizer] : manifest->optimizers)
+      optimizers += (optimizers.empty() ? "" : ", ") + (name.empty() ? "" : name + " ") + optimizer.kind;
     std::printf("saved by %s, number %lld; optimizer %s; extra %s\n", counted(manifest->world_size, "rank").c_str(),
-                static_cast<long long>(manifest->sequence),
-                manifest->optimizer ? manifest->optimizer->kind.c_str() : "none", manifest->extra.dump().c_str());
+                static_cast<long long>(manifest->sequence), optimizers.empty() ? "none" : optimizers.c_str(),
+                manifest->extra.dump().c_str());
   }
   std::printf("\n");
   print_tree(saved, arguments.slices);

@@ -4,6 +4,7 @@
 #include <torch/optim/schedulers/lr_scheduler.h>
 
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,30 +27,43 @@ class StateRef {
   // Named "scheduler": its count of steps; learning rates belong to the optimizer.
   StateRef(torch::optim::LRScheduler& scheduler);
   // NOLINTEND(google-explicit-constructor)
-  // For several schedulers or averages, each with its own name.
+  // For several objects of one kind, each with its own name. Tensors of a named model are "<name>.<fqn>" in the
+  // checkpoint; its Ema is "<name>_ema".
+  StateRef(const std::string& name, ModelShards& model);
+  StateRef(const std::string& name, torch::optim::Optimizer& optimizer);
   StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
+  StateRef(const std::string& name, ShardedGradScaler& scaler);
   StateRef(const std::string& name, Ema& ema);
 
  private:
   friend class TrainingState;
+  std::string name_;  // of a model or optimizer; "": the only one
   ModelShards* model_ = nullptr;
   torch::optim::Optimizer* optimizer_ = nullptr;
   std::shared_ptr<Stateful> stateful_;
 };
 
-// The objects of one training state: one model, at most one optimizer, and Stateful objects.
+// The objects of one training state: models, optimizers and Stateful objects. One model may be without a name; several
+// need one each. The same holds for optimizers, each of which may have parameters of several models:
+//
+//   {{"generator", g}, {"critic", c}, {"of_generator", g_adam}, {"of_critic", c_adam}, scaler}
+//   {model, {"muon", muon}, {"adamw", adamw}}
 class TrainingState {
  public:
-  // Throws std::invalid_argument for no model, two models, two optimizers, and names that are invalid or duplicate.
+  // Throws std::invalid_argument for no model, models of different communicators, several models or optimizers of which
+  // one has no name, and names that are invalid or duplicate.
   TrainingState(std::initializer_list<StateRef> all);
 
-  ModelShards& model() const { return *model_; }                                    // the only one
-  torch::optim::Optimizer* optimizer() const { return optimizer_; }                 // may be null
+  ModelShards& model() const { return *model_; }  // the only one, or all named ones together
+  const std::vector<std::string>& model_names() const { return model_names_; }  // empty if the only one has no name
+  // By name; that of the only one may be "".
+  const std::map<std::string, torch::optim::Optimizer*>& optimizers() const { return optimizers_; }
   const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // in the order given
 
  private:
-  ModelShards* model_ = nullptr;
-  torch::optim::Optimizer* optimizer_ = nullptr;
+  std::shared_ptr<ModelShards> model_;
+  std::vector<std::string> model_names_;
+  std::map<std::string, torch::optim::Optimizer*> optimizers_;
   std::vector<std::shared_ptr<Stateful>> beside_;
 };
 
