@@ -1,16 +1,23 @@
 // Computes the largest model that a device, a host and a disk hold, by stage and tier of offload, for fp32 parameters
 // and Adam. Bytes come from the layouts. Prints the table only if small models on thread ranks report the same bytes.
 //
+// Also trains, saves and loads a model on the disk tier, and prints the host memory that each needs at most: that of
+// the process beside mapped files, which the kernel can write out.
+//
 //   largest_model [ranks=8] [device GiB=24] [host GiB a rank=64] [disk GiB a rank=512]
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include <tessera/tessera.h>
 #include "core/layout/flat_layout.h"
@@ -127,6 +134,58 @@ Need check_small() {
   return flight;
 }
 
+int64_t anonymous_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("RssAnon:")) return std::atoll(line.c_str() + 8) * 1024;
+  return 0;
+}
+
+// Returns how much the process's anonymous memory grows at most during the work.
+double peak_mib_of(const std::function<void()>& work) {
+  const int64_t before = anonymous_bytes();
+  std::atomic<int64_t> peak = before;
+  {
+    const std::jthread sampler([&](const std::stop_token& stop) {
+      for (; !stop.stop_requested(); std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+        peak = std::max(peak.load(), anonymous_bytes());
+    });
+    work();
+  }
+  return static_cast<double>(peak - before) / (1 << 20);
+}
+
+void print_memory_of_checkpoints() {
+  constexpr int64_t kWidth = 1024, kCount = 48;  // 4 MiB each
+  const auto folder = std::filesystem::temp_directory_path() / "tessera_largest_model";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  const auto body = [&](std::shared_ptr<tessera::Communicator> comm) {
+    tessera::FsdpOptions options{.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()};
+    options.offload = {.params = true, .grads = true, .directory = folder.string(), .disk_buffer_bytes = 64 << 20};
+    torch::nn::Sequential model;
+    for (int64_t i = 0; i < kCount; ++i)
+      model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false)));
+    tessera::FullyShardedDataParallel fsdp(model, comm, options);
+    tessera::HostAdam optimizer(fsdp.parameters(), torch::optim::AdamOptions(1e-3));
+    auto step = [&] {
+      optimizer.zero_grad();
+      fsdp(torch::ones({2, kWidth})).sum().backward();
+      optimizer.step();
+    };
+    step();
+    const double train = peak_mib_of(step);
+    const double save = peak_mib_of([&] { tessera::save_checkpoint(folder / "checkpoint", fsdp, optimizer); });
+    const double load = peak_mib_of([&] { tessera::load_checkpoint(folder / "checkpoint", fsdp, optimizer); });
+    std::printf(
+        "\nDisk tier, %lld MiB of parameters and state on the disk: host memory grows by %.0f MiB in a step, %.0f in a "
+        "save, %.0f in a load.\n",
+        static_cast<long long>(3 * 4 * kCount), train, save, load);
+  };
+  tessera::run_ranks(1, body);
+  std::filesystem::remove_all(folder);
+}
+
 double room_for(double bytes, double per_parameter) { return per_parameter > 0 ? bytes / per_parameter : HUGE_VAL; }
 
 // The most parameters that fit, for a model of `units` equal units.
@@ -159,4 +218,5 @@ int main(int argc, char** argv) {
                 need.device_per_parameter + in_flight, need.host_per_parameter, need.disk_per_parameter, most * 1e-9,
                 most / (device * kGiB));
   }
+  print_memory_of_checkpoints();
 }

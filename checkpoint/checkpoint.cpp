@@ -22,6 +22,7 @@
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "offload/disk/disk_pager.h"
 
 namespace tessera {
 using namespace internal;
@@ -86,7 +87,8 @@ SavePlan plan_save(const State& state, const json& extra, const SaveOptions& opt
   const auto tensors = local_tensors(state.model, shards, named, state.beside);
   if (options.copy_in_background && all_count_writes)
     for (const LocalTensor& local : tensors)
-      if (local.kind == TensorKind::kParameter || local.kind == TensorKind::kState)
+      if ((local.kind == TensorKind::kParameter || local.kind == TensorKind::kState) &&
+          DiskPager::of(local.tensor) == nullptr)
         plan.watched.push_back({local.fqn, local.tensor, writes_to(local.tensor)});
   plan.pieces = pieces_of(tensors, comm.rank());
   for (const auto& stateful : state.beside) {

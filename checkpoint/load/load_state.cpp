@@ -115,6 +115,7 @@ class Loader {
     for (auto& [target, value] : tensors_) {
       const WritesTo scope(target);
       target.copy_(value);
+      value.reset();
     }
     for (ReadState& read : states_) put_state(read);
     for (auto& [name, named, saved, takes_options, parameters] : optimizers_) {

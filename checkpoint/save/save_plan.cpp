@@ -94,7 +94,7 @@ void HostCopies::begin(SavePlan& plan, at::Device device) {
     Piece& piece = plan.pieces[i];
     const bool may_freeze =
         piece.view != nullptr && (piece.kind == TensorKind::kState || piece.kind == TensorKind::kBeside);
-    if (!plan.watched.empty() && is_watched(piece)) {
+    if (!plan.watched.empty() && is_watched(piece) && piece.view) {
       later_.push_back(i);
     } else if (at::Tensor elements = may_freeze ? frozen(piece.view()) : at::Tensor(); elements.defined()) {
       piece.view = [elements] { return elements; };

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -45,8 +46,7 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
 // Returns a shard's elements in memory order, [held.numel()]: a view unless the strides differ from the shard's.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
-  if (DiskPager::of(tensor) != nullptr)
-    return flat_elements(tensor.clone(), shard);  // on disk: its data pointers must not be kept
+  if (DiskPager::of(tensor) != nullptr) return tensor;
   // In a world of one, a shard that holds all elements may still be 1-D.
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
@@ -54,8 +54,15 @@ at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
                               "; expected " + to_string(shard.tensor.sizes().vec()));
 }
 
+// Returns the elements of a tensor. Those of a tensor on disk are read, so that a save has one in memory at a time.
+at::Tensor in_memory(const LocalTensor& local) {
+  DiskPager* disk = DiskPager::of(local.tensor);
+  return disk == nullptr ? local.tensor
+                         : flat_elements(disk->hold(local.tensor, /*writes=*/false).values().clone(), local);
+}
+
 at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
-  return local.tensor.narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
+  return in_memory(local).narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
 }
 
 // The elements of a segment, in the shape of its box.
@@ -70,6 +77,9 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
   if (std::is_sorted(order.begin(), order.end())) order.clear();
+  // A copy that is made later would be of other values.
+  const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
+  const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
   return {local.fqn,
           local.tensor.scalar_type(),
           local.sizes,
@@ -79,7 +89,7 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           [local, segment] { return as_box(elements_of(local, segment).cpu(), local, segment).contiguous(); },
           segment.memory,
           std::move(order),
-          [local, segment] { return as_box(elements_of(local, segment), local, segment); }};
+          is_read_at_once ? std::function<at::Tensor()>() : view};
 }
 
 // The part of a tensor that replica `index` writes: equal numbers of slowest rows, so that a few runs describe all
@@ -152,6 +162,11 @@ NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
 
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype) {
   const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
+  if (DiskPager* disk = shard.held.numel() > 0 ? DiskPager::of(shard.tensor) : nullptr; disk != nullptr) {
+    const auto bytes = shard.held.numel() * static_cast<int64_t>(c10::elementSize(dtype));
+    const at::Tensor elements = disk->make_spool(bytes).view(dtype);
+    return {is_whole(shard.tensor, shard) ? elements.as_strided(shard.sizes, shard.strides) : elements, elements};
+  }
   const at::Tensor tensor = is_whole(shard.tensor, shard) ? at::empty_strided(shard.sizes, shard.strides, options)
                                                           : at::empty({shard.held.numel()}, options);
   return {tensor, flat_view(tensor)};

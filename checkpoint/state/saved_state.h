@@ -17,7 +17,8 @@
 namespace tessera::internal {
 
 // This rank's part of one tensor of the training state. `fqn` is its name in the checkpoint. `tensor` has held.numel()
-// elements in memory order, and is a view of the live tensor if possible. replica_count 0: another rank saves it.
+// elements in memory order, and is a view of the live tensor if possible; a tensor on disk is itself, in any shape.
+// replica_count 0: another rank saves it.
 struct LocalTensor : NamedShard {
   TensorKind kind = TensorKind::kParameter;
 };
@@ -64,7 +65,8 @@ using NamedOptimizers = std::map<std::string, NamedOptimizer>;
 NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
                                  const std::map<std::string, torch::optim::Optimizer*>& optimizers);
 
-// Returns a new host tensor, shaped like shard.tensor, for the shard's elements, and its flat view.
+// Returns a new host tensor, shaped like shard.tensor, for the shard's elements, and its flat view. For a shard on
+// disk, the tensor's memory is a file on that disk.
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype);
 
 std::string state_name(const std::string& key, const std::string& fqn);  // "optim.exp_avg.blocks.0.weight"

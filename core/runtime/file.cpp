@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -148,6 +149,14 @@ void File::reserve(int64_t bytes) const {
   // posix_fallocate() would write blocks if the file system does not support allocation.
   if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
     throw_failure(FileAction::kWrite, errno);
+}
+
+std::shared_ptr<void> File::map_new(int64_t bytes) {
+  extend(bytes);
+  const auto length = static_cast<size_t>(bytes);
+  void* const memory = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (memory == MAP_FAILED) throw_failure(FileAction::kClaim, errno);
+  return {memory, [length](void* mapped) { ::munmap(mapped, length); }};
 }
 
 int64_t File::extend(int64_t bytes) {

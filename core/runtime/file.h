@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -73,6 +74,9 @@ class File {
   // Allocates `bytes` (whole blocks) at the end, on the disk, and returns their position. If the disk is full, fails
   // with the requested and the free bytes, and leaves the file unchanged.
   int64_t extend(int64_t bytes);
+  // Extends an empty file to `bytes` (whole blocks, above 0) and returns its memory, which the kernel writes out when
+  // other memory is scarce. The memory keeps the file.
+  std::shared_ptr<void> map_new(int64_t bytes);
 
  private:
   File(std::filesystem::path path, int descriptor, ThrowFailure fail);

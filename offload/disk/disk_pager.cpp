@@ -1,5 +1,6 @@
 #include "offload/disk/disk_pager.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -314,6 +315,13 @@ DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
 void DiskPager::Hold::Release::operator()(Entry* entry) const {
   std::lock_guard lock(pager->mutex_);
   --entry->holds;
+}
+
+at::Tensor DiskPager::make_spool(int64_t bytes) const {
+  const auto options = at::TensorOptions(at::kCPU).dtype(at::kByte);
+  if (space_.file() == nullptr) return at::empty({bytes}, options);
+  const auto memory = offload_file(options_.directory).map_new(File::whole_blocks(bytes));
+  return at::from_blob(memory.get(), {bytes}, [memory](void*) {}, options);
 }
 
 void DiskPager::read_ahead(const at::Tensor& tensor) {

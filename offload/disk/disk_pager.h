@@ -77,6 +77,10 @@ class DiskPager : public Pager {
   // if all buffers are held, or on disk failure.
   Hold hold(const at::Tensor& tensor, bool writes);
 
+  // Returns new memory of `bytes` bytes (above 0) in an unnamed file of the folder, so that it takes host memory only
+  // while that is not needed otherwise. Throws std::runtime_error if the disk is full.
+  at::Tensor make_spool(int64_t bytes) const;
+
   // Starts to read the data if there is room. Does not block.
   void read_ahead(const at::Tensor& tensor);
 

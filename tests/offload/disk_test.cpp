@@ -6,11 +6,14 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <random>
 
+#include "checkpoint/state/saved_state.h"
 #include "core/layout/shard_mark.h"
 #include "offload/disk/disk_pager.h"
 #include "tests/support/random_net.h"
@@ -353,6 +356,37 @@ TEST(DiskTier, CheckpointsComeAndGo) {
     for (const auto& entry : expected) EXPECT_TRUE(same_values(entry.value(), own[entry.key()])) << entry.key();
   });
   fs::remove_all(saved);
+}
+
+// Nothing that is as large as the model is in memory that the kernel cannot write out.
+TEST(DiskTier, ASaveReadsOneTensorAtATimeAndALoadKeepsValuesInAFile) {
+  const Folder folder;
+  run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential model;
+    for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)));
+    FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+    options.offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = 3 * 32 * 1024};
+    FullyShardedDataParallel fsdp(model, comm, options);
+    const auto shards = internal::in_dense_order(fsdp.shards_to_save());
+    internal::DiskPager* pager = internal::DiskPager::of(shards[0].tensor);
+    ASSERT_NE(pager, nullptr);
+    const int64_t before = pager->read_bytes();
+    const auto pieces = internal::pieces_of(internal::local_tensors(fsdp, shards, {}), 0);
+    ASSERT_EQ(pieces.size(), 8U);
+    EXPECT_EQ(pager->read_bytes(), before);
+    const auto expected = fsdp.full_state_dict();
+    for (const auto& piece : pieces) EXPECT_TRUE(piece.data().equal(expected[piece.name]));
+    EXPECT_GE(pager->read_bytes(), before + 8 * 64 * 64 * 4);
+    const at::Tensor room = internal::host_like(shards[0], at::kFloat).first;
+    const auto address = reinterpret_cast<uintptr_t>(room.const_data_ptr());
+    std::string file;
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      uintptr_t begin = 0, end = 0;
+      if (std::sscanf(line.c_str(), "%zx-%zx", &begin, &end) == 2 && begin <= address && address < end) file = line;
+    }
+    expect_contains(file, folder.path().c_str());
+  });
 }
 
 TEST(DiskTier, MistakesAreNamed) {
