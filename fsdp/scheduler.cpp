@@ -35,6 +35,8 @@ Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> co
                  }),
       unsharded_(model_) {}
 
+std::string Scheduler::name() const { return "FullyShardedDataParallel on rank " + model_.rank_text(); }
+
 // ---- events -------------------------------------------------------------------------------------
 
 void Scheduler::use(const std::vector<Page*>& pages) {

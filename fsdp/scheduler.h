@@ -60,6 +60,7 @@ class Scheduler : public Pager, public BackwardPass {
   void fail() override { gradients_.fail(); }
   void abandon() override;
   void after_end() override { tell_observer(); }
+  std::string name() const override;
   void after_failure() override;
 
  private:

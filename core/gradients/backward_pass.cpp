@@ -1,6 +1,7 @@
 #include "core/gradients/backward_pass.h"
 
 #include <ATen/Context.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -54,10 +55,16 @@ Engine& engine_of_process() {
 
 }  // namespace
 
+static std::string gone_text(const std::string& name) {
+  return name +
+         " was destroyed inside its own backward pass, so gradients are not reduced over the ranks: keep it until "
+         "backward() has returned";
+}
+
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 struct BackwardPass::Token {
-  explicit Token(std::weak_ptr<BackwardPass> owner) : pass(std::move(owner)) {}
+  Token(std::weak_ptr<BackwardPass> owner, std::string name) : pass(std::move(owner)), gone(gone_text(name)) {}
   ~Token() {
     if (is_over) return;
     if (const auto owner = pass.lock()) {
@@ -66,23 +73,36 @@ struct BackwardPass::Token {
     }
   }
   const std::weak_ptr<BackwardPass> pass;
-  bool is_over = true;  // until the engine owns it, and when it has called back
+  const std::string gone;  // an error
+  bool is_over = true;     // until the engine owns it, and when it has called back
 };
 
 BackwardPass::BackwardPass() = default;
 
 void BackwardPass::enter() {
   if (is_running()) return;
-  auto token = std::make_shared<Token>(weak_from_this());
+  auto token = std::make_shared<Token>(weak_from_this(), name());
   token_ = token;
   torch::autograd::Engine::get_default_engine().queue_callback([token] {
     token->is_over = true;
-    if (const auto pass = token->pass.lock()) pass->ended();
+    const auto pass = token->pass.lock();
+    if (!pass) throw std::logic_error(token->gone);
+    pass->ended();
   });
   token->is_over = false;
   NoGradNoInferenceGuard quiet;
   recover();
   begin();
+}
+
+void BackwardPass::fail_backward() const noexcept {
+  if (!inside_backward()) return;
+  try {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [gone = gone_text(name())] { throw std::logic_error(gone); });
+  } catch (const std::exception& error) {  // lack of memory
+    TORCH_WARN(error.what());
+  }
 }
 
 void BackwardPass::ended() {

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include <tessera/scope_exit.h>
@@ -53,6 +54,11 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void abandon() = 0;  // blocks until nothing of a failed pass is in flight
   // After end(), without the mutex: an exception fails the pass.
   virtual void after_end() {}
+  // The wrapper, for errors.
+  virtual std::string name() const = 0;
+  // Makes the backward that runs on this thread, if there is one, throw at its end. For a destructor of a policy whose
+  // gradients that backward has not reached: it would leave them unreduced.
+  void fail_backward() const noexcept;
   // Called for every exception, before backward() throws, without the mutex. Must not throw.
   virtual void after_failure() {}
 

@@ -49,6 +49,8 @@ class Binding {
   // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator): with set_take() autograd accumulates none.
   void require_no_hook_after(size_t parameter) const;
 
+  // "DistributedDataParallel on rank 1"
+  std::string owner() const { return who_ + " on rank " + std::to_string(rank_); }
   // "parameter 'fc.weight' on rank 1"
   std::string label(size_t parameter) const;
 

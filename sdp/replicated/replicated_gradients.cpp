@@ -58,6 +58,13 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
+// The hooks, which stay, pass gradients through: the module may be trained on its own from now on.
+ReplicatedGradients::~ReplicatedGradients() {
+  const bool awaits_reduction =
+      std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
+  if (awaits_reduction && !is_running() && reduces() && !passes_through()) fail_backward();
+}
+
 // Sets up the callbacks that hold a weak pointer to this object.
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());

@@ -46,6 +46,8 @@ class ReplicatedGradients : public BackwardPass {
                                                    std::shared_ptr<Communicator> comm, std::string who,
                                                    OwnerOf owner_of, ReplicatedOptions options);
 
+  ~ReplicatedGradients() override;
+
   // Checks the module for changes. Throws std::logic_error, naming the parameter, for changes that prevent training.
   void begin_forward();
   // `outputs`: the tensors in the result of forward.
@@ -68,6 +70,7 @@ class ReplicatedGradients : public BackwardPass {
   void end() override;
   void fail() override;
   void abandon() override;
+  std::string name() const override { return binding_.owner(); }
 
  private:
   struct ParameterState {

@@ -40,6 +40,7 @@ class Recorded : public BackwardPass {
     at_end();
   }
   void fail() override { note_quietly("fail"); }
+  std::string name() const override { return "Recorded"; }
   void abandon() override { note_quietly("abandon"); }
   void after_failure() override { note("after failure"); }
 
@@ -185,13 +186,15 @@ TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { scope.leave(); })), "no_sync inside a backward pass");
 }
 
-// Graphs keep hooks and callbacks alive.
-TEST_F(BackwardPasses, OfAnObjectThatIsGoneEndWithIt) {
+// Graphs keep hooks and callbacks alive. The gradients of this pass are reduced on no rank.
+TEST_F(BackwardPasses, OfAnObjectThatIsGoneFail) {
   const at::Tensor loss = chain(take("first"), [this, take = take("second")] {
     take();
     pass.reset();
   });
-  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(error_of<std::logic_error>(loss),
+            "Recorded was destroyed inside its own backward pass, so gradients are not reduced over the ranks: keep it "
+            "until backward() has returned");
   EXPECT_EQ(seen(), (Events{"begin", "second", "gone"}));
 }
 

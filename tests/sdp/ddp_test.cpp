@@ -285,6 +285,26 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
   });
 }
 
+// By a hook that runs before, between and after those of the wrapper.
+TEST(Ddp, DestroyedInsideItsOwnBackwardIsAnError) {
+  for (const int world : {1, 3})
+    for (const size_t layer : {0, 2, 4}) {
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        auto model = make_mlp();
+        std::optional<DistributedDataParallel<torch::nn::Sequential>> ddp;
+        ddp.emplace(model, comm);
+        const at::Tensor loss = call(*ddp, mlp_input(1)).sum();
+        model[layer]->as<torch::nn::Linear>()->bias.register_hook([&](const at::Tensor&) { ddp.reset(); });
+        const std::string error = error_of<std::logic_error>([&] { loss.backward(); });
+        EXPECT_EQ(error, world == 1 ? ""
+                                    : c10::str("DistributedDataParallel on rank ", comm->rank(),
+                                               " was destroyed inside its own backward pass, so gradients are not "
+                                               "reduced over the ranks: keep it until backward() has returned"))
+            << layer;
+      });
+    }
+}
+
 TEST(Ddp, ARankThatFailsEndsTheOthersBackward) {
   const std::string text = error_of<std::runtime_error>([] {
     on_ranks(3, [](std::shared_ptr<Communicator> comm) {
