@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/Type.h>
 
 #include <sched.h>
@@ -16,6 +17,7 @@
 
 #include "core/model/shard_norm.h"
 #include "core/runtime/task_queue.h"
+#include "core/runtime/warn.h"
 
 namespace tessera {
 using namespace internal;
@@ -170,7 +172,7 @@ void StepInBackward::abandon() noexcept {
     take_back();
     forget_speculation();
   } catch (const std::exception& failure) {
-    TORCH_WARN("StepInBackward: steps could not be taken back: ", failure.what());
+    warn(c10::str("StepInBackward: steps could not be taken back: ", failure.what()));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 #include <vector>
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 namespace {
@@ -39,7 +40,7 @@ Removal::Removal(std::function<void()> remove, std::shared_ptr<Removal> before)
         try {
           remove();
         } catch (const std::exception& error) {
-          TORCH_WARN(error.what());
+          warn(error.what());
         }
         remove = nullptr;
         ended_ = true;

@@ -1,5 +1,6 @@
 // Checkpoints in local folders: written to a temporary folder, which a rename then gives the checkpoint's name.
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <chrono>
 #include <string>
@@ -11,6 +12,7 @@
 #include "checkpoint/format/entries.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/commit.h"
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 namespace {
@@ -91,7 +93,7 @@ void bring_back_own(const fs::path& hidden) {
         reason = error.what();
       }
     if (!reason.empty()) {
-      TORCH_WARN(from.string(), " is of no save, and could not be moved to ", to.string(), ": ", reason);
+      warn(c10::str(from.string(), " is of no save, and could not be moved to ", to.string(), ": ", reason));
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <future>
 #include <stdexcept>
@@ -14,6 +15,7 @@
 #include "checkpoint/save/saved_part.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 namespace {
@@ -107,7 +109,7 @@ SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();
   if (is_untold) {  // there may be no next save to throw it
-    TORCH_WARN(what_, " failed, and nobody has waited for it: ", result_.error);
+    warn(c10::str(what_, " failed, and nobody has waited for it: ", result_.error));
   }
   with_group_saves(comm_, [&](GroupSaves& saves) {
     if (is_untold) saves.failure = result_.error;

@@ -22,6 +22,7 @@
 #include "core/launch/shared_cores.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
+#include "core/runtime/warn.h"
 #include "core/trace/trace.h"
 
 namespace tessera {
@@ -87,7 +88,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);
   if (!environment.note.empty()) {
-    TORCH_WARN("tessera::init: ", environment.note);
+    warn("tessera::init: " + environment.note);
   }
 
   const int rank = environment.rank, size = environment.world_size;

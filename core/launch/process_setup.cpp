@@ -10,6 +10,7 @@
 #include "core/launch/stop_signals.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
+#include "core/runtime/warn.h"
 
 namespace tessera {
 using namespace internal;
@@ -34,6 +35,7 @@ Effect effects[] = {
      &close_standard_descriptors},
     {&ProcessSetup::share_cores, "share_cores", nullptr, &stop_sharing_cores},  // share_cores()
     {&ProcessSetup::stop_signals, "stop_signals", &catch_stop_signals, &release_stop_signals},
+    {&ProcessSetup::print_warnings, "print_warnings", &start_printing_warnings, &stop_printing_warnings},
 };
 
 }  // namespace

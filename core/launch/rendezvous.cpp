@@ -6,7 +6,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
-#include <cstdio>
 #include <exception>
 #include <sstream>
 #include <thread>
@@ -20,6 +19,7 @@
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 namespace {
@@ -133,9 +133,9 @@ class Joining {
   void report_wait(const std::string& waiting_for) {
     if (!is_report_due()) return;
     reported_ = true;
-    std::fprintf(stderr, "tessera: rank %d of %d waits at %s:%d for %s (timeout %s)\n", environment_.rank,
-                 environment_.world_size, environment_.master_address.c_str(), environment_.master_port,
-                 waiting_for.c_str(), seconds_text(timeout_).c_str());
+    warn(c10::str("rank ", environment_.rank, " of ", environment_.world_size, " waits at ",
+                  environment_.master_address, ":", environment_.master_port, " for ", waiting_for, " (timeout ",
+                  seconds_text(timeout_), ")"));
   }
 
   // Blocks until rank 0 (or the agent) listens. c10d's client could do that, but tries only once a second and logs

@@ -12,6 +12,7 @@
 #include "core/launch/launch_environment.h"
 #include "core/memory/free_memory.h"
 #include "core/memory/without_data.h"
+#include "core/runtime/warn.h"
 
 namespace tessera {
 
@@ -83,7 +84,7 @@ void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, con
   const std::string text =
       memory_warning(who + " on rank " + std::to_string(comm.rank()), need, here.ranks, *free_bytes);
   if (!text.empty()) {
-    TORCH_WARN(text);
+    warn(text);
   }
 }
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/runtime/file.h"
+#include "core/runtime/warn.h"
 #include "core/trace/append_all.h"
 
 namespace tessera {
@@ -155,7 +156,7 @@ void EventWriter::tell(const std::string& problem) const noexcept {
     if (options_.on_failure)
       options_.on_failure(problem);
     else
-      std::cerr << problem + "\n";
+      warn(problem);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): of a message about curves
   }
 }

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +12,7 @@
 #include <stdexcept>
 
 #include "checkpoint/format/box.h"
+#include "core/runtime/warn.h"
 #include "exported/archive/archive.h"
 #include "exported/archive/fields.h"
 #include "exported/archive/record.h"
@@ -240,7 +242,7 @@ class ProgramBuilder {
     const json& graph_module = object_field(program, "graph_module");
     for (const json& node : list_field(object_field(graph_module, "graph"), "nodes"))
       if (text_field(node, "target").starts_with("torch.ops.aten.alias.")) throw ExportedError(what);
-    TORCH_WARN(archive_.where(), ": ", what);
+    warn(c10::str(archive_.where(), ": ", what));
   }
 
   // The graph's description of a state's value must be that of the tensor in the archive.
@@ -376,9 +378,10 @@ class ProgramBuilder {
       for (size_t other = 0; other < i; ++other)
         if (!tensors_[i].has_values() && !tensors_[other].has_values() && tensors_[i].sizes == tensors_[other].sizes &&
             tensors_[i].dtype == tensors_[other].dtype) {
-          TORCH_WARN(archive_.where(), ": it has no values, and does not say which tensors are tied, as ",
-                     "tools/export_model.py does: '", program_->state[other].fqn, "' and '", program_->state[i].fqn,
-                     "', for two, are taken to be different ones. ExportedOptions::unchecked says that this is right");
+          warn(c10::str(
+              archive_.where(), ": it has no values, and does not say which tensors are tied, as ",
+              "tools/export_model.py does: '", program_->state[other].fqn, "' and '", program_->state[i].fqn,
+              "', for two, are taken to be different ones. ExportedOptions::unchecked says that this is right"));
           return;
         }
   }

@@ -1,5 +1,7 @@
 #include "fsdp/checks/plan_checks.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -7,6 +9,7 @@
 #include "core/comm/agreement.h"
 #include "core/layout/shardable.h"
 #include "core/model/module_state.h"
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 
@@ -60,15 +63,15 @@ void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptio
   const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
   constexpr char kHint[] =
       "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
-  const auto warn = [&](bool is_idle, const char* what) {
+  const auto warn_if = [&](bool is_idle, const char* what) {
     if (is_idle) {
-      TORCH_WARN("FullyShardedDataParallel: ", what, kHint);
+      warn(c10::str("FullyShardedDataParallel: ", what, kHint));
     }
   };
-  warn(options.auto_wrap && !plan.empty() && std::ranges::all_of(plan, is_of_root),
-       "auto_wrap names no module, so the model is one unit, gathered as a whole");
-  warn(claims_none(options.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
-  warn(claims_none(options.ignored_modules), "ignored_modules names no module");
+  warn_if(options.auto_wrap && !plan.empty() && std::ranges::all_of(plan, is_of_root),
+          "auto_wrap names no module, so the model is one unit, gathered as a whole");
+  warn_if(claims_none(options.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
+  warn_if(claims_none(options.ignored_modules), "ignored_modules names no module");
 }
 
 }  // namespace tessera::internal

@@ -57,7 +57,7 @@ class [[nodiscard]] PendingSave {
   explicit PendingSave(std::shared_ptr<internal::SaveJob> job) : job_(std::move(job)) {}
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
-  // Not collective. Blocks until the checkpoint is complete or has failed. An error becomes a warning (TORCH_WARN), and
+  // Not collective. Blocks until the checkpoint is complete or has failed. An error becomes a warning (errors.h), and
   // the group's next save throws it. During stack unwinding, waits for another rank only while it sends heartbeats.
   ~PendingSave();
 

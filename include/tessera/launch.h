@@ -37,6 +37,8 @@ struct ProcessSetup {
   bool share_cores = true;
   // Catches the signals of stop_requested() from init() on, and not only from its first call on.
   bool stop_signals = false;
+  // Prints warnings on stderr, unless the program takes them: see set_warning_handler() in errors.h.
+  bool print_warnings = true;
 
   // The names of the fields that are on: "cache_memory, permit_tracing"; "nothing" if none is.
   std::string describe() const;

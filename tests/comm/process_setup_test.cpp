@@ -36,6 +36,7 @@
 #include "core/comm/backends.h"
 #include "core/comm/shared_memory/tracer_permission.h"
 #include "core/runtime/sigpipe_block.h"
+#include "core/runtime/warn.h"
 #include "tests/comm/on_processes.h"
 #include "tests/support/free_port.h"
 
@@ -124,6 +125,7 @@ State state_of_process() {
   state["default dtype"] = text(torch::get_default_dtype());
   state["generator"] = text(torch::globalContext().defaultGenerator(at::kCPU).get_state());
   state["intra-operator threads"] = text(at::get_num_threads());
+  state["printed warnings"] = text(prints_warnings());
   state["deterministic"] = text(at::globalContext().deterministicAlgorithms());
   return state;
 }
@@ -231,6 +233,7 @@ const Field kFields[] = {
     {"open_standard_descriptors", &ProcessSetup::open_standard_descriptors, "standard descriptors"},
     {"share_cores", &ProcessSetup::share_cores, "intra-operator threads"},
     {"stop_signals", &ProcessSetup::stop_signals, "signal actions"},
+    {"print_warnings", &ProcessSetup::print_warnings, "printed warnings"},
 };
 
 Names expected_changes(const ProcessSetup& setup) {
@@ -267,7 +270,7 @@ int check_init(const ProcessSetup& setup) {
 TEST(ProcessSetup, IsDescribedByTheNamesOfItsFields) {
   EXPECT_EQ(ProcessSetup{}.describe(),
             "cache_memory, terminate_handler, permit_tracing, raise_descriptor_limit, open_standard_descriptors, "
-            "share_cores");
+            "share_cores, print_warnings");
   ProcessSetup one{};
   for (const auto& [name, field, change] : kFields) one.*field = false;
   EXPECT_EQ(one.describe(), "nothing");
@@ -381,7 +384,8 @@ TEST(ProcessSetup, RunRanksMakesItsChangesUntilItReturns) {
     run_ranks(3, body, {.peer_memory = false});
     if (!is_equal("within run_ranks()", changed, expected_changes(setup))) return 1;
     if (!is_equal("after it", changes(before, state_of_process()), {})) return 2;
-    run_ranks(2, body, {.process = {.cache_memory = false, .open_standard_descriptors = false}});
+    run_ranks(2, body,
+              {.process = {.cache_memory = false, .open_standard_descriptors = false, .print_warnings = false}});
     if (!is_equal("with fields off", changed, {})) return 3;
     return has_threads(threads) ? 0 : 4;
   });

@@ -13,7 +13,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
-#include <cstdio>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -32,6 +31,7 @@
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/guarded_by.h"
 #include "core/runtime/run_clock.h"
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 namespace {
@@ -71,9 +71,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
     looks_ = {};  // ends the thread
     const auto end = queue_.wait_for_end();
     if (end && !end->is_told && std::uncaught_exceptions() == 0)
-      std::fprintf(stderr,
-                   "tessera: rank %d of %d: %s; no call has told so: what was read of the device since may be wrong\n",
-                   rank(), size(), end->reason.c_str());
+      warn(c10::str("rank ", rank(), " of ", size(), ": ", end->reason,
+                    "; no call has told so: what was read of the device since may be wrong"));
     if (end) return;
     watch_.leave();
     try {

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <string>
+
+namespace tessera::internal {
+
+// Gives a text to the program: to set_warning_handler()'s function; else to libtorch's warning handler, if the program
+// has replaced that on this thread; else to stderr, while a group with ProcessSetup::print_warnings lives. Does not
+// throw. Thread-safe.
+void warn(const std::string& text) noexcept;
+
+// For ProcessSetup::print_warnings. Thread-safe.
+void start_printing_warnings();
+void stop_printing_warnings();
+bool prints_warnings();
+
+}  // namespace tessera::internal
