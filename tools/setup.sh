@@ -18,7 +18,7 @@ runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH loo
 
 packages=(g++ cmake ninja-build ccache unzip python3 python3-pip
   libgloo-dev libcurl4-openssl-dev libxxhash-dev libboost-program-options-dev nlohmann-json3-dev
-  libgtest-dev libbenchmark-dev openmpi-bin mpich iproute2 python3-yaml)
+  libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev mpich libmpich-dev iproute2 python3-yaml)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 # For the table at the end of `make demo` and `make test`.

@@ -11,6 +11,8 @@
 
 namespace tessera::internal {
 
+class TransportSource;
+
 // The last three are for init() and run_ranks(): without them a group changes nothing process-wide.
 struct GlooOptions {
   std::string address;  // or host name, of this rank's network interface
@@ -20,6 +22,8 @@ struct GlooOptions {
   bool permits_tracing = false;          // ProcessSetup::permit_tracing
   bool raises_descriptor_limit = false;  // ProcessSetup::raise_descriptor_limit
   std::shared_ptr<const void> process_setup;  // held by the group and those split from it
+  // Carries all bytes, instead of peer memory and TCP; null: those.
+  std::shared_ptr<TransportSource> carrier = nullptr;
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, over peer memory.
@@ -38,6 +42,7 @@ struct NcclOptions {
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
   bool serves_store = false;                            // as above
   std::shared_ptr<const void> process_setup = nullptr;  // as above
+  bool is_borrowed = false;                             // the c10d group is the program's, which shuts it down
 };
 
 // Joins ranks into a group over NCCL, for tensors on `device`. Otherwise as make_gloo_communicator(). Throws

@@ -22,4 +22,29 @@ std::map<std::string, double> TrafficCounter::reset_wait_times() {
   return std::exchange(waits_, std::map<std::string, double>()).value_or(std::map<std::string, double>());
 }
 
+int64_t bytes_sent(const Collective& collective, int rank, int size) {
+  const auto full_bytes = static_cast<int64_t>(collective.full.defined() ? collective.full.nbytes() : 0);
+  const auto shard_bytes = static_cast<int64_t>(collective.shard.defined() ? collective.shard.nbytes() : 0);
+  const bool is_root = rank == collective.root;
+  switch (collective.kind) {
+    case Collective::kAllGather:
+      return shard_bytes * (size - 1);
+    case Collective::kReduceScatter:
+      return full_bytes - shard_bytes;
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+      return 2 * full_bytes * (size - 1) / size;
+    case Collective::kBroadcast:
+      return is_root ? full_bytes : 0;
+    case Collective::kReduce:
+      return is_root ? 0 : full_bytes;
+    case Collective::kScatter:
+      return is_root ? full_bytes - shard_bytes : 0;
+    case Collective::kAllToAll:
+      return (collective.all_to_all.sent.numel() - collective.all_to_all.send_counts[rank]) *
+             collective.all_to_all.sent.element_size();
+  }
+  return 0;
+}
+
 }  // namespace tessera::internal

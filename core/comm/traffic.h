@@ -9,6 +9,7 @@
 #include <string>
 
 #include <tessera/communicator.h>
+#include "core/comm/collective.h"
 
 namespace tessera::internal {
 
@@ -32,5 +33,9 @@ class TrafficCounter {
   std::mutex waits_mutex_;
   std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first reset_wait_times()
 };
+
+// The payload that this rank sends in a collective, if every rank sends each element as seldom as it can. For backends
+// that do not report what they send.
+int64_t bytes_sent(const Collective& collective, int rank, int size);
 
 }  // namespace tessera::internal

@@ -1,5 +1,6 @@
 #include "core/launch/local_address.h"
 
+#include <c10/util/env.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -11,6 +12,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -103,6 +105,32 @@ std::string address_towards(const std::string& host, int port) {
   }
   throw std::runtime_error("no way to " + host + ": " + reason +
                            "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
+}
+
+std::string host_name() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  std::getline(file, boot);
+  char name[256] = {};
+  ::gethostname(name, sizeof(name) - 1);
+  return std::string(name) + "/" + boot;
+}
+
+std::string public_address() {
+  if (const auto name = c10::utils::get_env("GLOO_SOCKET_IFNAME"); name && !name->empty())
+    return interface_address(*name);
+  ifaddrs* first = nullptr;
+  if (::getifaddrs(&first) != 0) return "127.0.0.1";
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> interfaces(first, ::freeifaddrs);
+  std::string ipv6;
+  for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_LOOPBACK) != 0 || (entry->ifa_flags & IFF_UP) == 0)
+      continue;
+    const int family = entry->ifa_addr->sa_family;
+    if (family == AF_INET) return numeric(entry->ifa_addr, sizeof(sockaddr_in));
+    if (family == AF_INET6 && ipv6.empty()) ipv6 = numeric(entry->ifa_addr, sizeof(sockaddr_in6));
+  }
+  return ipv6.empty() ? "127.0.0.1" : ipv6;
 }
 
 bool is_loopback_address(const std::string& address) {

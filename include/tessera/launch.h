@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/intrusive_ptr.h>
+
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -7,8 +9,15 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <tessera/communicator.h>
+
+namespace c10d {
+class Backend;
+class ProcessGroup;
+class Store;
+}  // namespace c10d
 
 namespace tessera {
 
@@ -71,6 +80,87 @@ struct InitOptions {
 // std::invalid_argument with the names of variables that are incomplete or contradict each other. Throws CommError with
 // the missing ranks if the ranks do not meet within the timeout.
 std::shared_ptr<Communicator> init(InitOptions options = {});
+
+// Options of communicator_from() and communicator_from_mpi(). Must be equal on all ranks, except for the index of the
+// device. Differences throw std::invalid_argument on every rank.
+struct GroupOptions {
+  // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA. "mpi", for communicator_from_mpi() on
+  // CPU: all bytes travel by MPI. A process group takes "" alone.
+  std::string backend;
+  // Empty: the CPU; with "nccl", or a process group that has no backend for CPU tensors, CUDA. CUDA without an index
+  // means the calling thread's current device.
+  std::optional<at::Device> device;
+  // How long an operation waits for the other ranks, and how long ranks wait to find each other.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // See InitOptions.
+  bool peer_memory = true;
+  bool registered_memory = false;
+};
+
+// Makes a group of the ranks that pass the same store: any c10d::Store that they share. The ranks meet in the store,
+// and the group uses it until it is destroyed, under keys that begin with "tessera/". The store must live as long as
+// the group. Changes nothing in the process (ProcessSetup), and leaves the current device as it is. Collective: ranks
+// that make several groups from one store must do so in one order. Under Yama's ptrace_scope 1, ranks that are
+// processes use TCP instead of each other's memory, unless the program permits it (prctl PR_SET_PTRACER).
+// Throws std::invalid_argument for wrong or unequal arguments, and CommError with the missing ranks if the ranks do not
+// meet within the timeout.
+std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                GroupOptions options = {});
+
+namespace internal {
+std::shared_ptr<Communicator> communicator_from_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                      GroupOptions options);
+std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d::Backend> backend,
+                                                        GroupOptions options);
+}  // namespace internal
+
+// Makes a group of the ranks of a c10d process group, or of one backend of c10d, and uses it for all traffic: its
+// reductions decide the rounding. The class needs allreduce() and broadcast(); _allgather_base(),
+// _reduce_scatter_base() are used if it has them; all_to_all() and split() need send() and recv(). Keys that tell
+// failures to other ranks are in the process group's store; without one, ranks of a host share a store in memory, and
+// otherwise rank 0 serves one at a port. Must be called by ranks in the order of their other collectives. The process
+// group must not be used by another thread while this group is. A failure aborts a NCCL process group. Otherwise as
+// above.
+template <class Group>
+  requires std::is_base_of_v<c10d::ProcessGroup, Group>
+std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
+  return internal::communicator_from_group(group, std::move(options));
+}
+template <class Group>
+  requires std::is_base_of_v<c10d::Backend, Group>
+std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& backend, GroupOptions options = {}) {
+  return internal::communicator_from_backend(backend, std::move(options));
+}
+
+namespace internal {
+
+// A library by which the program's ranks exchange messages: MPI (mpi.h). Called by one thread at a time.
+class MessageLibrary {
+ public:
+  // A message in flight. May be destroyed before it is complete, by any thread; its memory must then stay valid.
+  class Request {
+   public:
+    virtual ~Request() = default;
+    // Whether the message is complete; lets messages progress. Throws std::runtime_error if it has failed.
+    virtual bool is_complete() = 0;
+  };
+
+  virtual ~MessageLibrary() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual int most_tag() const = 0;
+  // Equal on ranks that share memory, and on no others.
+  virtual std::string host() const = 0;
+  // Gives every rank the texts of all ranks. Collective.
+  virtual std::vector<std::string> exchange(const std::string& own) = 0;
+  // Starts to send or receive so many bytes. The memory must stay valid until the request is complete.
+  virtual std::unique_ptr<Request> start(void* data, int bytes, int peer, int tag, bool is_send) = 0;
+};
+
+// communicator_from_mpi(), for any library.
+std::shared_ptr<Communicator> communicator_from_library(std::shared_ptr<MessageLibrary> library, GroupOptions options);
+
+}  // namespace internal
 
 // Runs `body` once for each rank. The ranks are threads of this process, joined by gloo over loopback, or, with a CUDA
 // device or "nccl", by NCCL, with one device for each thread. Returns when all have ended. If a rank throws, aborts the

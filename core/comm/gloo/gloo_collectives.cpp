@@ -74,6 +74,7 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kReduceScatter:
       return reduce_scatter(pieces.empty() ? std::vector<at::Tensor>{full} : pieces, shard, counts, reduce);
     case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:  // empty, or the group has no TCP transport, which carries the others
       return all_reduce(full, reduce);
     case Collective::kBroadcast:
       return broadcast(full, root);
@@ -85,8 +86,6 @@ void GlooCollectives::start(const Collective& collective) const {
       if (rank_ == root && parts[root].const_data_ptr() != shard.const_data_ptr()) shard.copy_(parts[root]);
       return;
     }
-    case Collective::kBackendAllReduce:
-      return;  // an empty tensor; others are carried by a transport
     case Collective::kAllToAll: {
       const auto to = collective.all_to_all.sent.split_with_sizes(collective.all_to_all.send_counts);
       const auto from = collective.all_to_all.received.split_with_sizes(collective.all_to_all.receive_counts);

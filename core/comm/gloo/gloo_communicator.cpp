@@ -141,19 +141,21 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
   WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
   const int size = static_cast<int>(members.size());
+  GlooOptions options = options_;
+  if (options.carrier) options.carrier = options.carrier->part(name, members);
   GlooTransports transports;
   if (size > 1)
     transports = meet(joining, name, [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
-      return connect_in_time(meeting, position, size, options_);
+      return connect_in_time(meeting, position, size, options);
     });
   return make_group<GlooCommunicator>(std::move(transports), c10::make_intrusive<c10d::PrefixStore>(name, store_),
-                                      position, size, options_, std::move(place));
+                                      position, size, std::move(options), std::move(place));
 }
 
 // If all ranks share memory, the first operation that needs TCP connects it, on every rank.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
-  if (transports_.tcp().is_connected()) return;
-  transports_.tcp().connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
+  if (transports_.tcp()->is_connected()) return;
+  transports_.tcp()->connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
     std::string cause = StoreClient::kNoAnswer;
     try {
       auto connected =
@@ -176,7 +178,7 @@ Pending GlooCommunicator::start(Collective collective) {
   const InCall call(*this, description);
   auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));
   if (Transport* const carrier = transports_.carrier_of(collective)) {
-    if (carrier == &transports_.tcp()) make_connections(*op);
+    if (carrier == transports_.tcp()) make_connections(*op);
     op->start_collective(*carrier, collective);
   } else {
     GlooCollectives(*op, rank(), size(), transports_.are_eager()).start(collective);

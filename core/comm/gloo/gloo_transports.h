@@ -37,8 +37,8 @@ class GlooTransports {
   bool withdraw() noexcept;
   void disconnect() noexcept;
 
-  // Connected only if a rank is not reached otherwise.
-  TcpTransport& tcp() const { return *tcp_; }
+  // Connected only if a rank is not reached otherwise. Null if GlooOptions::carrier is set.
+  TcpTransport* tcp() const { return tcp_; }
 
  private:
   void assign_peers(int rank, int size);

@@ -116,4 +116,14 @@ class Transport {
   virtual void disconnect() noexcept {}
 };
 
+// Makes the transports of a group, and of its parts, whose bytes travel by the program's own means (core/comm/guest).
+class TransportSource {
+ public:
+  virtual ~TransportSource() = default;
+  // Not collective. May be called by any thread.
+  virtual std::unique_ptr<Transport> make() = 0;
+  // For the group of these ranks of this one. `name` is unique among the parts of this group.
+  virtual std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) = 0;
+};
+
 }  // namespace tessera::internal

@@ -26,6 +26,7 @@
 #include "core/comm/nccl/nccl_queue.h"
 #include "core/comm/store_client.h"
 #include "core/comm/store_mailbox.h"
+#include "core/comm/traffic.h"
 #include "core/comm/watchdog/heartbeat.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
@@ -75,6 +76,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
                     "; no call has told so: what was read of the device since may be wrong"));
     if (end) return;
     watch_.leave();
+    if (options_.is_borrowed) return;
     try {
       group_->shutdown();
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has gone by itself
@@ -130,7 +132,6 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   void require_ended(std::string_view what, bool all) override;
 
  private:
-  int64_t sent_bytes(const Collective& collective) const;
   void make_sendable(Collective& collective) const;
   Work launch(Collective& collective);
   Work launch_scatter(Collective& collective);
@@ -211,35 +212,10 @@ Pending NcclCommunicator::start(Collective collective) {
     require_whole(description);
     throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
   }
-  count_sent(sent_bytes(collective));
+  count_sent(bytes_sent(collective, rank(), size()));
   watch_.started(sequence_++, description);
   queue_.push(work, description);
   return Pending(std::make_unique<NcclOperation>(shared_from_this(), std::move(work), description, std::move(tensors)));
-}
-
-int64_t NcclCommunicator::sent_bytes(const Collective& collective) const {
-  const auto full_bytes = static_cast<int64_t>(collective.full.defined() ? collective.full.nbytes() : 0);
-  const auto shard_bytes = static_cast<int64_t>(collective.shard.defined() ? collective.shard.nbytes() : 0);
-  const bool is_root = rank() == collective.root;
-  switch (collective.kind) {
-    case Collective::kAllGather:
-      return shard_bytes * (size() - 1);
-    case Collective::kReduceScatter:
-      return full_bytes - shard_bytes;
-    case Collective::kAllReduce:
-    case Collective::kBackendAllReduce:
-      return 2 * full_bytes * (size() - 1) / size();
-    case Collective::kBroadcast:
-      return is_root ? full_bytes : 0;
-    case Collective::kReduce:
-      return is_root ? 0 : full_bytes;
-    case Collective::kScatter:
-      return is_root ? full_bytes - shard_bytes : 0;
-    case Collective::kAllToAll:
-      return (collective.all_to_all.sent.numel() - collective.all_to_all.send_counts[rank()]) *
-             collective.all_to_all.sent.element_size();
-  }
-  return 0;
 }
 
 Work NcclCommunicator::launch(Collective& collective) {

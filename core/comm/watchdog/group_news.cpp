@@ -37,6 +37,10 @@ std::string GroupNews::read_failures() const {
 
 bool GroupNews::has_news() const { return store_->check({kNews}); }
 
+bool GroupNews::have_all_left(c10d::Store& store, int size, bool serves_store) {
+  return store.add(kInformed, 0) >= (serves_store ? size - 1 : size);
+}
+
 void GroupNews::say_informed() {
   if (said_informed_.exchange(true) || serves_store_) return;  // the process of the store counts the others
   store_->add(kInformed, 1);

@@ -21,6 +21,8 @@ class GroupNews {
       : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
 
   bool serves_store() const { return serves_store_; }
+  // Whether all ranks of a group have left it. `serves_store`: rank 0's process serves the store.
+  static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
   // Publishes that this rank has failed.
   void publish_failure(const std::string& reason);

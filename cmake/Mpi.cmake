@@ -1,0 +1,30 @@
+# tessera_mpi_<openmpi|mpich>: each MPI that is installed beside the others, as Debian does. A program links the one that
+# it is built for. Sets TESSERA_MPIS to those that were found, and TESSERA_<MPI>_RUN to the command that starts ranks.
+set(TESSERA_MPIS)
+foreach(_mpi openmpi mpich)
+  if(_mpi STREQUAL openmpi)
+    set(_library mpi)
+    set(_folder "/usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}/openmpi/include")
+  else()
+    set(_library mpich)
+    set(_folder "/usr/include/${CMAKE_LIBRARY_ARCHITECTURE}/mpich")
+  endif()
+  find_path(TESSERA_${_mpi}_INCLUDE_DIR mpi.h PATHS "${_folder}" NO_DEFAULT_PATH)
+  # Not the default paths: /usr/lib has links to the MPI that the system prefers.
+  find_library(TESSERA_${_mpi}_LIBRARY ${_library} NO_DEFAULT_PATH
+    PATHS "/usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}/openmpi/lib" "/usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}")
+  find_program(TESSERA_${_mpi}_RUN mpiexec.${_mpi})
+  mark_as_advanced(TESSERA_${_mpi}_INCLUDE_DIR TESSERA_${_mpi}_LIBRARY TESSERA_${_mpi}_RUN)
+  if(TESSERA_${_mpi}_INCLUDE_DIR AND TESSERA_${_mpi}_LIBRARY AND TESSERA_${_mpi}_RUN)
+    list(APPEND TESSERA_MPIS ${_mpi})
+    add_library(tessera_mpi_${_mpi} INTERFACE)
+    target_include_directories(tessera_mpi_${_mpi} SYSTEM INTERFACE "${TESSERA_${_mpi}_INCLUDE_DIR}")
+    target_link_libraries(tessera_mpi_${_mpi} INTERFACE "${TESSERA_${_mpi}_LIBRARY}")
+    # Without MPI's C++ bindings, which MPI 3.0 removed.
+    target_compile_definitions(tessera_mpi_${_mpi} INTERFACE OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
+  else()
+    message(STATUS "No ${_mpi}: its tests are left out (tools/setup.sh installs it)")
+  endif()
+endforeach()
+set(TESSERA_openmpi_OPTIONS --allow-run-as-root --oversubscribe --bind-to none)
+set(TESSERA_mpich_OPTIONS)

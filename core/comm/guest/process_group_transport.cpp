@@ -1,0 +1,318 @@
+#include "core/comm/guest/process_group_transport.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/comm/fingerprint.h"
+#include "core/comm/group_process.h"
+#include "core/comm/traffic.h"
+#include "core/runtime/run_clock.h"
+#include "core/runtime/sigpipe_block.h"
+
+namespace tessera::internal {
+namespace {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Work = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+using std::chrono::milliseconds;
+
+// Whether an error says that the class of the group lacks an operation.
+bool is_missing(const std::string& error) {
+  constexpr const char* kTexts[] = {"does not support", "not supported",          "nsupported",
+                                    "ot implemented",   "missing implementation", "does not implement"};
+  return std::ranges::any_of(kTexts, [&](const char* text) { return error.find(text) != std::string::npos; });
+}
+
+// Works of the process group, one after another, and what follows them.
+class WorkMessage : public TransportMessage {
+ public:
+  WorkMessage(std::vector<Work> works, Tensors tensors, std::function<void()> complete, int peer, bool is_send)
+      : TransportMessage(peer, is_send),
+        works_(std::move(works)),
+        tensors_(std::move(tensors)),
+        complete_(std::move(complete)) {}
+
+  std::optional<MessageFailure> wait(Deadline until) override {
+    for (const Work& work : works_)
+      if (auto failed = wait_for(work, until)) return failed;
+    if (complete_) complete_();
+    return std::nullopt;
+  }
+  void prepare_wait() override { is_interrupted_ = false; }
+  void interrupt() noexcept override {
+    is_interrupted_ = true;
+    for (const Work& work : works_) {
+      try {
+        work->abort();
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): most works cannot be aborted
+      }
+    }
+  }
+  at::Tensor exposed_tensor() const override { return tensors_.empty() ? at::Tensor() : tensors_.front(); }
+
+ private:
+  static constexpr milliseconds kSlice{250};  // of a wait, after which an interrupt is seen
+
+  // A work of one collective waits in slices, because most classes have no abort(). A timeout of send() or recv() would
+  // end gloo's connection, and these have one.
+  std::optional<MessageFailure> wait_for(const Work& work, Deadline until) {
+    for (;;) {
+      if (is_interrupted_) return failure("");
+      const auto left = std::max(std::chrono::duration_cast<milliseconds>(until - RunClock::now()), milliseconds(1));
+      const bool is_sliced = peer() < 0 && left > kSlice;
+      try {
+        return work->wait(is_sliced ? kSlice : left) ? std::nullopt : std::optional(failure(""));
+      } catch (const std::exception&) {
+        const std::string error = text_of(std::current_exception());
+        const bool goes_on = is_sliced && !work->isCompleted() && error.find("imed out") != std::string::npos;
+        if (!goes_on) return failure(is_interrupted_ ? "" : error);
+      }
+    }
+  }
+
+  const std::vector<Work> works_;
+  const Tensors tensors_;
+  const std::function<void()> complete_;
+  std::atomic<bool> is_interrupted_ = false;
+};
+
+// The operations that the class of a group has. Found by trying, with the same result on all ranks.
+struct Abilities {
+  std::atomic<bool> gathers = true, scatters = true;
+};
+
+class ProcessGroupTransport : public Transport {
+ public:
+  // `members`: the ranks of a part of the group; empty for the whole group.
+  ProcessGroupTransport(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, std::vector<int> members,
+                        uint64_t part)
+      : group_(std::move(group)), abilities_(std::move(abilities)), members_(std::move(members)), part_(part) {}
+
+  bool reaches(int /*peer*/) const override { return true; }
+  int64_t max_eager_numel() const override { return std::numeric_limits<int64_t>::max(); }
+  bool carries(const Collective& collective) const override {
+    return members_.empty() && collective.numel > 0 && collective.kind != Collective::kAllToAll;
+  }
+
+  void start(const at::Tensor& tensor, int peer, bool is_send, const MessageTag& tag,
+             TransportMessages& started) override {
+    Tensors tensors{tensor};
+    const int other = members_.empty() ? peer : members_[static_cast<size_t>(peer)];
+    const uint64_t sum =
+        Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(part_).value();
+    const int number = static_cast<int>((sum ^ (sum >> 32)) & 0x7fffffff);
+    std::lock_guard lock(posting_);
+    const SigpipeBlock no_sigpipe;
+    Work work = is_send ? group_->send(tensors, other, number) : group_->recv(tensors, other, number);
+    started.push_back(std::make_shared<WorkMessage>(std::vector{std::move(work)}, tensors, nullptr, peer, is_send));
+  }
+
+  StartedCollective start_collective(const Collective& collective, const MessageTag& /*tag*/) override {
+    const SigpipeBlock no_sigpipe;
+    std::lock_guard lock(posting_);
+    Started started = start_kind(collective);
+    if (collective.op == ReduceOp::kAverage && started.result.defined())
+      started.complete = [then = std::move(started.complete), result = started.result, size = group_->getSize()] {
+        if (then) then();
+        at::Tensor(result).div_(size);
+      };
+    return {std::make_shared<WorkMessage>(std::move(started.works), std::move(started.tensors),
+                                          std::move(started.complete), /*peer=*/-1, /*is_send=*/true),
+            bytes_sent(collective, group_->getRank(), group_->getSize())};
+  }
+
+  // The process group has no way to take back an operation.
+  bool withdraw() noexcept override { return false; }
+
+ private:
+  struct Started {
+    std::vector<Work> works;
+    Tensors tensors;                 // that the works access; the first is written
+    std::function<void()> complete;  // after the works
+    at::Tensor result;               // of a reduction on this rank
+  };
+
+  int rank() const { return group_->getRank(); }
+  Tensors parts_of(const at::Tensor& full, const Collective& collective) const {
+    return full.split_with_sizes(collective.counts);
+  }
+  static c10d::ReduceOp op_of(const Collective& collective) {
+    constexpr c10d::ReduceOp::RedOpType kOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::SUM, c10d::ReduceOp::MAX,
+                                                  c10d::ReduceOp::MIN};
+    return kOps[static_cast<size_t>(collective.op)];
+  }
+  static bool is_even(const Collective& collective) {
+    const auto& counts = collective.counts;
+    return std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+  }
+
+  // Runs `start`, unless the group's class lacks the operation. Returns null then, now and later.
+  template <class Start>
+  static Work try_to(std::atomic<bool>& is_able, Start start) {
+    if (!is_able) return {};
+    try {
+      return start();
+    } catch (const std::exception&) {
+      if (!is_missing(text_of(std::current_exception()))) throw;
+      is_able = false;
+      return {};
+    }
+  }
+
+  Work all_reduce(const at::Tensor& tensor, const Collective& collective) const {
+    Tensors tensors{tensor};
+    return group_->allreduce(tensors, {.reduceOp = op_of(collective)});
+  }
+  Work broadcast(const at::Tensor& tensor, int root) const {
+    Tensors tensors{tensor};
+    return group_->broadcast(tensors, {.rootRank = root});
+  }
+
+  Started start_kind(const Collective& collective) const {
+    const at::Tensor &full = collective.full, &shard = collective.shard;
+    switch (collective.kind) {
+      case Collective::kAllReduce:
+      case Collective::kBackendAllReduce:
+        return {{all_reduce(full, collective)}, {full}, nullptr, full};
+      case Collective::kBroadcast:
+        return {{broadcast(full, collective.root)}, {full}, nullptr, {}};
+      case Collective::kReduce: {
+        const at::Tensor copy = full.clone();
+        const bool is_root = rank() == collective.root;
+        std::function<void()> keep;
+        if (is_root) keep = [full, copy] { full.copy_(copy); };
+        return {{all_reduce(copy, collective)}, {copy}, keep, is_root ? full : at::Tensor()};
+      }
+      case Collective::kAllGather:
+        return gather(collective);
+      case Collective::kReduceScatter:
+        return reduce_scatter(collective);
+      case Collective::kScatter: {
+        const at::Tensor all = full.defined() ? full : at::empty({collective.numel}, shard.options());
+        return {{broadcast(all, collective.root)}, {all}, [=, this] { take_own(all, collective); }, {}};
+      }
+      case Collective::kAllToAll:
+        break;
+    }
+    throw std::logic_error("no collective of a process group");
+  }
+
+  void take_own(const at::Tensor& full, const Collective& collective) const {
+    const at::Tensor own = parts_of(full, collective)[static_cast<size_t>(rank())];
+    if (own.numel() > 0 && own.const_data_ptr() != collective.shard.const_data_ptr()) collective.shard.copy_(own);
+  }
+
+  Started gather(const Collective& collective) const {
+    const at::Tensor& full = collective.full;
+    if (is_even(collective)) {
+      at::Tensor own = collective.shard.is_alias_of(full) ? collective.shard.clone() : collective.shard, all = full;
+      if (Work work = try_to(abilities_->gathers, [&] { return group_->_allgather_base(all, own); }))
+        return {{std::move(work)}, {full, own}, nullptr, {}};
+    }
+    const Tensors parts = parts_of(full, collective);
+    const at::Tensor& own = parts[static_cast<size_t>(rank())];
+    if (own.numel() > 0 && own.const_data_ptr() != collective.shard.const_data_ptr()) own.copy_(collective.shard);
+    Started started{{}, {full}, nullptr, {}};
+    for (size_t root = 0; root < parts.size(); ++root)
+      if (parts[root].numel() > 0) started.works.push_back(broadcast(parts[root], static_cast<int>(root)));
+    return started;
+  }
+
+  Started reduce_scatter(const Collective& collective) const {
+    at::Tensor full = collective.pieces.empty() ? collective.full : at::cat(collective.pieces);
+    if (is_even(collective)) {
+      const bool is_apart = !collective.shard.is_alias_of(full);
+      at::Tensor out = is_apart ? collective.shard : at::empty_like(collective.shard);
+      std::function<void()> keep;
+      if (!is_apart) keep = [out, shard = collective.shard] { shard.copy_(out); };
+      if (Work work = try_to(abilities_->scatters,
+                             [&] { return group_->_reduce_scatter_base(out, full, {.reduceOp = op_of(collective)}); }))
+        return {{std::move(work)}, {out, full}, keep, collective.shard};
+    }
+    return {{all_reduce(full, collective)}, {full}, [=, this] { take_own(full, collective); }, collective.shard};
+  }
+
+  const ProcessGroupPtr group_;
+  const std::shared_ptr<Abilities> abilities_;
+  const std::vector<int> members_;
+  const uint64_t part_;
+  std::mutex posting_;  // serializes calls of the process group
+};
+
+class ProcessGroupSource : public TransportSource, public std::enable_shared_from_this<ProcessGroupSource> {
+ public:
+  ProcessGroupSource(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, std::vector<int> members,
+                     uint64_t part)
+      : group_(std::move(group)), abilities_(std::move(abilities)), members_(std::move(members)), part_(part) {}
+
+  std::unique_ptr<Transport> make() override {
+    return std::make_unique<ProcessGroupTransport>(group_, abilities_, members_, part_);
+  }
+  std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
+    std::vector<int> ranks;
+    for (const int rank : members) ranks.push_back(members_.empty() ? rank : members_[static_cast<size_t>(rank)]);
+    return std::make_shared<ProcessGroupSource>(group_, abilities_, std::move(ranks),
+                                                Fingerprint().add(part_).add(name).value());
+  }
+
+ private:
+  const ProcessGroupPtr group_;
+  const std::shared_ptr<Abilities> abilities_;
+  const std::vector<int> members_;
+  const uint64_t part_;
+};
+
+}  // namespace
+
+std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return std::make_shared<ProcessGroupSource>(std::move(group), std::make_shared<Abilities>(), std::vector<int>(), 0);
+}
+
+TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
+  return [group, device](const std::string& own) {
+    const int rank = group->getRank(), size = group->getSize();
+    const auto sum = [&](const at::Tensor& tensor) {
+      Tensors tensors{tensor.to(device)};
+      group->allreduce(tensors)->wait();
+      return tensors[0].cpu();
+    };
+    const at::TensorOptions options(at::kCPU);
+    at::Tensor lengths = at::zeros({size}, options.dtype(at::kLong));
+    lengths[rank].fill_(static_cast<int64_t>(own.size()));
+    lengths = sum(lengths);
+    const auto* const length = lengths.const_data_ptr<int64_t>();
+    // Each rank writes its own bytes, and the sum has the bytes of all. int32 is a type that every backend adds.
+    const auto words_of = [](int64_t count) { return count / 4 + 1; };
+    int64_t total = 0, begin = 0;
+    for (int r = 0; r < size; ++r) {
+      if (r == rank) begin = total;
+      total += words_of(length[r]);
+    }
+    at::Tensor bytes = at::zeros({total}, options.dtype(at::kInt));
+    std::memcpy(bytes.mutable_data_ptr<int>() + begin, own.data(), own.size());
+    bytes = sum(bytes);
+    std::vector<std::string> texts;
+    const int* word = bytes.const_data_ptr<int>();
+    for (int r = 0; r < size; word += words_of(length[r++]))
+      texts.emplace_back(reinterpret_cast<const char*>(word), static_cast<size_t>(length[r]));
+    return texts;
+  };
+}
+
+}  // namespace tessera::internal

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+
+#include "core/comm/gloo/transport.h"
+#include "core/comm/guest/text_exchange.h"
+
+namespace tessera::internal {
+
+// Carries all traffic of a group over a c10d process group of the program, by these of its operations:
+//
+// | collective | operation | if the group's class has none, or counts are uneven |
+// | --- | --- | --- |
+// | all-reduce | allreduce | |
+// | all-gather | _allgather_base | broadcast from each rank |
+// | reduce-scatter | _reduce_scatter_base | allreduce |
+// | broadcast, scatter | broadcast | |
+// | reduce | allreduce of a copy | |
+// | all-to-all; all of a part of the group | send and recv | |
+//
+// Sums are the process group's: their order, and thus rounding, may differ between operations.
+std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+// Exchanges texts by all-reduces of tensors on this device.
+TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device);
+
+}  // namespace tessera::internal

@@ -1,0 +1,60 @@
+#include "core/comm/guest/shared_store.h"
+
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <exception>
+#include <vector>
+
+#include "core/comm/watchdog/group_news.h"
+
+namespace tessera::internal {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+StorePtr keys_of(const StorePtr& store, int size, int64_t number) {
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", size, ".", number), store);
+}
+
+// Deletes the keys of earlier groups of this size, the oldest first, up to one that a rank still uses.
+void delete_left_groups(const StorePtr& store, int size, int64_t last) {
+  const std::string oldest_key = c10::str("tessera/oldest/", size);
+  int64_t oldest = 1 + store->add(oldest_key, 0);
+  for (; oldest <= last; ++oldest) {
+    const auto group = c10::make_intrusive<c10d::PrefixStore>("group", keys_of(store, size, oldest));
+    if (!GroupNews::have_all_left(*group, size, serves_store(store))) return;
+    const std::string prefix = c10::str("tessera/", size, ".", oldest, "/");
+    std::vector<std::string> keys;
+    for (const std::string& key : store->listKeys())
+      if (const size_t at = key.find(prefix); at != std::string::npos) keys.push_back(key.substr(at));
+    for (const std::string& key : keys) store->deleteKey(key);
+    store->add(oldest_key, 1);
+  }
+}
+
+}  // namespace
+
+bool serves_store(const StorePtr& store) {
+  c10d::Store* inner = store.get();
+  StorePtr held;
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(inner)) {
+    held = prefixed->getUnderlyingNonPrefixStore();
+    inner = held.get();
+  }
+  return dynamic_cast<c10d::TCPStore*>(inner) != nullptr;
+}
+
+StorePtr next_group(const StorePtr& store, int rank, int size) {
+  const int64_t number = store->add(c10::str("tessera/groups/", size, "/", rank), 1);
+  if (rank == 0) {
+    try {
+      delete_left_groups(store, size, number - 1);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): not every store lists or deletes keys
+    }
+  }
+  return keys_of(store, size, number);
+}
+
+}  // namespace tessera::internal

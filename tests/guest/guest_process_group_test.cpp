@@ -1,0 +1,159 @@
+// Groups from a process group of the program: libtorch's gloo, and classes that a program derives.
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "core/comm/gloo/gloo_connections.h"
+#include "tests/guest/guests.h"
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing_support;
+using namespace std::chrono_literals;
+
+using Work = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// c10d records the first collective of each group in a map that ranks of one process share without a lock.
+std::mutex recording;
+
+BackendPtr gloo_backend(const StorePtr& store, int rank, int size) {
+  return internal::connect_by_tcp(store, rank, size, {.address = "127.0.0.1", .timeout = 60s}, 1);
+}
+
+// A program's own backend with the least that Tessera needs. It counts its calls.
+class LeastBackend : public c10d::Backend {
+ public:
+  explicit LeastBackend(BackendPtr gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  const std::string getBackendName() const override { return "least"; }
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    ++calls;
+    std::lock_guard lock(recording);
+    return gloo_->allreduce(tensors, options);
+  }
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    ++calls;
+    std::lock_guard lock(recording);
+    return gloo_->broadcast(tensors, options);
+  }
+  std::atomic<int> calls = 0;
+
+ protected:
+  const BackendPtr gloo_;
+};
+
+// One that forwards everything.
+class ForwardingBackend : public LeastBackend {
+ public:
+  using LeastBackend::LeastBackend;
+  const std::string getBackendName() const override { return "forwarding"; }
+  Work _allgather_base(at::Tensor& full, at::Tensor& own, const c10d::AllgatherOptions& options) override {
+    ++calls;
+    std::lock_guard lock(recording);
+    return gloo_->_allgather_base(full, own, options);
+  }
+  Work _reduce_scatter_base(at::Tensor& own, at::Tensor& full, const c10d::ReduceScatterOptions& options) override {
+    ++calls;
+    std::lock_guard lock(recording);
+    return gloo_->_reduce_scatter_base(own, full, options);
+  }
+  Work send(Tensors& tensors, int to, int tag) override { return ++calls, gloo_->send(tensors, to, tag); }
+  Work recv(Tensors& tensors, int from, int tag) override { return ++calls, gloo_->recv(tensors, from, tag); }
+};
+
+// Which backend, and whether the process group has a store.
+template <class Body>
+void with_process_groups(int world, Body body) {
+  for (const bool is_least : {false, true})
+    for (const bool has_store : {true, false}) {
+      const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+      EXPECT_EQ(on_threads(world,
+                           [&](int rank) {
+                             const auto gloo = gloo_backend(store, rank, world);
+                             const auto backend =
+                                 is_least
+                                     ? c10::make_intrusive<LeastBackend>(gloo)
+                                     : c10::intrusive_ptr<LeastBackend>(c10::make_intrusive<ForwardingBackend>(gloo));
+                             auto group = has_store ? c10::make_intrusive<c10d::ProcessGroup>(store, rank, world)
+                                                    : c10::make_intrusive<c10d::ProcessGroup>(rank, world);
+                             group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, BackendPtr(backend));
+                             body(group, *backend, is_least);
+                           }),
+                no_errors(world))
+          << "world " << world << ", least " << is_least << ", store " << has_store;
+    }
+}
+
+TEST(GuestProcessGroup, RunsAllCollectives) {
+  for (const int world : {1, 2, 3})
+    with_process_groups(world, [&](const auto& group, LeastBackend& backend, bool is_least) {
+      const auto comm = communicator_from(group, {.timeout = 60s});
+      const int before = backend.calls;
+      EXPECT_EQ(comm->rank(), group->getRank());
+      check_collectives(*comm, !is_least);
+      EXPECT_GE(backend.calls.load(), world > 1 ? before + 12 : 0);
+    });
+}
+
+TEST(GuestProcessGroup, TrainsForcesInFp64UnderEveryWrapper) {
+  for (const Wrapper wrapper : {Wrapper::kDdp, Wrapper::kOssSdp, Wrapper::kFsdp})
+    with_process_groups(2, [&](const auto& group, LeastBackend&, bool) {
+      const auto comm = communicator_from(group, {.timeout = 60s});
+      EXPECT_LT(difference_from_reference(train_forces(comm, wrapper), 2), 1e-12) << static_cast<int>(wrapper);
+    });
+}
+
+TEST(GuestProcessGroup, TakesABackendOfC10d) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_EQ(on_threads(2,
+                       [&](int rank) {
+                         const auto comm = communicator_from(
+                             c10::make_intrusive<ForwardingBackend>(gloo_backend(store, rank, 2)), {.timeout = 60s});
+                         check_collectives(*comm);
+                       }),
+            no_errors(2));
+}
+
+TEST(GuestProcessGroup, NamesAMissingOperation) {
+  with_process_groups(2, [&](const auto& group, LeastBackend&, bool is_least) {
+    if (!is_least) return;
+    const auto comm = communicator_from(group, {.timeout = 60s});
+    at::Tensor received = torch::empty({2});
+    std::string error;
+    try {
+      comm->all_to_all(received, torch::ones({2}), {1, 1}, {1, 1}).wait();
+    } catch (const CommError& thrown) {
+      error = thrown.what();
+    }
+    EXPECT_NE(error.find("does not support"), std::string::npos) << error;
+  });
+}
+
+TEST(GuestProcessGroup, ARankThatFailsEndsTheOthersByName) {
+  with_process_groups(3, [&](const auto& group, LeastBackend&, bool is_least) {
+    if (is_least) return;
+    const auto comm = communicator_from(group, {.timeout = 60s});
+    if (comm->rank() == 1) return comm->abort("the solver diverged");
+    std::string error;
+    try {
+      for (int i = 0; i < 100; ++i) comm->all_reduce(torch::ones({4})).wait();
+    } catch (const CommError& thrown) {
+      error = thrown.what();
+    }
+    EXPECT_NE(error.find("the solver diverged"), std::string::npos) << error;
+  });
+}
+
+TEST(GuestProcessGroup, RefusesWrongArguments) {
+  EXPECT_THROW(communicator_from(c10::intrusive_ptr<c10d::ProcessGroup>()), std::invalid_argument);
+  EXPECT_THROW(communicator_from(c10::intrusive_ptr<c10d::Backend>()), std::invalid_argument);
+  const auto group = c10::make_intrusive<c10d::ProcessGroup>(0, 1);
+  EXPECT_THROW(communicator_from(group, {.backend = "gloo"}), std::invalid_argument);
+}
+
+}  // namespace
