@@ -1,0 +1,221 @@
+// An MPI program with a life of its own that trains a surrogate of itself while it runs.
+//
+// The solver computes nonlinear heat conduction, du/dt = div((1 + u^2) grad u) + source, in fp64 on a square grid. Each
+// MPI rank has some rows. A small network learns the solver's next kStride steps at a point from the point's
+// neighbourhood. All ranks but the last train it, in a group made from an MPI sub-communicator. Every kReportEvery
+// strides they save a checkpoint; the last rank loads it and tests the surrogate on its own rows, which the network has
+// never seen.
+//
+//   mpirun -n 4 mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]
+//
+// SHARE is the part of the time that training may take, 0.5 by default. FOLDER gets the checkpoint, error.csv and
+// error.svg, the error over time.
+#include <tessera/mpi.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int kWidth = 64;               // of the grid
+constexpr int kStride = 2;               // steps that the surrogate predicts at once
+constexpr int kPatch = 2 * kStride + 1;  // a point depends on so many rows and columns of kStride steps ago
+constexpr int kBatch = 128;              // points of a rank and training step
+constexpr int kReportEvery = 10;         // strides
+constexpr double kTimeStep = 0.05;       // grid spacing 1; stable while u stays below 1.5
+
+// This rank's rows, and one row of each neighbour.
+class Solver {
+ public:
+  explicit Solver(MPI_Comm comm) : comm_(comm) {
+    MPI_Comm_rank(comm_, &rank_);
+    MPI_Comm_size(comm_, &size_);
+    rows_ = kWidth * (rank_ + 1) / size_ - kWidth * rank_ / size_;
+    first_row_ = kWidth * rank_ / size_;
+    u_ = torch::zeros({rows_ + 2, kWidth + 2}, torch::kDouble);
+  }
+
+  void step() {
+    exchange_rows();
+    const auto at = [&](int down, int right) {
+      return u_.slice(0, 1 + down, 1 + down + rows_).slice(1, 1 + right, 1 + right + kWidth);
+    };
+    const at::Tensor centre = at(0, 0);
+    const auto flux = [&](const at::Tensor& other) {
+      return (1 + 0.5 * (centre.square() + other.square())) * (other - centre);
+    };
+    at::Tensor change = flux(at(-1, 0)) + flux(at(1, 0)) + flux(at(0, -1)) + flux(at(0, 1));
+    // A source on a circle.
+    const double angle = 0.02 * static_cast<double>(steps_), row = kWidth * (0.5 + 0.3 * std::sin(angle)),
+                 column = kWidth * (0.5 + 0.3 * std::cos(angle));
+    const auto rows = torch::arange(first_row_, first_row_ + rows_, torch::kDouble).sub(row).square().unsqueeze(1);
+    const auto columns = torch::arange(kWidth, torch::kDouble).sub(column).square();
+    change += 2 * torch::exp(-(rows + columns) / 20) - 0.2 * centre;
+    centre.add_(change, kTimeStep);
+    ++steps_;
+  }
+
+  at::Tensor field() const { return u_.slice(0, 1, 1 + rows_).slice(1, 1, 1 + kWidth).clone(); }
+  int rows() const { return rows_; }
+
+ private:
+  void exchange_rows() {
+    const int up = rank_ > 0 ? rank_ - 1 : MPI_PROC_NULL, down = rank_ + 1 < size_ ? rank_ + 1 : MPI_PROC_NULL;
+    auto* const data = u_.mutable_data_ptr<double>();
+    const auto row = [&](int number) { return data + static_cast<std::ptrdiff_t>(number) * (kWidth + 2); };
+    MPI_Sendrecv(row(1), kWidth + 2, MPI_DOUBLE, up, 0, row(rows_ + 1), kWidth + 2, MPI_DOUBLE, down, 0, comm_,
+                 MPI_STATUS_IGNORE);
+    MPI_Sendrecv(row(rows_), kWidth + 2, MPI_DOUBLE, down, 1, row(0), kWidth + 2, MPI_DOUBLE, up, 1, comm_,
+                 MPI_STATUS_IGNORE);
+  }
+
+  MPI_Comm comm_;
+  int rank_ = 0, size_ = 1, rows_ = 0, first_row_ = 0, steps_ = 0;
+  at::Tensor u_;
+};
+
+struct SurrogateImpl : torch::nn::Module {
+  torch::nn::Linear in = register_module("in", torch::nn::Linear(kPatch* kPatch, 48));
+  torch::nn::Linear hidden = register_module("hidden", torch::nn::Linear(48, 48));
+  torch::nn::Linear out = register_module("out", torch::nn::Linear(48, 1));
+  SurrogateImpl() { to(torch::kDouble); }
+  at::Tensor forward(const at::Tensor& patches) {
+    return out(torch::tanh(hidden(torch::tanh(in(patches))))).squeeze(1);
+  }
+};
+TORCH_MODULE(Surrogate);
+
+// The neighbourhoods of `count` random points, or of all of them, and the changes of the points.
+struct Points {
+  at::Tensor patches, changes;
+};
+Points draw(const at::Tensor& before, const at::Tensor& after, int count = 0) {
+  const auto all = before.unfold(0, kPatch, 1).unfold(1, kPatch, 1).reshape({-1, kPatch * kPatch});
+  const auto changes =
+      (after - before).slice(0, kStride, before.size(0) - kStride).slice(1, kStride, kWidth - kStride).reshape({-1});
+  if (count == 0) return {all, changes};
+  const auto chosen = torch::randint(all.size(0), {count}, torch::kLong);
+  return {all.index_select(0, chosen), changes.index_select(0, chosen)};
+}
+
+// The error relative to that of the guess that nothing changes.
+double relative_error(SurrogateImpl& surrogate, const Points& points) {
+  const torch::NoGradGuard no_grad;
+  return ((surrogate.forward(points.patches) - points.changes).norm() / points.changes.norm()).item<double>();
+}
+
+void plot(const std::filesystem::path& folder, const std::vector<std::pair<int, double>>& errors) {
+  std::ofstream table(folder / "error.csv");
+  table << "stride,relative_error\n";
+  std::ofstream picture(folder / "error.svg");
+  picture << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"-40 -10 460 240\" font-size=\"11\">\n"
+             "<rect x=\"-40\" y=\"-10\" width=\"460\" height=\"240\" fill=\"white\"/>\n"
+             "<path d=\"M0 0V200H400\" fill=\"none\" stroke=\"black\"/><text x=\"140\" y=\"222\">strides of the solver"
+             "</text><text x=\"4\" y=\"8\">relative error of the surrogate, 1 at the top</text>\n"
+             "<polyline fill=\"none\" stroke=\"steelblue\" stroke-width=\"2\" points=\"";
+  for (const auto& [stride, error] : errors) {
+    table << stride << ',' << error << '\n';
+    picture << 400.0 * stride / errors.back().first << ',' << 200 - 200 * std::min(error, 1.0) << ' ';
+  }
+  picture << "\"/>\n</svg>\n";
+}
+
+int stage_of(const std::string& wrapper) {
+  if (wrapper == "ddp") return 0;
+  if (wrapper == "sdp") return 2;
+  if (wrapper == "fsdp") return 3;
+  throw std::invalid_argument("the wrapper is '" + wrapper + "', expected ddp, sdp or fsdp");
+}
+
+void run(const std::string& wrapper, int strides, double share, const std::filesystem::path& folder) {
+  int rank = 0, size = 1;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const int trainers = std::max(1, size - 1), tester = size - 1;
+  at::set_num_threads(1);  // the solver's ranks have the other cores
+  Solver solver(MPI_COMM_WORLD);
+  if (solver.rows() < kPatch)
+    throw std::invalid_argument("too many ranks: each needs " + std::to_string(kPatch) + " rows");
+
+  MPI_Comm training = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, rank < trainers ? 0 : MPI_UNDEFINED, rank, &training);
+  torch::manual_seed(1);  // equal parameters on all ranks
+  Surrogate surrogate;
+  std::shared_ptr<tessera::Communicator> comm;
+  using Training = tessera::Zero<Surrogate, torch::optim::Adam>;
+  std::unique_ptr<Training> zero;
+  if (training != MPI_COMM_NULL) {
+    comm = tessera::communicator_from_mpi(training);
+    zero.reset(
+        new Training(tessera::zero(surrogate, torch::optim::AdamOptions(2e-3), comm, {.stage = stage_of(wrapper)})));
+  }
+  torch::manual_seed(100 + rank);
+
+  std::vector<std::pair<int, double>> errors;
+  const double began = MPI_Wtime();
+  double trained_s = 0;
+  for (int stride = 1; stride <= strides; ++stride) {
+    const at::Tensor before = solver.field();
+    for (int step = 0; step < kStride; ++step) solver.step();
+    const at::Tensor after = solver.field();
+    if (comm) {
+      // The ranks must agree on the number of steps: rank 0's clock decides.
+      for (int may_train = 1; may_train != 0;) {
+        const double at = MPI_Wtime();
+        const auto [patches, changes] = draw(before, after, kBatch);
+        zero->zero_grad();
+        torch::mse_loss((*zero)(patches), changes).backward();
+        zero->step();
+        trained_s += MPI_Wtime() - at;
+        may_train = trained_s < share * (MPI_Wtime() - began) ? 1 : 0;
+        MPI_Bcast(&may_train, 1, MPI_INT, 0, training);
+      }
+    }
+    if (stride % kReportEvery != 0) continue;
+    if (comm) tessera::save_checkpoint(folder / "surrogate", *zero, {{"stride", stride}});
+    MPI_Barrier(MPI_COMM_WORLD);  // the checkpoint is complete
+    if (rank == tester) {
+      Surrogate loaded;
+      const auto alone = tessera::communicator_from_mpi(MPI_COMM_SELF);
+      tessera::DistributedDataParallel replica(loaded, alone);
+      tessera::load_checkpoint(folder / "surrogate", replica);
+      errors.emplace_back(stride, relative_error(*loaded, draw(before, after)));
+    }
+    MPI_Barrier(MPI_COMM_WORLD);  // it has been read
+  }
+  if (rank == tester) {
+    plot(folder, errors);
+    for (const auto& [stride, error] : errors) std::printf("stride %4d: relative error %.4f\n", stride, error);
+  }
+  if (rank == 0)
+    std::printf("%s: training took %.2f of the time\n", wrapper.c_str(), trained_s / (MPI_Wtime() - began));
+  zero.reset();
+  comm.reset();
+  if (training != MPI_COMM_NULL) MPI_Comm_free(&training);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int level = 0;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
+  int code = 0;
+  try {
+    if (argc < 2) throw std::invalid_argument("usage: mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]");
+    const std::filesystem::path folder = argc > 4 ? argv[4] : "mpi_host_out";
+    std::filesystem::create_directories(folder);
+    run(argv[1], argc > 2 ? std::stoi(argv[2]) : 100, argc > 3 ? std::stod(argv[3]) : 0.5, folder);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "mpi_host: %s\n", error.what());
+    MPI_Abort(MPI_COMM_WORLD, code = 1);
+  }
+  MPI_Finalize();
+  return code;
+}
