@@ -15,7 +15,7 @@ namespace {
 
 std::string describe(const SdpOptions& options) {
   std::ostringstream text;
-  text << "reduce_buffer_size=" << options.reduce_buffer_size << " wire=" << static_cast<int>(options.wire)
+  text << "reduce_bucket_bytes=" << options.reduce_bucket_bytes << " wire=" << static_cast<int>(options.wire)
        << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
        << " broadcast_buffers=" << options.broadcast_buffers
        << " sync_models_at_startup=" << options.sync_models_at_startup << " zero_copy_bytes=" << options.zero_copy_bytes
@@ -24,9 +24,9 @@ std::string describe(const SdpOptions& options) {
 }
 
 const SdpOptions& checked(const SdpOptions& options) {
-  if (options.reduce_buffer_size < 0)
-    throw std::invalid_argument("SdpOptions::reduce_buffer_size is " + std::to_string(options.reduce_buffer_size) +
-                                " elements, expected 0 (off) or more");
+  if (options.reduce_bucket_bytes < 0)
+    throw std::invalid_argument("SdpOptions::reduce_bucket_bytes is " + std::to_string(options.reduce_bucket_bytes) +
+                                ", expected 0 (off) or more");
   if (options.reduce_dtype && options.wire != WireFormat::kDtype)
     throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
                                 ", and SdpOptions::wire is kInt8Blocks: gradients travel in one of them");
@@ -47,7 +47,7 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   for (const PlannedParameter& parameter : planned_parameters())
     if (parameter.tensor.requires_grad()) owner_of(parameter);
   ReplicatedOptions replicated;
-  replicated.limits.bucket_numel = options.reduce_buffer_size;
+  replicated.limits.bucket_bytes = options.reduce_bucket_bytes;
   replicated.wire_dtype = options.reduce_dtype;
   replicated.wire = options.wire;
   replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;

@@ -27,7 +27,7 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& ite
     const BucketItem& item = items[order[place]];
     const auto element_bytes = static_cast<int64_t>(c10::elementSize(item.dtype));
     const int64_t cap_bytes = full.empty() ? std::min(limits.first_bytes, limits.bucket_bytes) : limits.bucket_bytes;
-    const int64_t cap_numel = std::min(limits.bucket_numel, cap_bytes / element_bytes);
+    const int64_t cap_numel = cap_bytes / element_bytes;
     if (item.may_be_alone &&
         (item.numel * element_bytes >= limits.alone_bytes || item.numel > cap_numel || cap_numel == 0)) {
       full.push_back({{order[place]}, item.numel, place});

@@ -20,9 +20,7 @@ struct BucketLimits {
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   // A parameter of at least this many bytes gets its own bucket: its message costs no more for being separate.
   int64_t alone_bytes = int64_t{1} << 20;
-  // The most elements and bytes in a shared bucket. A larger parameter gets its own bucket; with 0 every parameter
-  // does.
-  int64_t bucket_numel = kNone;
+  // The most bytes in a shared bucket. A larger parameter gets its own bucket; with 0 every parameter does.
   int64_t bucket_bytes = kNone;
   // A smaller limit for the bucket that is full first, so that sending starts early.
   int64_t first_bytes = kNone;

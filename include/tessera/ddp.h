@@ -14,11 +14,11 @@ enum class GradientCompression { kNone, kFp16, kBf16 };
 
 // Options with the names of torch.nn.parallel.DistributedDataParallel's arguments.
 struct DdpOptions {
-  // The size of buckets in MiB. Buckets are reduced during backward, those of the last layers first; the first bucket
-  // is smaller, so that sending begins early. On CPUs a gradient of 2 MiB or more is a bucket by itself: it is reduced
-  // in autograd's memory, which becomes `.grad`, unless another tensor shares it.
-  double bucket_cap_mb = 25;
-  double first_bucket_mb = 1;
+  // The size of buckets; PyTorch's bucket_cap_mb. Buckets are reduced during backward, those of the last layers first.
+  // The first is smaller, so that sending begins early. On CPUs a gradient of 2 MiB or more is a bucket by itself: it
+  // is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares it.
+  int64_t bucket_bytes = int64_t{25} << 20;
+  int64_t first_bucket_bytes = int64_t{1} << 20;
 
   // The gradient of a parameter that this rank's loss does not depend on counts as zero. true: a parameter that no rank
   // used keeps its gradient. false: such a parameter is an error in the next forward.

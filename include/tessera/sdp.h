@@ -15,11 +15,11 @@
 
 namespace tessera {
 
-// Options with the names of the arguments of FairScale's ShardedDataParallel.
+// Options of ShardedDataParallel, mostly with the names of FairScale's arguments.
 struct SdpOptions {
-  // Gradients of less than 1 MiB share buckets of up to this many elements. 0: each is a bucket by itself, as larger
-  // ones always are.
-  int64_t reduce_buffer_size = int64_t{1} << 23;
+  // Gradients of less than 1 MiB share buckets of up to this many bytes. 0: each is a bucket by itself, as larger ones
+  // always are. FairScale's reduce_buffer_size, which counts elements.
+  int64_t reduce_bucket_bytes = int64_t{32} << 20;
 
   // The dtype of gradients on the wire, kHalf or kBFloat16 for example (added in fp32, rounded again). Empty: their
   // own.

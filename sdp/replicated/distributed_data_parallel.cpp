@@ -26,7 +26,7 @@ namespace {
 
 std::string describe(const DdpOptions& options) {
   std::ostringstream text;
-  text << "bucket_cap_mb=" << options.bucket_cap_mb << " first_bucket_mb=" << options.first_bucket_mb
+  text << "bucket_bytes=" << options.bucket_bytes << " first_bucket_bytes=" << options.first_bucket_bytes
        << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
        << " compression=" << static_cast<int>(options.compression)
@@ -59,9 +59,9 @@ GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double 
 }
 
 const DdpOptions& checked(const DdpOptions& options) {
-  if (!(options.bucket_cap_mb > 0) || !(options.first_bucket_mb > 0))
-    throw std::invalid_argument("DdpOptions: bucket_cap_mb is " + std::to_string(options.bucket_cap_mb) +
-                                " and first_bucket_mb " + std::to_string(options.first_bucket_mb) +
+  if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0)
+    throw std::invalid_argument("DdpOptions: bucket_bytes is " + std::to_string(options.bucket_bytes) +
+                                " and first_bucket_bytes " + std::to_string(options.first_bucket_bytes) +
                                 ", expected more than 0");
   return options;
 }
@@ -82,8 +82,6 @@ std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
 // than the copy that it saves.
 constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
 
-int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
-
 }  // namespace
 
 DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options)
@@ -95,8 +93,8 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   const bool adopts_gradients = !replicated.wire_dtype && !options.backend_all_reduce &&
                                 this->comm()->device().is_cpu() && exchanges_pieces(*this->comm());
   replicated.limits = {.alone_bytes = adopts_gradients ? kLeastAdoptedBytes : BucketLimits::kNone,
-                       .bucket_bytes = bytes_of_mb(options.bucket_cap_mb),
-                       .first_bytes = bytes_of_mb(options.first_bucket_mb)};
+                       .bucket_bytes = options.bucket_bytes,
+                       .first_bytes = options.first_bucket_bytes};
   replicated.compare_replicas_every = options.compare_replicas_every;
   replicated.gradients_are_views = options.gradient_as_bucket_view;
   replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;

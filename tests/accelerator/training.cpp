@@ -207,13 +207,13 @@ State train(const Case& of, std::shared_ptr<Communicator> comm) {
     return run_steps(of, fsdp, optimizer, *comm);
   }
   if (of.wrapper == Case::kDdp) {
-    DistributedDataParallel ddp(net, comm, DdpOptions{.bucket_cap_mb = 0.004, .find_unused_parameters = true});
+    DistributedDataParallel ddp(net, comm, DdpOptions{.bucket_bytes = 4194, .find_unused_parameters = true});
     torch::optim::AdamW optimizer(net->parameters(), adam);
     return run_steps(of, ddp, optimizer, *comm);
   }
   OSS<torch::optim::AdamW> optimizer(net->parameters(), adam, comm,
                                      OssOptions{.offload = {of.fsdp.offload.params, of.fsdp.offload.grads}});
-  ShardedDataParallel sdp(net, optimizer, comm, SdpOptions{.reduce_buffer_size = of.towers ? 0 : 1000});
+  ShardedDataParallel sdp(net, optimizer, comm, SdpOptions{.reduce_bucket_bytes = of.towers ? 0 : 4000});
   return run_steps(of, sdp, optimizer, *comm);
 }
 

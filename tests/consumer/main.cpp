@@ -31,8 +31,8 @@ void name_options() {
   static_cast<void>(tessera::FsdpOptions{.mixed_precision = {.param_dtype = at::kBFloat16}, .hybrid = {}});
   static_cast<void>(tessera::FsdpOptions{.offload = {.params = true, .grads = true}});
   static_cast<void>(tessera::ZeroOptions{.stage = 3});
-  static_cast<void>(tessera::DdpOptions{.bucket_cap_mb = 25});
-  static_cast<void>(tessera::SdpOptions{.reduce_buffer_size = 1 << 23});
+  static_cast<void>(tessera::DdpOptions{.bucket_bytes = 25 << 20});
+  static_cast<void>(tessera::SdpOptions{.reduce_bucket_bytes = 32 << 20});
   static_cast<void>(tessera::OssOptions{.broadcast_dtype = at::kHalf});
   static_cast<void>(tessera::InitOptions{.timeout = std::chrono::minutes(1)});
   static_cast<void>(tessera::InitOptions{.process = {.cache_memory = false}});

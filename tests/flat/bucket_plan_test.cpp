@@ -23,10 +23,10 @@ TEST(BucketPlan, EveryParameterIsInOneBucketOfItsKeyInTheOrderInWhichBucketsFill
     std::vector<size_t> order(items.size());
     std::iota(order.begin(), order.end(), size_t{0});
     std::shuffle(order.begin(), order.end(), random);
-    const auto bucket_numel = static_cast<int64_t>(random() % 3 == 0 ? 0 : random() % 300);
+    const auto bucket_bytes = static_cast<int64_t>(random() % 3 == 0 ? 0 : random() % 1200);
     size_t last_full = 0;
     std::multiset<size_t> seen;
-    for (const auto& members : plan_buckets(items, order, {.bucket_numel = bucket_numel})) {
+    for (const auto& members : plan_buckets(items, order, {.bucket_bytes = bucket_bytes})) {
       size_t full = 0;
       std::vector<int64_t> numels;
       const BucketItem& first = items[members[0]];
@@ -39,7 +39,7 @@ TEST(BucketPlan, EveryParameterIsInOneBucketOfItsKeyInTheOrderInWhichBucketsFill
       }
       const auto element_bytes = static_cast<int64_t>(c10::elementSize(first.dtype));
       const FlatLayout layout = FlatLayout::whole(numels, 1, FlatLayout::alignment_numel(element_bytes));
-      EXPECT_TRUE(members.size() == 1 || layout.full_numel() <= bucket_numel);
+      EXPECT_TRUE(members.size() == 1 || layout.full_numel() * element_bytes <= bucket_bytes);
       EXPECT_GE(full, last_full);
       last_full = full;
     }

@@ -533,10 +533,10 @@ std::vector<Setup> replicated_setups() {
   more("zero2", 2, make_zero(2));
   if (!is_on_accelerator()) more("oss_alone", 1, make_oss_alone);
   // Each parameter is a bucket of its own, reduced where autograd left its gradient.
-  more("ddp_buckets", 0, make_ddp_with({.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-5}));
+  more("ddp_buckets", 0, make_ddp_with({.bucket_bytes = 105, .first_bucket_bytes = 10}));
   if (!has_full_matrix()) return setups;
   setups.push_back({"ddp_backend", 0, worlds, make_ddp_with({.backend_all_reduce = true})});
-  setups.push_back({"oss_sdp_buckets", 2, worlds, make_oss_sdp({}, {.reduce_buffer_size = 0})});
+  setups.push_back({"oss_sdp_buckets", 2, worlds, make_oss_sdp({}, {.reduce_bucket_bytes = 0})});
   return setups;
 }
 

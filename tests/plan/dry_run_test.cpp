@@ -137,7 +137,7 @@ ZeroOptions fsdp(FsdpOptions options) {
   return {.stage = 3, .fsdp = std::move(options)};
 }
 ZeroOptions stage(int number) {
-  return {.stage = number, .ddp = {.bucket_cap_mb = 1}, .oss = {.broadcast_bucket_bytes = 65536}};
+  return {.stage = number, .ddp = {.bucket_bytes = 1 << 20}, .oss = {.broadcast_bucket_bytes = 65536}};
 }
 
 // Shards and state on disk: with memory for all of it, and for little more than one parameter and its state.

@@ -58,13 +58,13 @@ void expect_gradients(int world, DdpOptions options, double tolerance) {
 TEST(Ddp, GradientsAreAveragesInRankOrderWithAnyOptions) {
   for (int world : {1, 2, 3, 5}) {
     expect_gradients(world, {}, 0);
-    expect_gradients(world, {.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-5}, 0);
+    expect_gradients(world, {.bucket_bytes = 105, .first_bucket_bytes = 10}, 0);
     expect_gradients(world, {.find_unused_parameters = true}, 0);
     expect_gradients(world, {.gradient_as_bucket_view = false}, 0);
-    expect_gradients(world, {.bucket_cap_mb = 1e-4, .static_graph = true}, 0);
+    expect_gradients(world, {.bucket_bytes = 105, .static_graph = true}, 0);
     expect_gradients(world, {.backend_all_reduce = true}, 1e-5);
     expect_gradients(world, {.compression = GradientCompression::kBf16}, 1e-2);
-    expect_gradients(world, {.bucket_cap_mb = 1e-4, .compression = GradientCompression::kFp16}, 2e-3);
+    expect_gradients(world, {.bucket_bytes = 105, .compression = GradientCompression::kFp16}, 2e-3);
   }
 }
 
@@ -277,7 +277,7 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
     torch::nn::Linear other(4, 4 + comm->rank());
     expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(other, comm); }),
                     "the module given to DistributedDataParallel");
-    EXPECT_THROW(DistributedDataParallel(linear, comm, {.bucket_cap_mb = 0}), std::invalid_argument);
+    EXPECT_THROW(DistributedDataParallel(linear, comm, {.bucket_bytes = 0}), std::invalid_argument);
     torch::nn::Linear sharded(4, 4);
     FullyShardedDataParallel fsdp(sharded, comm);
     expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(sharded, comm); }),

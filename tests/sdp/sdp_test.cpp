@@ -31,10 +31,10 @@ at::Tensor loss_of(const at::Tensor& y) { return y.square().mean(); }
 TEST(Sdp, OwnersHaveDdpsGradientsBitForBitAndOthersNone) {
   for (int world : {2, 3, 4, 5}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-      for (int64_t buffer : {int64_t{0}, int64_t{40}, int64_t{1} << 23}) {
+      for (int64_t buffer : {int64_t{0}, int64_t{160}, int64_t{1} << 25}) {
         auto model = make_model(), replica = make_model();
         OSS<Adam> optimizer(model->parameters(), AdamOptions(1e-2), comm);
-        ShardedDataParallel sdp(model, optimizer, comm, {.reduce_buffer_size = buffer});
+        ShardedDataParallel sdp(model, optimizer, comm, {.reduce_bucket_bytes = buffer});
         DistributedDataParallel ddp(replica, comm);
         for (int step = 0; step < 3; ++step) {
           sdp.zero_grad();
@@ -322,7 +322,7 @@ TEST(SdpMistakes, AreClear) {
     expect_contains(
         error_of<std::invalid_argument>([&] { ShardedDataParallel bad(model, {&optimizer, &twice}, comm); }),
         "is in two of the optimizers");
-    EXPECT_THROW(ShardedDataParallel(model, optimizer, comm, {.reduce_buffer_size = -1}), std::invalid_argument);
+    EXPECT_THROW(ShardedDataParallel(model, optimizer, comm, {.reduce_bucket_bytes = -1}), std::invalid_argument);
 
     ShardedDataParallel sdp(model, optimizer, comm);
     const auto before = model->parameters()[0].detach().clone();

@@ -25,7 +25,7 @@ void under(const Layout& layout, unsigned tree, uint64_t values, Body body) {
     auto net = seeded(values, [&] { return RandomNet(tree); });
     ZeroOptions options{.stage = layout.stage};
     options.ddp.find_unused_parameters = true;
-    options.sdp.reduce_buffer_size = 70;
+    options.sdp.reduce_bucket_bytes = 280;
     options.oss.broadcast_bucket_bytes = 300;
     options.fsdp.auto_wrap = wrap_by_size(60);
     options.fsdp.hybrid.ranks_per_copy = layout.ranks_per_copy;

@@ -40,10 +40,10 @@ ZeroOptions options(int stage, int kind) {
   options.stage = stage;
   options.ddp.find_unused_parameters = true;
   options.ddp.gradient_as_bucket_view = kind % 2 == 0;
-  options.ddp.bucket_cap_mb = kind % 3 == 0 ? 25 : 1e-4;
-  options.ddp.first_bucket_mb = kind % 3 == 1 ? 1e-5 : 1;
+  options.ddp.bucket_bytes = kind % 3 == 0 ? 25 << 20 : 105;
+  options.ddp.first_bucket_bytes = kind % 3 == 1 ? 10 : 1 << 20;
   options.oss.broadcast_bucket_bytes = kind % 2 == 0 ? 1 << 24 : 300;
-  options.sdp.reduce_buffer_size = kind % 3 == 0 ? 0 : kind % 3 == 1 ? 50 : 1 << 23;
+  options.sdp.reduce_bucket_bytes = kind % 3 == 0 ? 0 : kind % 3 == 1 ? 200 : 1 << 25;
   options.fsdp.auto_wrap = wrap_by_size(60);
   return options;
 }

@@ -15,14 +15,14 @@ namespace tessera {
 
 // The part of one parameter of a model that this rank holds.
 struct NamedShard {
-  std::string fqn;                   // its first registered name
-  std::vector<std::string> aliases;  // its other names (tied weights)
-  std::vector<int64_t> sizes;        // of the whole parameter
-  std::vector<int64_t> strides;      // of the whole parameter, in memory
-  Range held;                        // the part on this rank, in elements in memory order
+  std::string fqn{};                   // its first registered name
+  std::vector<std::string> aliases{};  // its other names (tied weights)
+  std::vector<int64_t> sizes{};        // of the whole parameter
+  std::vector<int64_t> strides{};      // of the whole parameter, in memory
+  Range held{};                        // the part on this rank, in elements in memory order
   // The leaf for optimizers: [held.numel()], or the parameter's own shape if ranks hold it whole. Writing to it under
   // NoGradGuard changes the model.
-  at::Tensor tensor;
+  at::Tensor tensor{};
   // The index of this rank among the ranks that hold this part: 0 to replica_count - 1.
   int replica = 0;
   int replica_count = 1;
@@ -34,7 +34,7 @@ class ModelShards {
  public:
   // The part of one parameter that a rank holds.
   struct HeldPart {
-    Range range;      // in elements in memory order
+    Range range{};    // in elements in memory order
     int replica = 0;  // NamedShard::replica
   };
 

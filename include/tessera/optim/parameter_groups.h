@@ -15,8 +15,8 @@ namespace tessera {
 // Selects parameters for a group by their NamedShard: name, shape of the whole parameter (`sizes`).
 template <class Options>
 struct GroupRule {
-  std::function<bool(const NamedShard&)> matches;  // must return equal results on all ranks
-  Options options;                                 // options of the group, e.g. torch's AdamOptions
+  std::function<bool(const NamedShard&)> matches{};  // must return equal results on all ranks
+  Options options{};                                 // options of the group, e.g. torch's AdamOptions
 };
 
 // Splits the parameters of a wrapped model into optimizer groups. Each rule makes a group of the parameters that no
