@@ -20,6 +20,9 @@ namespace tessera::internal {
 
 // Never destroyed. A child of fork() gets new ones: a thread that it does not have may have held the lock.
 struct RunAlarms {
+  explicit RunAlarms(RunAlarms* of_parent) : before(of_parent) {}
+
+  RunAlarms* const before;  // of the parent process: not used, and no leak
   std::mutex mutex;
   std::multimap<RunClock::time_point, const RunAlarm*> waiting TESSERA_GUARDED_BY(mutex);
 
@@ -35,7 +38,7 @@ struct RunAlarms {
   }
   static std::atomic<RunAlarms*> of_process;
 };
-std::atomic<RunAlarms*> RunAlarms::of_process{new RunAlarms};
+std::atomic<RunAlarms*> RunAlarms::of_process{new RunAlarms(nullptr)};
 
 namespace {
 
@@ -54,6 +57,7 @@ std::atomic<int64_t> stopped{0};
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> limit{kNoLimit};
 std::atomic<bool> is_used{false};  // since the last tick
+std::atomic<pid_t> alarms_owner{::getpid()};
 
 // Whether the thread exists. The kernel makes it false in a child of fork(), which has no such thread.
 std::atomic<bool>& is_ticking() {
@@ -93,7 +97,13 @@ void run() {
 
 void start_ticking() noexcept {
   if (is_ticking().exchange(true)) return;
-  RunAlarms::of_process = new RunAlarms;
+  if (alarms_owner.exchange(::getpid()) != ::getpid()) {  // a child of fork()
+    RunAlarms::of_process = new RunAlarms(RunAlarms::of_process);
+#ifdef __SANITIZE_THREAD__  // which ends a child that starts a thread
+    limit = kNoLimit;
+    return;
+#endif
+  }
   sigset_t all, before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // handlers of the program run in the program's threads
