@@ -25,6 +25,18 @@ void PrefetchOrder::used(int unit) {
   if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
 }
 
+void PrefetchOrder::forget_repetition() {
+  const size_t count = current_.size();
+  for (size_t period = 1; 3 * period <= count; ++period) {
+    if (current_[count - 1] != current_[count - 1 - period]) continue;
+    if (!std::equal(current_.end() - static_cast<std::ptrdiff_t>(2 * period), current_.end(),
+                    current_.end() - static_cast<std::ptrdiff_t>(3 * period)))
+      continue;
+    current_.resize(count - period);
+    return;
+  }
+}
+
 std::vector<int> PrefetchOrder::upcoming(int count) const {
   std::vector<int> units;
   if (!on_path_ || current_.empty()) return units;

@@ -26,6 +26,10 @@ class PrefetchOrder {
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit);
 
+  // Removes the last uses if they repeat the two equal sequences before them. Between passes, modules that are called
+  // directly would otherwise lengthen seen() without end.
+  void forget_repetition();
+
   // The next `count` different units at this point of the last pass, nearest first. Empty if the last use is not in
   // expected().
   std::vector<int> upcoming(int count) const;
