@@ -35,14 +35,14 @@ torch::nn::Sequential make_model(int width, int layers) {
   return model;
 }
 
-void sum(const at::Tensor& tensor) {
+void sum_over_ranks(const at::Tensor& tensor) {
   MPI_Allreduce(MPI_IN_PLACE, tensor.mutable_data_ptr<double>(), static_cast<int>(tensor.numel()), MPI_DOUBLE, MPI_SUM,
                 MPI_COMM_WORLD);
 }
 
 void reduce_each(const std::vector<at::Tensor>& parameters, int size) {
   for (const at::Tensor& parameter : parameters) {
-    sum(parameter.grad());
+    sum_over_ranks(parameter.grad());
     parameter.grad().div_(size);
   }
 }
@@ -51,7 +51,7 @@ void reduce_at_once(const std::vector<at::Tensor>& parameters, int size) {
   std::vector<at::Tensor> flat;
   for (const at::Tensor& parameter : parameters) flat.push_back(parameter.grad().view({-1}));
   const at::Tensor all = torch::cat(flat);
-  sum(all);
+  sum_over_ranks(all);
   all.div_(size);
   int64_t begin = 0;
   for (const at::Tensor& gradient : flat) {

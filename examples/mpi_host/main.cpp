@@ -1,6 +1,6 @@
 // An MPI program with a life of its own that trains a surrogate of itself while it runs.
 //
-// The solver computes nonlinear heat conduction, du/dt = div((1 + u^2) grad u) + source, in fp64 on a square grid. Each
+// The solver computes nonlinear heat conduction, du/dt = div((1 + u^2) grad u), in fp64 on a square grid. Each
 // MPI rank has some rows. A small network learns the solver's next kStride steps at a point from the point's
 // neighbourhood. All ranks but the last train it, in a group made from an MPI sub-communicator. Every kReportEvery
 // strides they save a checkpoint; the last rank loads it and tests the surrogate on its own rows, which the network has
@@ -15,7 +15,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -24,12 +23,13 @@
 
 namespace {
 
-constexpr int kWidth = 64;               // of the grid
-constexpr int kStride = 2;               // steps that the surrogate predicts at once
-constexpr int kPatch = 2 * kStride + 1;  // a point depends on so many rows and columns of kStride steps ago
-constexpr int kBatch = 128;              // points of a rank and training step
-constexpr int kReportEvery = 10;         // strides
-constexpr double kTimeStep = 0.05;       // grid spacing 1; stable while u stays below 1.5
+constexpr int kWidth = 64;                           // of the grid
+constexpr int kStride = 2;                           // steps that the surrogate predicts at once
+constexpr int kPatch = 2 * kStride + 1;              // a point depends on so many rows and columns of kStride steps ago
+constexpr int kBatch = 128;                          // points of a rank and training step
+constexpr int kReportEvery = 10;                     // strides
+constexpr double kChange = 0.05, kDifference = 0.2;  // of common size in the field, to which the network is scaled
+constexpr double kTimeStep = 0.05;                   // grid spacing 1; stable while u stays below 1.5
 
 // This rank's rows, and one row of each neighbour.
 class Solver {
@@ -40,6 +40,13 @@ class Solver {
     rows_ = kWidth * (rank_ + 1) / size_ - kWidth * rank_ / size_;
     first_row_ = kWidth * rank_ / size_;
     u_ = torch::zeros({rows_ + 2, kWidth + 2}, torch::kDouble);
+    // Hot and cold spots.
+    const auto rows = torch::arange(first_row_, first_row_ + rows_, torch::kDouble).unsqueeze(1);
+    const auto columns = torch::arange(kWidth, torch::kDouble);
+    for (int spot = 0; spot < 40; ++spot) {
+      const auto distance = (rows - spot * 37 % kWidth).square() + (columns - (spot * 23 + 11) % kWidth).square();
+      interior().add_(torch::exp(-distance / (8 + spot % 5 * 4)), spot % 2 == 0 ? 1 : -1);
+    }
   }
 
   void step() {
@@ -51,21 +58,16 @@ class Solver {
     const auto flux = [&](const at::Tensor& other) {
       return (1 + 0.5 * (centre.square() + other.square())) * (other - centre);
     };
-    at::Tensor change = flux(at(-1, 0)) + flux(at(1, 0)) + flux(at(0, -1)) + flux(at(0, 1));
-    // A source on a circle.
-    const double angle = 0.02 * static_cast<double>(steps_), row = kWidth * (0.5 + 0.3 * std::sin(angle)),
-                 column = kWidth * (0.5 + 0.3 * std::cos(angle));
-    const auto rows = torch::arange(first_row_, first_row_ + rows_, torch::kDouble).sub(row).square().unsqueeze(1);
-    const auto columns = torch::arange(kWidth, torch::kDouble).sub(column).square();
-    change += 2 * torch::exp(-(rows + columns) / 20) - 0.2 * centre;
+    const at::Tensor change = flux(at(-1, 0)) + flux(at(1, 0)) + flux(at(0, -1)) + flux(at(0, 1));
     centre.add_(change, kTimeStep);
-    ++steps_;
   }
 
-  at::Tensor field() const { return u_.slice(0, 1, 1 + rows_).slice(1, 1, 1 + kWidth).clone(); }
+  at::Tensor field() const { return interior().clone(); }
   int rows() const { return rows_; }
 
  private:
+  at::Tensor interior() const { return u_.slice(0, 1, 1 + rows_).slice(1, 1, 1 + kWidth); }
+
   void exchange_rows() {
     const int up = rank_ > 0 ? rank_ - 1 : MPI_PROC_NULL, down = rank_ + 1 < size_ ? rank_ + 1 : MPI_PROC_NULL;
     auto* const data = u_.mutable_data_ptr<double>();
@@ -77,7 +79,7 @@ class Solver {
   }
 
   MPI_Comm comm_;
-  int rank_ = 0, size_ = 1, rows_ = 0, first_row_ = 0, steps_ = 0;
+  int rank_ = 0, size_ = 1, rows_ = 0, first_row_ = 0;
   at::Tensor u_;
 };
 
@@ -86,13 +88,24 @@ struct SurrogateImpl : torch::nn::Module {
   torch::nn::Linear hidden = register_module("hidden", torch::nn::Linear(48, 48));
   torch::nn::Linear out = register_module("out", torch::nn::Linear(48, 1));
   SurrogateImpl() { to(torch::kDouble); }
+  // The changes of points, in units of kChange.
   at::Tensor forward(const at::Tensor& patches) {
-    return out(torch::tanh(hidden(torch::tanh(in(patches))))).squeeze(1);
+    // Differences from the point drive the flux; the point's own value only its conductivity.
+    const at::Tensor point = patches.slice(1, kPatch * kPatch / 2, kPatch * kPatch / 2 + 1);
+    at::Tensor features = (patches - point) / kDifference;
+    features = features + point * own_value();
+    return out(torch::tanh(hidden(torch::tanh(in(features))))).squeeze(1);
+  }
+  // 1 in the patch's middle, else 0.
+  static at::Tensor own_value() {
+    at::Tensor mask = torch::zeros({kPatch * kPatch}, torch::kDouble);
+    mask[kPatch * kPatch / 2] = 1;
+    return mask;
   }
 };
 TORCH_MODULE(Surrogate);
 
-// The neighbourhoods of `count` random points, or of all of them, and the changes of the points.
+// The neighbourhoods of `count` random points, or of all of them, and the changes of the points in units of kChange.
 struct Points {
   at::Tensor patches, changes;
 };
