@@ -10,8 +10,8 @@ set(library_of
   core/gradients=flat core/model=flat offload=offload optim=optim checkpoint=checkpoint oss=oss fsdp=fsdp sdp=sdp
   exported=exported plan=plan)
 foreach(public
-    base=detail/operation_handle,detail/copy_traffic,errors,event_writer,memory_cache,peak_memory,plan/memory_kind,scope_exit
-    comm=communicator,host_results,launch,wait_report
+    base=autocast,detail/operation_handle,detail/copy_traffic,errors,event_writer,memory_cache,peak_memory,plan/memory_kind,scope_exit
+    comm=communicator,host_results,launch,mpi,wait_report
     flat=deferred,distributed_sampler,model/,detail/gradient_source,checkpoint/stateful,options/wire_format
     flat=visit_tensors,wrap,plan/planned_memory,detail/optimizer_shards
     offload=activation_offload,checkpointed.,options/offload_options,options/cpu_offload

@@ -105,10 +105,12 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
 
 bool has_rank_files(const fs::path& folder) { return contents_of(folder).ranks > 0; }
 
-FoundCheckpoints find_checkpoints(const fs::path& folder) {
+namespace {
+
+FoundCheckpoints found_among(const std::vector<fs::path>& listed) {
   std::vector<std::pair<int64_t, fs::path>> whole;
   FoundCheckpoints found;
-  for (const auto& path : entries_with_manifest(folder)) {
+  for (const auto& path : listed) {
     const std::string text = manifest_text_or_nothing(path);
     if (const auto sequence = sequence_of(text)) {
       whole.emplace_back(*sequence, path);
@@ -123,6 +125,20 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
     found.sequences.push_back(sequence);
   }
   return found;
+}
+
+}  // namespace
+
+FoundCheckpoints find_checkpoints(const fs::path& folder) {
+  constexpr int kMostListings = 100;
+  for (int listing = 1;; ++listing) {
+    const auto listed = entries_with_manifest(folder);
+    FoundCheckpoints found = found_among(listed);
+    // Other jobs may have removed all that were listed, after they saved newer ones.
+    const bool lists_again = found.whole.empty() && found.damaged.empty() && listing < kMostListings &&
+                             !std::ranges::all_of(listed, [](const fs::path& path) { return is_checkpoint(path); });
+    if (!lists_again) return found;
+  }
 }
 
 void require_no_checkpoint(const fs::path& folder) {

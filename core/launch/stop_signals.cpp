@@ -92,7 +92,8 @@ int stop_requested(Communicator& comm) {
   catch_for_groups();
   const int own = received;
   if (comm.size() == 1) return own;
-  return reduce_to_host(comm, at::full({1}, own, at::kInt), ReduceOp::kMax, "stop_requested").item<int>();
+  const at::Tensor signal = at::full({1}, own, at::TensorOptions(at::kCPU).dtype(at::kInt));
+  return reduce_to_host(comm, signal, ReduceOp::kMax, "stop_requested").item<int>();
 }
 
 }  // namespace tessera

@@ -232,7 +232,7 @@ int main(int argc, char** argv) {
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
   if (arguments.mode.starts_with("one-line")) return run_to_a_failure(arguments.mode, arguments.rank);
-  if (arguments.mode == "save") return run_until_stopped();
+  if (arguments.mode == "until-stopped") return run_until_stopped();
   if (arguments.mode == "absent") {
     say("begins");
     const char* rank = std::getenv("RANK");

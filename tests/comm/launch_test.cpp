@@ -232,7 +232,7 @@ TEST(SpawnLocal, CtrlCOnATerminalEndsAllRanks) {
 // In their own time: a save may take longer than the end of a failed group.
 TEST(SpawnLocal, RanksSaveBeforeTheyStop) {
   for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) {
-    ChildProcess program({kProgram, "--spawn", "3", "--grace-ms", "20000", "save"});
+    ChildProcess program({kProgram, "--spawn", "3", "--grace-ms", "20000", "until-stopped"});
     ASSERT_TRUE(program.await("loops", 3)) << program.output();
     ::kill(program.pid(), signal);
     EXPECT_EQ(program.wait(seconds(30)), 128 + signal) << program.output();
@@ -240,7 +240,7 @@ TEST(SpawnLocal, RanksSaveBeforeTheyStop) {
     const auto step = program.output().substr(program.output().find("saved at step "));
     EXPECT_EQ(program.printed(step.substr(0, step.find('\n') + 1)), 3) << "in one step\n" << program.output();
   }
-  ChildProcess late({kProgram, "--spawn", "2", "--grace-ms", "100", "save"});
+  ChildProcess late({kProgram, "--spawn", "2", "--grace-ms", "100", "until-stopped"});
   ASSERT_TRUE(late.await("loops", 2)) << late.output();
   ::kill(late.pid(), SIGTERM);
   EXPECT_EQ(late.wait(seconds(20)), 128 + SIGTERM) << late.output();

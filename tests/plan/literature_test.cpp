@@ -125,7 +125,9 @@ TEST(Literature, TorchtitanMemoryOf8B) {
   EXPECT_LT(least, kTitan8Gpus);
   EXPECT_LT(least_of_128, kTitan128Gpus);
   EXPECT_GT(gib(kTitan, 8), kTitan8Gpus);
-  EXPECT_NEAR(least - least_of_128, kTitan8Gpus - kTitan128Gpus, 0.1 * (kTitan8Gpus - kTitan128Gpus));
+  // torchtitan's peak includes the gradients of shards, a fourth of these bytes; ours, at the start of backward, does not.
+  const double published = 0.75 * (kTitan8Gpus - kTitan128Gpus);
+  EXPECT_NEAR(least - least_of_128, published, 0.1 * published);
 }
 
 // docs/performance.md of torchtitan (2024), all checkpointed: Llama 3 70B trains on 64 A100 of 80 GB at batch size 1;
