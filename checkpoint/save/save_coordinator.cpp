@@ -15,8 +15,6 @@
 namespace tessera::internal {
 namespace {
 
-using Clock = RunClock;
-
 constexpr int kSmallWorld = 4;  // up to this world size rank 0 reads every rank's description
 constexpr int kMostMissed = 5;  // beats; after that no rank is at work, and no store answers
 
@@ -74,13 +72,13 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
 }
 
 void SaveCoordinator::await(const std::function<bool()>& ready, const std::string& what_for, double patience) {
-  auto last_change = Clock::now();
+  auto last_change = RunClock::now();
   int64_t last_sum = -1;
   auto pause = std::chrono::milliseconds(1);
   while (!ready()) {
     const int64_t sum = notes_.add("alive", 0);
-    if (sum != std::exchange(last_sum, sum)) last_change = Clock::now();
-    const auto silence = Clock::now() - last_change;
+    if (sum != std::exchange(last_sum, sum)) last_change = RunClock::now();
+    const auto silence = RunClock::now() - last_change;
     const bool gives_up = hurries_ && silence > kMostMissed * beat_every();
     const int ended = silence > patience * kMostMissed * beat_every() ? notes_.ended_rank() : -1;
     if (ended >= 0) throw CheckpointError(what_for + ": the process of rank " + std::to_string(ended) + " has ended");

@@ -150,7 +150,7 @@ int save_for_ever(const std::shared_ptr<tessera::Communicator>& comm, bool stops
     for (int step = 0; step < 20; ++step) sum_of_ranks(*comm);
     if (i == 1) say("saves");
   }
-} catch (const tessera::CommError& error) {
+} catch (const std::exception& error) {  // a CommError, or the save's CheckpointError
   say(std::string("save ended: ") + error.what());
   return 22;
 }

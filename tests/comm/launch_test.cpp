@@ -41,7 +41,7 @@ using testing::ChildProcess;
 const std::string kProgram = testing_support::built(LAUNCH_PROGRAM);
 constexpr int kCommError = 20;  // launch_program's exit codes for an error of init()
 constexpr int kInvalidArgument = 21;
-constexpr int kSaveEnded = 22;  // of its mode "saving", with a CommError
+constexpr int kSaveEnded = 22;  // of its mode "saving", with an error of the group or of the save
 
 // Ports below those that the kernel assigns, which another test may get before this one listens.
 std::string free_port() {

@@ -125,7 +125,8 @@ TEST(Literature, TorchtitanMemoryOf8B) {
   EXPECT_LT(least, kTitan8Gpus);
   EXPECT_LT(least_of_128, kTitan128Gpus);
   EXPECT_GT(gib(kTitan, 8), kTitan8Gpus);
-  // torchtitan's peak includes the gradients of shards, a fourth of these bytes; ours, at the start of backward, does not.
+  // torchtitan's peak includes the gradients of shards, a fourth of these bytes. Ours is at the start of backward, and
+  // does not.
   const double published = 0.75 * (kTitan8Gpus - kTitan128Gpus);
   EXPECT_NEAR(least - least_of_128, published, 0.1 * published);
 }

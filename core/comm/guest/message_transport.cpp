@@ -57,7 +57,7 @@ class MessageTransport : public Transport {
     const uint64_t sum =
         Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(part_).value();
     const int number = static_cast<int>((sum ^ (sum >> 32)) % (static_cast<uint64_t>(library_->most_tag()) + 1));
-    auto* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+    auto* data = const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
     for (auto left = static_cast<int64_t>(tensor.nbytes()); left > 0;) {
       const int64_t bytes = std::min(left, kMostBytes);
       started.push_back(std::make_shared<LibraryMessage>(
