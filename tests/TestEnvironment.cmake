@@ -12,9 +12,10 @@ if("${TESSERA_SANITIZE},${TESSERA_SANITIZE_LIBRARIES}" MATCHES "undefined")
   list(APPEND TESSERA_TEST_ENVIRONMENT "UBSAN_OPTIONS=suppressions=${_suppressions}/ubsan.supp:print_stacktrace=1")
 endif()
 if(TESSERA_SANITIZE MATCHES "thread")
-  # One OpenMP thread: libgomp is not instrumented, so its barriers would look like races.
+  # One OpenMP thread: libgomp is not instrumented, so its barriers would look like races. Tests fork ranks, and these
+  # start threads, while the clock's thread runs.
   list(APPEND TESSERA_TEST_ENVIRONMENT
-    "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:history_size=7:second_deadlock_stack=1"
+    "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:history_size=7:second_deadlock_stack=1:die_after_fork=0"
     OMP_NUM_THREADS=1)
 endif()
 if(TESSERA_SANITIZE)
