@@ -8,6 +8,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
 
 #include "core/comm/guest/text_exchange.h"
 #include "tests/comm/on_processes.h"
@@ -26,12 +30,22 @@ long entries_of(const char* folder) {
   return std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator());
 }
 
-// Listening TCP sockets of this process's network namespace.
+// Listening TCP sockets of this process.
 long listening_ports() {
+  std::set<std::string> own;  // inodes
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code closed;
+    const std::string target = std::filesystem::read_symlink(entry.path(), closed).string();
+    if (target.starts_with("socket:[")) own.insert(target.substr(8, target.size() - 9));
+  }
   long count = 0;
   for (const char* path : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
     std::ifstream file(path);
-    for (std::string line; std::getline(file, line);) count += line.find(" 0A ") != std::string::npos ? 1 : 0;
+    for (std::string line; std::getline(file, line);) {
+      std::istringstream fields(line);
+      const std::vector<std::string> field{std::istream_iterator<std::string>(fields), {}};
+      if (field.size() > 9 && field[3] == "0A" && own.contains(field[9])) ++count;
+    }
   }
   return count;
 }
@@ -171,7 +185,11 @@ TEST(GuestStore, AThousandGroupsLeaveNothingBehind) {
   EXPECT_LE(entries_of("/proc/self/task"), threads + 1);  // one may be ending
   EXPECT_LE(store->getNumKeys(), keys + 100);
   EXPECT_LE(listening_ports(), ports);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they keep memory that is freed
   EXPECT_LT(resident() - memory, 16 << 20);
+#else
+  static_cast<void>(memory);
+#endif
 }
 
 }  // namespace

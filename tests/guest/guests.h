@@ -19,6 +19,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 inline std::vector<std::string> on_threads(int world, const std::function<void(int rank)>& body) {
   std::vector<std::string> errors(static_cast<size_t>(world));
   std::vector<std::thread> threads;
+  // libtorch makes it at its first use, which ThreadSanitizer cannot see.
+  static_cast<void>(at::globalContext().defaultGenerator(at::kCPU));
   for (int rank = 0; rank < world; ++rank)
     threads.emplace_back([&, rank] {
       at::set_num_threads(1);
