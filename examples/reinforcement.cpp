@@ -25,7 +25,7 @@ struct CartPole {
     std::uniform_real_distribution<float> small(-0.05F, 0.05F);
     for (float& value : state) value = small(random);
   }
-  // Pushes the cart to the right or the left. Returns whether the pole still stands.
+  // Pushes the cart to the right or the left. Returns whether the pole is still upright.
   bool step(bool to_the_right) {
     auto& [x, x_speed, angle, angle_speed] = state;
     const float force = to_the_right ? 10.0F : -10.0F, sine = std::sin(angle), cosine = std::cos(angle);

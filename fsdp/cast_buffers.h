@@ -9,15 +9,15 @@
 
 namespace tessera::internal {
 
-// The buffers that MixedPrecision::buffer_dtype casts, with their dtypes before. Checkpoints and state dictionaries
-// store the dtypes before.
+// The buffers that MixedPrecision::buffer_dtype casts, with their original dtypes. Checkpoints and state dictionaries
+// store the original dtypes.
 class CastBuffers {
  public:
   // Casts floating-point buffers in place, since the module's members refer to these tensors. Not those of exempt and
   // ignored modules.
   void cast(const torch::nn::Module& module, const FsdpOptions& options);
 
-  // The value in the dtype before; other buffers as they are.
+  // Returns the value in the buffer's original dtype; unchanged if the buffer is not cast.
   at::Tensor own_value(const std::string& name, const at::Tensor& value) const;
 
   // torch::load() replaces the storage of a tensor and keeps its dtype: a cast buffer would be garbage. Throws

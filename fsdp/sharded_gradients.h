@@ -61,8 +61,8 @@ class ShardedGradients {
   void fail();
   void abandon();
 
-  // The gradients of all shards; of a flat parameter one tensor, if they are views of its buffer. Throws
-  // std::logic_error if a gradient is not ready for a step.
+  // The gradients of all shards, without the padding of buffers, which may be NaN (int8 blocks with an infinity).
+  // Throws std::logic_error if a gradient is not ready for a step.
   std::vector<at::Tensor> ready() const;
   Unit& unit_of(size_t parameter) const { return *states_[parameter].unit; }
 

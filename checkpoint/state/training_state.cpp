@@ -83,7 +83,7 @@ class EmaState : public Stateful {
   Ema& ema_;
 };
 
-// Several models as one, whose tensors have the models' names before theirs.
+// Presents several models as one. Each tensor's name begins with its model's name.
 class JoinedModels : public ModelShards {
  public:
   explicit JoinedModels(std::vector<std::pair<std::string, ModelShards*>> models) : models_(std::move(models)) {}

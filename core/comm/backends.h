@@ -13,16 +13,17 @@ namespace tessera::internal {
 
 class TransportSource;
 
-// The last three are for init() and run_ranks(): without them a group changes nothing process-wide.
+// permits_tracing, raises_descriptor_limit and process_setup are for init() and run_ranks(). Without them a group
+// changes nothing process-wide.
 struct GlooOptions {
-  std::string address;  // or host name, of this rank's network interface
+  std::string address;  // of this rank's network interface, or its host name
   std::chrono::milliseconds timeout;
   bool peer_memory = true;               // see InitOptions::peer_memory
   bool serves_store = false;             // the store is in this process, which must outlive its readers: see Watchdog
   bool permits_tracing = false;          // ProcessSetup::permit_tracing
   bool raises_descriptor_limit = false;  // ProcessSetup::raise_descriptor_limit
   std::shared_ptr<const void> process_setup;  // held by the group and those split from it
-  // Carries all bytes, instead of peer memory and TCP; null: those.
+  // The transport of all bytes; null: peer memory and TCP.
   std::shared_ptr<TransportSource> carrier = nullptr;
 };
 

@@ -48,7 +48,7 @@ class ReducedReport {
   std::optional<c10::Event> arrived_;  // null for a CPU group
 };
 
-// Reports that are read when they have arrived, without blocking: look() reads them in order.
+// Reports that are read later. look() reads those that have arrived, in order; it blocks only if too many are waiting.
 class LateReports {
  public:
   // Throws if the report shows an error.

@@ -41,7 +41,7 @@ class SingleThreadChecker {
   std::atomic<std::thread::id> inside_;
 };
 
-// Aborts the group, and throws CommError that begins with `what`: a call that is not alone.
+// Aborts the group, and throws CommError that begins with `what`. For a Call that is not is_alone().
 [[noreturn]] void refuse_second_thread(Communicator& comm, const std::string& what);
 
 }  // namespace tessera::internal

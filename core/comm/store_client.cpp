@@ -25,12 +25,12 @@ namespace {
 // For how long a client's end waits for a call that is in progress. Only calls that were given up can last longer.
 constexpr std::chrono::milliseconds kEndGrace{500};
 
+}  // namespace
+
 c10d::Store& underlying(c10d::Store& store) {
   auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
   return prefixed == nullptr ? store : *prefixed->getUnderlyingNonPrefixStore();
 }
-
-}  // namespace
 
 // The calls that a client's thread makes, in order. Shared by both. Thread-safe.
 class StoreThread {
@@ -120,7 +120,7 @@ auto StoreClient::call(Act act) const {
     std::atomic<bool> is_taken = false;  // by the thread, or by the caller that gives up
   };
   const auto made = std::make_shared<Call>();
-  // Not shared: the thread, which makes this call, holds what it refers to.
+  // A plain reference: the thread that runs the task owns the store.
   made->task = std::packaged_task<Answer()>([&store = calls_->store(), act = std::move(act)] { return act(store); });
   auto answer = made->task.get_future();
   calls_->add([made] {

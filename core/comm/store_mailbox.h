@@ -34,7 +34,7 @@ class StoreMailbox {
   // Adds to the number of this name, which is 0 at first, and returns the sum. The name must not be one of a text.
   int64_t add(const std::string& name, int64_t amount) const;
   void remove(const std::string& name) const;
-  // See StoreClient: for all that uses the group's store, as the group is about to be given up.
+  // For a group that is about to be given up: limits all waits for its store. See StoreClient.
   void limit_patience(std::chrono::milliseconds patience) const;
 
   int ended_rank() const;  // see HasStore

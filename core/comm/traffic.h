@@ -34,8 +34,8 @@ class TrafficCounter {
   std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first reset_wait_times()
 };
 
-// The payload that this rank sends in a collective, if every rank sends each element as seldom as it can. For backends
-// that do not report what they send.
+// The payload that this rank sends in a collective if every rank sends as few elements as possible. For backends that
+// do not report their traffic.
 int64_t bytes_sent(const Collective& collective, int rank, int size);
 
 }  // namespace tessera::internal

@@ -39,9 +39,10 @@ class BackwardConsistencyCheck {
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the use of any rank. `meanwhile` is called once, during the exchange, and returns whether the use of the
-  // other ranks must be known now. Collective. Throws CommError; std::invalid_argument, on all ranks, if their
-  // collectives differ, or their use does and that is refused; std::logic_error if a static graph has changed.
+  // Returns the use by any rank. Calls `meanwhile` once, during the exchange; it returns whether the other ranks' use
+  // must be known now. Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives
+  // differ, or if refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph has
+  // changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:

@@ -29,7 +29,7 @@ auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
 //
 // The engine drops the callbacks of a pass when the pass fails. So fail() is called as the exception leaves backward(),
 // and a thread that is not the engine's (a custom backward may start one) still belongs to a running pass. fail() does
-// not block. recover() does, and every policy calls it before it is collective.
+// not block. recover() blocks; every policy must call it before its next collective.
 //
 // Must be owned by a shared pointer. On a device the engine calls back from its own threads, never while the user's
 // thread runs. The mutex orders these calls. It is not recursive: callbacks to the user (visitors, observers) and
@@ -47,8 +47,8 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
  protected:
   BackwardPass();
   virtual void begin() = 0;
-  // On the engine's thread; backward()'s caller sees what it throws. Unless that is a CommError, after which nothing
-  // can be waited for, the pass has failed then, and is abandoned at once.
+  // Called on the engine's thread; backward() throws its exceptions. After any but CommError the pass has failed and is
+  // abandoned at once. After a CommError nothing can be waited for.
   virtual void end() = 0;
   virtual void fail() = 0;     // called during the exception: must not be collective nor throw
   virtual void abandon() = 0;  // blocks until nothing of a failed pass is in flight
@@ -56,16 +56,16 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void after_end() {}
   // The wrapper, for errors.
   virtual std::string name() const = 0;
-  // Makes the backward that runs on this thread, if there is one, throw at its end. For a destructor of a policy whose
-  // gradients that backward has not reached: it would leave them unreduced.
+  // Makes the backward that runs on this thread, if any, throw at its end. For the destructor of a policy: gradients
+  // that backward has not reached would stay unreduced.
   void fail_backward() const noexcept;
   // Called for every exception, before backward() throws, without the mutex. Must not throw.
   virtual void after_failure() {}
 
   // All of begin(), end(), fail() and abandon() are called with the mutex; enter() and recover() must be, too.
 
-  // Begins a pass unless one is running. Must be called in a backward, and first in the outermost one: the pass ends
-  // with the one whose node calls it.
+  // Begins a pass unless one is running. Must be called in a backward. Of nested backwards the outermost must call it
+  // first, since the pass ends with the backward that began it.
   void enter();
   bool is_running() const { return !token_.expired(); }
   void recover();  // abandons a pass that failed

@@ -26,7 +26,7 @@ class BucketMemory {
     note_peak();
     return buffer;
   }
-  // The bytes of gradients that were borrowed, or, if negative, returned.
+  // Adds the bytes of borrowed gradients; negative when they are returned.
   void count_borrowed(int64_t bytes) {
     borrowed_bytes_ += bytes;
     note_peak();
@@ -74,7 +74,7 @@ struct BucketContent {
   static BucketContent of(const GradientBucket& bucket);
   bool is_begun() const { return !parts.empty(); }
 
-  // Makes a gradient the part, without a copy.
+  // Uses the memory of a gradient as the part, without a copy.
   void borrow(size_t piece, const at::Tensor& values);
   int64_t borrowed_bytes() const;
   // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since.

@@ -40,7 +40,8 @@ class CollectiveLog {
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
 
-  // Entries that may differ between ranks that did the same work. The fingerprint counts kUnknown as kKept.
+  // Entries that may differ between ranks that did equal work: repeated forwards, and empty gradients. In fingerprint()
+  // kUnknown counts as kKept.
   struct Doubtful {
     int64_t forwards = 0, failed_forwards = 0;
     std::string kept;

@@ -76,7 +76,7 @@ class GradientBuffer {
   c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // of the last gradients
 };
 
-// The way of a bucket's gradients to the other ranks.
+// How a bucket's gradients are sent to the other ranks.
 struct BucketRoute {
   std::vector<BucketPiece> pieces;         // the tensors that make up the buffer, in order, at least one
   std::vector<size_t> piece_of;            // by member
@@ -93,7 +93,7 @@ struct GradientBucket {
   std::vector<ParameterGeometry> geometries;  // of the members in the bucket
   FlatLayout layout;
   int owner = 0;                             // kByOwner: the only one
-  at::ScalarType dtype = at::kFloat;         // in which gradients are summed on this rank
+  at::ScalarType dtype = at::kFloat;         // in which gradients accumulate on this rank
   std::optional<at::ScalarType> wire_dtype;  // in which floating-point gradients are sent; empty: `dtype`
   WireFormat wire = WireFormat::kDtype;      // not for buckets that are cut whole
   GradientBuffer* result = nullptr;          // makes this rank's part `.grad`; null if this rank gets no part

@@ -33,8 +33,8 @@ class GradientCollector {
   bool has_content(size_t bucket) const { return slots_[bucket].content.is_begun(); }
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
 
-  // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has begun. It is of a part of the
-  // model that backward recomputes, say.
+  // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has already begun, for example
+  // because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
   // The parameter needs no more gradients for its bucket to be full.
   void note_arrival(size_t parameter);
@@ -45,7 +45,7 @@ class GradientCollector {
   // Copies gradients that belong to autograd, so that the next pass can add to them.
   void keep_for_next_pass();
 
-  // Whether a bucket has a gradient of the parameter; and forgets it.
+  // Whether a bucket has a gradient of the parameter. forget() removes it.
   bool keeps(size_t parameter) const;
   void forget(size_t parameter);
   void forget_recomputed();

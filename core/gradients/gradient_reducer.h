@@ -130,7 +130,8 @@ class GradientReducer {
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a gradient of any layout; undefined means none. Returns whether its bucket is full.
   bool add(size_t parameter, const at::Tensor& gradient);
-  // Starts to reduce full buckets whose turn it is; not in a pass that does not reduce. Free other memory before.
+  // Starts to reduce full buckets whose turn it is. Must not be called in a pass that does not reduce. Free memory
+  // first: buckets may reuse it.
   void start_full_ones();
   // Adds the sum of earlier passes, which the reducer may keep. Must be called after begin(). The parameter still needs
   // a gradient of this pass.
@@ -143,7 +144,7 @@ class GradientReducer {
   void abandon();
 
   size_t bucket_of(size_t parameter) const { return collector_.bucket_of(parameter); }
-  // Whether a bucket keeps a gradient of the parameter; and forgets it.
+  // Whether a bucket keeps a gradient of the parameter. forget() removes it.
   bool keeps(size_t parameter) const { return collector_.keeps(parameter); }
   void forget(size_t parameter) { collector_.forget(parameter); }
   // Parameters in the order in which their gradients arrived in the last pass.

@@ -49,7 +49,7 @@ class FlatLayout {
   // The part of the flat buffer that `rank` gets.
   Range shard(int rank) const;
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
-  // Of every rank, if the cut is even.
+  // The size of every rank's shard, if the cut is even.
   int64_t shard_numel() const { return shard(0).numel(); }
   // Numbers of elements by rank, for collectives; empty if they are even.
   std::vector<int64_t> counts() const;

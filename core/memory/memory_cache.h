@@ -86,7 +86,7 @@ class MemoryCache {
     int64_t on_call_bytes = 0;  // idle bytes that are marked MADV_FREE
     std::atomic<bool> is_tight = false;
   };
-  // Decreasing, so that of blocks of one size the last freed is first.
+  // Stamps decrease, so that among blocks of one size the last freed sorts first.
   using Stamp = int64_t;
 
   // Shared with the cache's thread, which may outlive the cache.
@@ -129,7 +129,7 @@ void set_memory_rank_of_thread(int rank);
 // requires. The cache's fork handlers stay until the process ends.
 void start_caching_memory();
 // Restores libtorch's allocator and frees idle blocks. Live tensors stay valid: their blocks are unmapped when they are
-// freed. The same precondition.
+// freed. Must be called while no other thread makes tensors.
 void stop_caching_memory();
 
 // The cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the cache is

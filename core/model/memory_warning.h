@@ -17,8 +17,8 @@ struct MemoryNeed {
   int64_t present_bytes = 0;  // of present parameters that stay
 };
 
-// The warning if `ranks` ranks that share `free_bytes` need more than that; "" if they do not. A planned number takes
-// the place of `need`.
+// Returns a warning if `ranks` ranks that share `free_bytes` need more than that; "" if they do not. In a
+// PlannedMemoryScope the planned bytes replace the sum of `need`.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
 // Warns before a wrapper allocates, because Linux kills a process that runs out of memory without a message. On the CPU

@@ -67,7 +67,7 @@ class Page {
   void set_current(GradMode mode);
 
   // Operators on views of this page get arguments of dtype `from` converted to the views' dtype, and their results are
-  // converted back: a unit that is not cast among units that are.
+  // converted back. For a unit that is not cast, in a model whose other units are.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Fills the storage for good, also for views that outlive the page. The pager is told of writes, but not of uses.
@@ -136,8 +136,8 @@ class Pager {
   // Called before a write that the page forbids. Throws std::logic_error, naming the parameter, or returns whether it
   // did the operator's work (zero_()). If not, the operator runs without touching the page (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
-  // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
-  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more.
+  // Called before an operator, or a caller of internal::before_write(), writes to a page that was attached permanently
+  // or reports writes (Page::tell_of_writes). Blocks until no operation in flight reads the page.
   virtual void before_write(int /*id*/) {}
 };
 
@@ -152,9 +152,11 @@ class RecomputesLater {
   const ThreadScope<bool> scope_{in_effect_, true};
 };
 
-// How autograd treats the current operator. It records a forward; in a checkpointed forward backward will record it; in
-// a backward it records a recomputed part. Unrecorded operators run in a backward, which needs the values of forward,
-// or in an evaluation, which may have used other values.
+// How autograd treats the current operator:
+//   kRecording     it records a forward, or backward will recompute it (checkpointed())
+//   kRecomputing   it records a part that backward recomputes
+//   kInBackward    not recorded, in backward: needs the values of forward
+//   kNotRecording  not recorded, outside backward: an evaluation, which may have used other values
 Page::GradMode current_grad_mode();
 
 // Throws std::runtime_error if another library has registered a fallback for our dispatch key.
@@ -162,7 +164,7 @@ void require_residency();
 
 // Whether a tensor is a view of a page.
 bool is_paged(const at::Tensor& tensor);
-// Must be called before a write by pointer. Calls Pager::before_write() if the tensor is a view of such a page.
+// Must be called before a write by pointer. Calls Pager::before_write() if the page of the tensor reports writes.
 void before_write(const at::Tensor& tensor);
 // Must be called after a write by pointer. If the tensor is a view of a page, holders of copies of the page are told.
 void note_write(const at::Tensor& tensor);

@@ -13,12 +13,12 @@ class StandIn {
   virtual ~StandIn() = default;
   // Returns the argument that the operator gets in place of the tensor.
   virtual at::Tensor values_for(const std::string& operation) const = 0;
-  // Computes at::linear(input, the tensor, bias); `bias` may be undefined. Also called for the products of
-  // torch::nn::functional::linear: matmul and mm with the tensor's t(), and addmm without factors. If it returns
-  // undefined, the operator runs on values_for().
+  // Computes at::linear(input, the tensor, bias); `bias` may be undefined. Also called for products with the tensor's
+  // t(), as in torch::nn::functional::linear: matmul, mm, and addmm with beta = alpha = 1. If it returns undefined, the
+  // operator runs on values_for().
   virtual at::Tensor linear(const at::Tensor& /*input*/, const at::Tensor& /*bias*/) { return {}; }
-  // Computes at::batch_norm() of the input, with the tensor among its statistics or weights. Undefined: as for
-  // linear().
+  // Computes at::batch_norm() of the input, for a tensor that is one of its statistics or weights. If it returns
+  // undefined, the operator runs on values_for().
   virtual at::Tensor batch_norm(const at::Tensor& /*input*/, bool /*training*/, double /*momentum*/, double /*eps*/) {
     return {};
   }

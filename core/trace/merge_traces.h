@@ -8,7 +8,7 @@
 
 namespace tessera::internal {
 
-// The alignment of some ranks' spans in a merged trace.
+// A host clock in a merged trace: the ranks of one run that use it, and its offset to the run's reference clock.
 struct MergedClock {
   std::string host;
   std::filesystem::path file;

@@ -1,4 +1,4 @@
-// An MPI program with a life of its own that trains a surrogate of itself while it runs.
+// An MPI solver that trains a surrogate of itself while it runs.
 //
 // The solver computes nonlinear heat conduction, du/dt = div((1 + u^2) grad u), in fp64 on a square grid. Each
 // MPI rank has some rows. A small network learns the solver's next kStride steps at a point from the point's

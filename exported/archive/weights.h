@@ -45,7 +45,7 @@ struct WeightSource {
 };
 
 // Reads from the archive; the tensor must have values and no holes. With `checks`, a read of the first element also
-// checks the whole storage: of ranks that read parts, one then reads the rest, and no rank reads all storages.
+// verifies the checksum of the whole storage. So if ranks read parts of a tensor, one of them verifies it.
 WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor,
                        std::shared_ptr<MemberChecks> checks, std::shared_ptr<std::atomic<int64_t>> bytes_read);
 

@@ -73,13 +73,14 @@ class CommunicatorBackend {
   virtual Pending start(Collective collective) = 0;
   // Communicator::abort(), for this group alone.
   virtual void abort_this(const std::string& reason) noexcept = 0;
-  // Makes the group of these ranks of this one, in which this rank has number `position`. `name` is unique among the
-  // parts of this group. Collective over this group: ranks that are in no part pass no members and -1, and get null.
+  // Makes a group of `members`, which are ranks of this group; this rank becomes rank `position`. `name` is unique
+  // among this group's parts. Collective over this group: ranks that are in no part pass no members and -1, and get
+  // null.
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
   // Throws CommError if a completed operation was aborted. With `all`, waits for all operations first.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
-  // Throws if values of other ranks cannot be known (CountingCommunicator). `what` needs them.
+  // Throws if this group cannot provide other ranks' values, which `what` needs (CountingCommunicator).
   virtual void require_other_ranks(std::string_view /*what*/) const {}
 
   // For start() and other calls that block: see refuse_second_thread().

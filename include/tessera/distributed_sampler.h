@@ -99,7 +99,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // between loops over a loader. Only needed to skip or repeat epochs.
   void set_epoch(int64_t epoch);
   int64_t epoch() const;         // of the next step's first item: after the last batch of an epoch, the next epoch
-  int64_t micro_batch() const;   // micro-batches received of the step: 0 between steps, when to call step()
+  int64_t micro_batch() const;   // micro-batches of this step received so far; 0 between steps: then call step()
   int64_t batches_left() const;  // that the loop over a loader has still to receive: 0 in and after its last iteration
 
   // Its state "sampler": items, seed, shuffle, and the number of items that all ranks have taken. Must be saved between

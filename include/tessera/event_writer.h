@@ -24,7 +24,7 @@ class EventWriter {
  public:
   // Options of the file.
   struct Options {
-    // scalar() writes pending records if the last write is older. A kill loses at most this time.
+    // scalar() writes pending records if the last write is older. A kill loses at most the records of this time.
     std::chrono::milliseconds flush_every{5000};
     // Called by the writing thread when writes begin to fail, with the file, the reason and the consequence. Must not
     // call the writer. Empty: prints to standard error.
@@ -40,7 +40,7 @@ class EventWriter {
 
   // Adds a point to the curve `tag` ("train/loss": the part before the slash groups curves). It is stored as fp32, with
   // the time of the call. TensorBoard shows NaN and infinities as such. Not collective. Does not throw if the disk is
-  // full: a training must not end for its curves.
+  // full, so that logging cannot end the training.
   void scalar(std::string_view tag, double value, int64_t step);
 
   // Writes pending records. Returns false if the write fails. The file then has complete records as before, and pending

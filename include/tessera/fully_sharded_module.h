@@ -68,7 +68,7 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   std::vector<NamedShard> named_shards() const override;
   std::vector<NamedShard> shards_to_save() const override;
   std::vector<HeldPart> held_by(int rank) const override;
-  // With the parameters of FsdpOptions::ignored_modules, which are not sharded either: checkpoints include them.
+  // Includes the parameters of FsdpOptions::ignored_modules, which are not sharded, for checkpoints.
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:

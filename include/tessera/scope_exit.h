@@ -9,15 +9,15 @@ namespace tessera {
 // A scope that changes what a wrapper does, and ends with it: no_sync(), summon_full_params(). Move-only.
 class [[nodiscard]] ScopeExit {
  public:
-  // For those who open a scope: what ends it.
+  // Calls `leave` once, when the scope ends.
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
   ScopeExit& operator=(ScopeExit&&) = delete;
-  // Ends the scope now; throws what ending it may throw.
+  // Ends the scope now; throws what `leave` throws.
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }
-  // The same; but an exception that is on its way already says more than one of ending the scope.
+  // Ends the scope. During unwinding, discards exceptions of `leave`: the first exception says more.
   ~ScopeExit() noexcept(false) {
     try {
       leave();

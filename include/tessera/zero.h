@@ -54,11 +54,11 @@ struct ZeroOptions {
   SdpOptions sdp{};
   FsdpOptions fsdp{};
 
-  // What `groups` makes of them.
+  // Returns the groups that `groups` makes of the parameters; one group of all if it is empty.
   Groups groups_of(const Parameters& parameters) const {
     return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
   }
-  // A module's own, each once.
+  // Returns the module's own parameters, each once.
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
@@ -90,7 +90,7 @@ namespace internal {
 template <class Holder>
 class StageWrapper {
  public:
-  // The one that these options are of.
+  // Makes the wrapper that these options belong to.
   void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
     wrapper_.template emplace<Ddp>(module, std::move(comm), options);
   }
@@ -102,14 +102,14 @@ class StageWrapper {
     wrapper_.template emplace<Fsdp>(module, std::move(comm), options);
   }
 
-  // What act(wrapper) returns, the same type for each.
+  // Returns act(wrapper), which must have one type for all wrappers.
   template <class Act>
   auto with(Act act) {
     if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
     if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
     return act(std::get<Fsdp>(wrapper_));
   }
-  // What all of them have.
+  // The wrapper's interface that does not depend on the stage.
   DataParallel& any() {
     return *with([](auto& wrapper) -> DataParallel* { return &wrapper; });
   }
@@ -125,12 +125,12 @@ class StageWrapper {
 }  // namespace internal
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
-// Each call does what the wrapper of the stage does; see there for what is collective and throws. parameters() are what
-// the optimizer was given: whole ones, or this rank's shards of them in stage 3.
+// Each call goes to the stage's wrapper, whose header states the contract. parameters() are the optimizer's: whole
+// ones, or in stage 3 this rank's shards.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
-  // For zero(), which says what Options are.
+  // Used by zero(), which documents the options.
   template <class Options>
   Zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero)
       : stage_(zero.stage), module_(std::move(module)) {
@@ -162,7 +162,7 @@ class Zero : public ModelShards {
 
   int stage() const { return stage_; }  // ZeroOptions::stage
 
-  // What module->forward(args...) returns.
+  // Returns the result of module->forward(args...).
   template <class... Args>
   auto forward(Args&&... args) {
     using Output = std::decay_t<decltype(module_->forward(std::forward<Args>(args)...))>;
@@ -178,20 +178,20 @@ class Zero : public ModelShards {
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
-  // The norm before. Collective but in stage 0.
+  // Returns the norm before clipping. Collective, except in stage 0.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()); sharded != nullptr && stage_ == 1)
       return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
     return wrapper_.any().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
   }
-  // What sums of gradients over ranks are divided by from the next backward on, instead of the number of ranks.
+  // Sets the divisor of sums of gradients from the next backward on, in place of the number of ranks.
   void set_gradient_divide_factor(double factor) { wrapper_.any().set_gradient_divide_factor(factor); }
-  // The same by the sum of `own` over the ranks: see DataParallel.
+  // Sets the divisor to the sum of `own` over the ranks: see DataParallel.
   int64_t divide_gradients_by_sum(int64_t own) { return wrapper_.any().divide_gradients_by_sum(own); }
   // While the scope lives, backward adds up gradients without reducing them.
   ScopeExit no_sync() { return wrapper_.any().no_sync(); }
 
-  // Whole, by the module's names, as copies. Collective.
+  // Returns copies of the full parameters and buffers, by the module's names. Collective.
   ZeroOptions::Parameters full_state_dict() {
     return wrapper_.with([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
@@ -210,7 +210,7 @@ class Zero : public ModelShards {
   ZeroOptions::Parameters named_buffers() const override { return wrapper_.any().named_buffers(); }
 
  private:
-  // Optimizers that look at whole parameters are told of the wrapper.
+  // Gives the wrapper to optimizers that need whole parameters.
   template <class Options>
   std::unique_ptr<Optimizer> make_optimizer(ZeroOptions::Groups groups, const Options& options) const {
     if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>)

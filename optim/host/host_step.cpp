@@ -76,7 +76,7 @@ HostStep::~HostStep() {
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  // This rank may own nothing of an added group.
+  // The number of groups is compared, too: this rank may own no parameter of an added group.
   if (host_optimizer_ && count == host_copies_.size() &&
       host_optimizer_->param_groups().size() == optimizer.param_groups().size()) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i)

@@ -350,7 +350,7 @@ class CoreSimulation {
     return burst(rank, seconds);
   }
 
-  // Returns when this rank has all of an exchange: now, later, or at an unknown time.
+  // Returns the time at which this rank has sent and received all of an exchange; kNever if it is not known yet.
   double through_s(int rank, const View& view) const {
     double through = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {

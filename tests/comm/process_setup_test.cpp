@@ -287,7 +287,7 @@ TEST(ProcessSetup, AGroupOfTheProgramsOwnStoreChangesNothing) {
     const auto codes = on_processes(2, [&](StorePtr store, int rank) {
       at::set_num_threads(1);
       ::fflush(nullptr);
-      const testing_support::TemporaryFolder folder;  // of what is printed
+      const testing_support::TemporaryFolder folder;  // of the output
       const std::string printed = (folder / "printed").string();
       if (::freopen(printed.c_str(), "w", stdout) == nullptr || ::dup2(::fileno(stdout), STDERR_FILENO) < 0) return 5;
       std::vector<torch::nn::Sequential> models;

@@ -422,7 +422,7 @@ TEST(TrainGpt, OfTwoJobsThatBeginAtOnceOneIsRefused) {
   EXPECT_TRUE(other.await("step", 1)) << other.output();
 }
 
-// All ranks save, whichever rank gets the signal, and the run goes on from that step.
+// A signal at any rank makes all ranks save. The resumed run continues from that step.
 TEST(TrainGpt, ASignalSavesAndStops) {
   const TemporaryFolder folder;
   const std::string program =

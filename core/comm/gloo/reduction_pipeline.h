@@ -43,9 +43,9 @@ class ReductionPipeline {
     std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null: the sum stays here
   };
 
-  // `own` is this rank's contribution to its own part, in segments that all ranks have in common. The sum is written to
-  // `out`, which may be the memory of a single segment, and must not overlap otherwise. All are flat, contiguous and of
-  // one dtype. A chunk never spans two segments.
+  // `own` is this rank's contribution to its own part, in segments of equal sizes on all ranks. The sum is written to
+  // `out`, which may be the only segment, and must not overlap `own` otherwise. All are flat, contiguous and of one
+  // dtype. A chunk never spans two segments.
   ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
                     Exchange exchange);
 

@@ -116,7 +116,7 @@ class Transport {
   virtual void disconnect() noexcept {}
 };
 
-// Makes the transports of a group, and of its parts, whose bytes travel by the program's own means (core/comm/guest).
+// Makes the transports of a group, and of its parts, whose bytes the program's own library moves (core/comm/guest).
 class TransportSource {
  public:
   virtual ~TransportSource() = default;

@@ -26,15 +26,14 @@ class StallSearch {
     std::string text;  // "": none was found
     bool is_published = false;
   };
-  // A failure that another rank has published. Else, that this rank has started another operation than the rank that
-  // was the first to stall and publishes its operations.
+  // Returns a failure that another rank has published. Otherwise compares operations with the first rank to stall,
+  // which publishes its own, and returns the first difference.
   Reason find_failure_or_divergence(const std::deque<StartedOperation>& own);
-  // A rank that has left and takes no part in an operation that this one has started; "" if there is none. Asks the
-  // store once a second.
+  // Returns an error text if a rank has left before an operation that this rank started; "" if none has. Asks the store
+  // at most once a second.
   std::string find_leaver(const std::deque<StartedOperation>& own);
-  // A cycle of waits in different groups that includes `wait`; "" if there is none. One rank of the group searches, as
-  // the others wait for the members of the cycle, too. A rank learns of its cycle before other ranks can miss the
-  // members that have gone on in other groups.
+  // Returns the text of a cycle of waits in different groups that includes `wait`; "" if none is known. One rank of the
+  // group searches, and publishes the cycle for its members.
   std::string find_cycle(const std::optional<WaitRegistry::Wait>& wait);
 
   // Whether the store has traces of the search, which end() removes.

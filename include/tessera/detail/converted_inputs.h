@@ -15,7 +15,7 @@ class ConvertedInputs {
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
   // Copies changes in place to the caller's tensors; autograd records the copies.
   void copy_changes() const;
-  // The caller's tensor of a converted one; other tensors as they are.
+  // Returns the caller's tensor for a converted one; any other tensor unchanged.
   at::Tensor own_of(const at::Tensor& tensor) const;
   // Whether two lists have the same tensors.
   static bool are_same(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others);

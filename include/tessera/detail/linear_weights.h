@@ -8,18 +8,18 @@
 
 namespace tessera::internal {
 
-// A weight that only at::linear uses, where it is not a torch::nn::Linear's: of a module that computes in another way.
+// A weight of a module that is not a torch::nn::Linear, if only at::linear uses it.
 struct LinearWeight {
   torch::nn::Module* owner;
   std::string fqn;   // of the parameter
   std::string name;  // its name in the owner
-  // What computes reads this tensor and no other.
+  // The module's computation reads this tensor, so replacing it replaces the weight.
   at::Tensor* used;
 };
 class HasLinearWeights {
  public:
   virtual ~HasLinearWeights() = default;
-  // Names are from this module on; `used` stays where it is as long as the module lives.
+  // Names are relative to this module. `used` is valid as long as the module lives.
   virtual std::vector<LinearWeight> linear_weights() = 0;
 };
 

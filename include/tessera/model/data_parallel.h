@@ -20,7 +20,7 @@ struct MemoryReport {
   int64_t peak_gathered_bytes = 0;   // the peak of gathered_bytes
   int64_t secondary_bytes = 0;       // parts of gathered parameters kept for backward (hybrid sharding), now
   int64_t peak_secondary_bytes = 0;  // the peak of secondary_bytes
-  int64_t bucket_bytes = 0;          // gradients in buckets, before or in their reduction, now
+  int64_t bucket_bytes = 0;          // gradients in buckets now, waiting or being reduced
   int64_t peak_bucket_bytes = 0;     // the peak of bucket_bytes
   int64_t largest_unit_bytes = 0;    // full parameters of the largest unit
   int64_t unsharded_bytes = 0;       // the parameters of the whole model
@@ -45,8 +45,8 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own gradients, of all parameters, in full. The next backward
-  // outside it reduces the sum. (Without the scope, each backward reduces, and the averages add up.) Must be open, or
-  // not, in forward and backward alike, on all ranks. Throws std::logic_error inside a backward pass.
+  // outside it reduces the sum. (Without the scope, each backward reduces, and the averages add up.) All ranks must
+  // open it alike, around both forward and backward. Throws std::logic_error inside a backward pass.
   ScopeExit no_sync();
 
   // Sets the divisor of sums over ranks, from the next backward on, in place of the number of ranks (FSDP2's

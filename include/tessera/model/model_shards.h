@@ -72,11 +72,11 @@ namespace internal {
 class OptimizerShards {
  public:
   virtual ~OptimizerShards() = default;
-  // The optimizer that steps those, for its class.
+  // The optimizer that steps the owned parameters. Callers inspect its class.
   virtual const torch::optim::Optimizer& local() const = 0;
   // Whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;
-  // The values of a parameter on this rank after a step that gives its owner `values`: rounded if they are sent
+  // The values that this rank receives if the owner's new values are `values`. They are rounded if they are sent
   // rounded.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
