@@ -106,11 +106,7 @@ bool Scheduler::shows_exact_values() const {
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
   NoGradNoInferenceGuard quiet;
-  const std::vector<at::Tensor> whole = gradients_.ready();
-  std::vector<at::Tensor> scaled;  // without the padding of buffers, which must stay 0
-  for (const NamedShard& shard : model_.named_shards())
-    if (shard.tensor.grad().defined()) scaled.push_back(shard.tensor.grad());
-  return clip_shards_by_norm(whole, max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard, &scaled);
+  return clip_shards_by_norm(gradients_.ready(), max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard);
 }
 
 void Scheduler::visit_full_state(const ShardedModel::VisitState& visit, const StateDictOptions& options) {

@@ -266,16 +266,11 @@ void ShardedGradients::abandon() {
 }
 
 std::vector<at::Tensor> ShardedGradients::ready() const {
-  for (size_t i = 0; i < states_.size(); ++i)
-    if (shard_placeholders_->is_in(i, states_[i].shard)) throw std::logic_error(reason(i));
   std::vector<at::Tensor> gradients;
-  for (const GradientBucket& bucket : reducer_.buckets()) {
-    if (at::Tensor whole = bucket.result->whole_gradient(); whole.defined()) {
-      gradients.push_back(whole);
-      continue;
-    }
-    for (const at::Tensor& shard : bucket.result->leaves())
-      if (shard.grad().defined()) gradients.push_back(shard.grad());
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const at::Tensor& shard = states_[i].shard;
+    if (shard_placeholders_->is_in(i, shard)) throw std::logic_error(reason(i));
+    if (shard.grad().defined()) gradients.push_back(shard.grad());
   }
   return gradients;
 }

@@ -14,6 +14,7 @@
 
 #include <tessera/errors.h>
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 
@@ -101,7 +102,7 @@ void BackwardPass::fail_backward() const noexcept {
     torch::autograd::Engine::get_default_engine().queue_callback(
         [gone = gone_text(name())] { throw std::logic_error(gone); });
   } catch (const std::exception& error) {  // lack of memory
-    TORCH_WARN(error.what());
+    warn(error.what());
   }
 }
 

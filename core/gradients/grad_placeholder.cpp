@@ -68,7 +68,6 @@ void GradPlaceholder::use(const std::vector<Page*>& pages) {
 bool GradPlaceholder::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
   const auto index = static_cast<size_t>(page.id());
   if (operation != "aten::zero_") throw std::logic_error(events_.reason(index));
-  *slots_[index].is_awaited = false;
   events_.zeroed(index);
   return true;
 }

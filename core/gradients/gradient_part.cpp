@@ -79,6 +79,8 @@ at::Tensor as_part_of_gradient(const at::Tensor& gradient, const std::string& la
   return part;
 }
 
+bool is_part_of_gradient(const at::Tensor& gradient) { return part_of(gradient) != nullptr; }
+
 void forget_norm(const at::Tensor& gradient) {
   if (GradientPart* part = part_of(gradient)) part->norm_was_taken = false;
 }

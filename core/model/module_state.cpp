@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/comm/fingerprint.h"
+#include "core/model/replica_comparison.h"
 #include "core/paging/residency.h"
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
@@ -110,11 +110,8 @@ std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedPar
   for (const PlannedParameter& parameter : parameters) {
     const at::Tensor& grad = parameter.tensor.grad();
     if (!is_earlier_gradient(grad)) continue;
-    const at::Tensor values =
-        (grad.is_sparse() ? grad.to_dense() : grad).cpu().contiguous().resolve_conj().resolve_neg();
-    const auto checksum =
-        Fingerprint().add({static_cast<const char*>(values.const_data_ptr()), values.nbytes()}).value();
-    lines.push_back("a gradient of '" + parameter.fqn + "' with the checksum " + std::to_string(checksum));
+    const auto sum = checksum(grad.is_sparse() ? grad.to_dense() : grad).item<int64_t>();
+    lines.push_back("a gradient of '" + parameter.fqn + "' with the checksum " + std::to_string(sum));
   }
   return lines;
 }

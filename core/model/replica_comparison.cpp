@@ -26,14 +26,13 @@ int64_t steps_between(int64_t every) {
   return every > 0 ? every : steps_between_comparisons(std::getenv("TESSERA_DEBUG"));
 }
 
-// The sum of the elements' bits as integers, modulo 2^64: one changed bit changes it. Does not depend on strides.
-at::Tensor checksum(const at::Tensor& parameter) {
-  const at::Tensor own = parameter.detach().resolve_conj().resolve_neg();
+}  // namespace
+
+at::Tensor checksum(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach().resolve_conj().resolve_neg();
   const at::Tensor values = own.is_complex() ? at::view_as_real(own) : own;
   return values.view(bits_dtype(values.element_size())).sum(at::kLong);
 }
-
-}  // namespace
 
 ReplicaComparison::ReplicaComparison(int64_t every) : every_(steps_between(every)) {}
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,6 +30,10 @@ class ReplicaComparison {
   const int64_t every_;
   int64_t steps_ = 0;
 };
+
+// Returns the sum of the elements' bits as integers, modulo 2^64, as a tensor [] of int64 on the tensor's device: one
+// changed bit changes it. Does not depend on strides.
+at::Tensor checksum(const at::Tensor& tensor);
 
 // Of a value of TESSERA_DEBUG: "replicas:N" gives N, "replicas" gives 100, null or "" gives 0. Throws
 // std::invalid_argument for any other text.

@@ -20,9 +20,8 @@ void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& 
     for (const std::string& line : describe_parameters(unit.parameters))
       lines.push_back("unit '" + unit.name + "': " + line);
   for (std::string& line : describe_buffers(module)) lines.push_back(std::move(line));
-  std::vector<PlannedParameter> all;
-  for (const PlannedUnit& unit : plan) all.insert(all.end(), unit.parameters.begin(), unit.parameters.end());
-  for (std::string& line : describe_earlier_gradients(all)) lines.push_back(std::move(line));
+  for (const PlannedUnit& unit : plan)
+    for (std::string& line : describe_earlier_gradients(unit.parameters)) lines.push_back(std::move(line));
   require_agreement(world, "the module to shard", lines);
 }
 

@@ -82,7 +82,8 @@ void ReplicatedGradients::install() {
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  step_check_.emplace(while_alive(self, [](auto& owner) { owner.require_averages(); }, [] {}));
+  step_check_.emplace(while_alive(
+      self, [](auto& owner) { owner.require_averages(); }, [] {}));
   refresh_trainable();
 }
 
@@ -173,7 +174,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
                            "call the wrapper's forward after requires_grad_(true), not the module's");
   if (!reduces()) {
-    keep_own_sum(parameter, gradient.defined());
+    if (gradient.defined()) begin_own_sum(parameter);
     return gradient;  // autograd accumulates it
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
@@ -196,19 +197,21 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
   states_[parameter].grad = GradState::kFinal;
 }
 
-// Scales an average that becomes part of an own sum, so that the next reduction leaves its share unchanged: the
-// reduction divides by the divisor, and adds the averages of all ranks that hold one.
-void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
-  const at::Tensor& tensor = binding_.tensor(parameter);
+// A gradient that is there already is an average: of a backward, of the time before wrapping, or the user's. It is
+// scaled, so that the next reduction leaves its share unchanged: the reduction divides by the divisor, and adds the
+// averages of all ranks that hold one. Under SDP that is the owner alone.
+void ReplicatedGradients::begin_own_sum(size_t parameter) {
+  at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
   ParameterState& state = states_[parameter];
-  if (state.grad != GradState::kAccumulating || !tensor.grad().defined()) state.has_average = false;
-  if (tensor.grad().defined() && state.grad == GradState::kFinal) {
-    const double ranks = mesh_.world->size();
-    state.has_average = true;
-    const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
-    if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
-  }
-  if (adds) state.grad = GradState::kAccumulating;
+  const bool goes_on = state.grad == GradState::kAccumulating;
+  if (!grad.defined() || !goes_on) state.has_average = false;
+  state.grad = GradState::kAccumulating;
+  if (!grad.defined() || goes_on) return;
+  if (!gets_average(parameter)) return grad.reset();
+  state.has_average = true;
+  const double ranks = mesh_.world->size();
+  const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
+  if (factor != 1) grad = grad * factor;
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -279,8 +282,8 @@ void ReplicatedGradients::note_failed_forward() {
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const bool has_average = states_[i].grad == GradState::kFinal || states_[i].has_average;
-    log_.add_kept(has_average && binding_.tensor(i).grad().defined(), /*is_empty=*/false);
+    const bool is_average = states_[i].grad != GradState::kAccumulating || states_[i].has_average;
+    log_.add_kept(is_average && !is_lost(i) && binding_.tensor(i).grad().defined(), /*is_empty=*/false);
   }
 }
 
@@ -305,7 +308,9 @@ void ReplicatedGradients::end() {
     states_[i].awaits_reduction = false;
     if (!reducer_.was_used(i)) continue;
     any_used = states_[i].used = true;
-    if (binding_.tensor(i).grad().defined()) states_[i].grad = GradState::kFinal;
+    at::Tensor& grad = binding_.tensor(i).mutable_grad();
+    if (!gets_average(i)) grad.reset();  // the owner's was added to
+    if (grad.defined()) states_[i].grad = GradState::kFinal;
   }
   // torch::autograd::grad() for inputs uses no parameters, and need not use all.
   flags_.any_backward = flags_.any_backward || any_used;

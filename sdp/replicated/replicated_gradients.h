@@ -88,7 +88,11 @@ class ReplicatedGradients : public BackwardPass {
   void plan(const std::vector<size_t>& order);
   bool is_lost(size_t parameter) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
-  void keep_own_sum(size_t parameter, bool adds);
+  void begin_own_sum(size_t parameter);
+  // Whether this rank keeps the average of the parameter.
+  bool gets_average(size_t parameter) const {
+    return reducer_.buckets()[reducer_.bucket_of(parameter)].result != nullptr;
+  }
   void note_passed_through(size_t parameter);
   void agree_on_order();
   void require_all_used();

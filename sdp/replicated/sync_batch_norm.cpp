@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "core/layout/deferred.h"
+#include "core/memory/without_data.h"
 #include "core/paging/stand_in.h"
 
 namespace tessera {
@@ -69,8 +70,7 @@ Statistics over_ranks(const at::Tensor& input, Communicator& group) {
   all = all.to(x.device());
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);  // [ranks, 1]
   Statistics made{{}, {}, group.to_host(counts.sum(), "statistics of a batch").item<double>()};
-  // Values of a dry run are zeros: each rank then has as many as this one.
-  if (made.count < count) made.count = count * group.size();
+  if (is_without_data()) made.count = count * group.size();  // a dry run gathers no data
   if (made.count < 2)
     throw std::invalid_argument(
         c10::str("SyncBatchNorm: ", made.count, " values a channel over all ranks, expected 2 or more in training"));

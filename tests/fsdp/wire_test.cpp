@@ -122,6 +122,23 @@ TEST(Wire, ReducesGradientsWithinTheBound) {
   }
 }
 
+// A block with an infinity makes the padding of its buffer NaN, which is no part of the norm.
+TEST(Wire, ANormIsFiniteAfterAStepThatWasNot) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(seeded(3, [] { return torch::nn::Linear(5, 3); }), comm,
+                                  options_with({.gradients = WireFormat::kInt8Blocks}));
+    std::vector<bool> is_finite;
+    for (int step = 0; step < 4; ++step) {
+      for (const at::Tensor& shard : fsdp.parameters())
+        if (shard.grad().defined()) shard.grad().zero_();
+      const at::Tensor x = on_rank_device(torch::ones({2, 5}));
+      (fsdp(x).square().mean() * (step == 1 ? INFINITY : 1.0)).backward();
+      is_finite.push_back(std::isfinite(fsdp.clip_grad_norm_(0.1)));
+    }
+    EXPECT_EQ(is_finite, (std::vector<bool>{true, false, true, true}));
+  });
+}
+
 TEST(Wire, SendsAQuarterOfTheBytes) {
   on_ranks(4, [](std::shared_ptr<Communicator> comm) {
     auto sent_by_a_step = [&](WireFormats wire) {

@@ -102,6 +102,54 @@ TEST_P(Wrapping, GradientsFromBeforeWrappingStay) {
   });
 }
 
+// Also where backward reduces before it accumulates.
+TEST_P(Wrapping, GradientsFromBeforeWrappingStayThroughReductions) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const Model model = another_mlp();
+    for (at::Tensor& parameter : model->parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.25);
+    const auto other = run.another(model);
+    other->loss(0).backward();
+    {
+      auto scope = other->no_sync();
+      other->loss(1).backward();
+    }
+    other->loss(2).backward();
+    other->optimizer().step();
+    run.note_state(*other);
+  });
+}
+
+TEST_P(Wrapping, GradientsFromBeforeWrappingAreSteppedAlone) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const Model model = another_mlp();
+    for (at::Tensor& parameter : model->parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.25);
+    const auto other = run.another(model);
+    other->optimizer().step();
+    run.note_state(*other);
+    other->model->zero_grad();
+    other->loss(0).backward();
+    other->optimizer().step();
+    run.note_state(*other);
+  });
+}
+
+TEST_P(Wrapping, TheWrapperIsMadeAgainBetweenBackwardAndStep) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+    const Model model = another_mlp();
+    auto first = run.another(model);
+    first->loss(0).backward();
+    first.reset();
+    const auto second = run.another(model);
+    {
+      auto scope = second->no_sync();
+      second->loss(1).backward();
+    }
+    second->loss(2).backward();
+    second->optimizer().step();
+    run.note_state(*second);
+  });
+}
+
 TEST_P(Wrapping, ASecondWrapperAroundTheSameModule) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);

@@ -142,5 +142,34 @@ TEST_P(Clipping, ClippedByTorchsFunctionOnTheWrappersParameters) {
   play_clipped_by_torch(GetParam(), [](Trainer& run) { return run.parameters(); });
 }
 
+// Gradients that the loop itself has put there are parts or owners' too, once a backward has added to them.
+TEST_P(Clipping, ClippedByTorchsFunctionAfterGradientsOfTheLoopsOwn) {
+  const auto clipped = [&](const std::function<void(Trainer&, int)>& before_clipping) {
+    play(GetParam(),
+         {.expect = GetParam().stage >= 2 ? Expect::kRefused : Expect::kEqual,
+          .says = {"is in the wrapper's shards", "would be scaled by a tensor that may come from its norm"},
+          .equal_alone = true},
+         [&](Trainer& run) {
+           for (int step = 0; step < 3; ++step) {
+             before_clipping(run, step);
+             torch::nn::utils::clip_grad_norm_(run.parameters(), 0.1);
+             run.optimizer().step();
+           }
+         });
+  };
+  clipped([](Trainer& run, int step) {
+    for (at::Tensor& parameter : run.parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
+    run.loss(step).backward();
+  });
+  clipped([](Trainer& run, int step) {
+    {
+      auto scope = run.no_sync();
+      run.loss(step).backward();
+    }
+    run.optimizer().zero_grad(false);
+    run.loss(step).backward();
+  });
+}
+
 }  // namespace
 }  // namespace tessera::loops::clipping_test

@@ -55,6 +55,24 @@ TEST_P(Divisors, GradientsDividedByTheNumberOfTokens) {
   });
 }
 
+// Weight decay that the loop itself puts into the gradients.
+TEST_P(Divisors, GradientsOfTheLoopsOwnAreNotDivided) {
+  for (const bool accumulates : {false, true})
+    play(GetParam(), {.same_data = true}, [accumulates](Trainer& run) {
+      const auto loss = [&](int step) { return (run(part(run, run.x(step))) - part(run, run.y(step))).square().sum(); };
+      run.set_gradient_divide_factor(kRows);
+      for (int step = 0; step < 3; ++step) {
+        for (at::Tensor& parameter : run.parameters()) parameter.mutable_grad() = 0.01 * parameter.detach();
+        if (accumulates) {
+          auto scope = run.no_sync();
+          loss(2 * step).backward();
+        }
+        loss(2 * step + 1).backward();
+        run.optimizer().step();
+      }
+    });
+}
+
 TEST_P(Divisors, AGradientDivisorOfNothingIsRefused) {
   play(GetParam(), {.optimizers = {Optim::kSgd}}, [](Trainer& run) {
     if (run.world == 1) return;

@@ -126,6 +126,34 @@ TEST_P(ZeroGrad, ByTheModuleToZeroAfterBackward) {
   });
 }
 
+// By the module to zeros, and after another backward to none.
+TEST_P(ZeroGrad, ByTheModuleInBothWays) {
+  const Expect may_refuse = where_gradients_stay(GetParam()) == Expect::kRefused ? Expect::kEither : Expect::kEqual;
+  play(GetParam(), {.expect = may_refuse, .says = kDropped}, [](Trainer& run) {
+    run.train(0);
+    run.model->zero_grad(false);
+    run.loss(1).backward();
+    run.model->zero_grad();
+    run.optimizer().step();
+    run.note(run.loss(1).detach());
+    run.train(2);
+  });
+}
+
+// To zeros also where a gradient was infinite or NaN: clipping sees no trace of it.
+TEST_P(ZeroGrad, ToZerosAfterANormThatIsNoNumber) {
+  for (const double bad : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
+    play(GetParam(), {}, [bad](Trainer& run) {
+      for (int step = 0; step < 4; ++step) {
+        run.optimizer().zero_grad(false);
+        (run.loss(step) * (step == 1 ? bad : 1.0)).backward();
+        const double norm = run.clip_grad_norm_(0.1);
+        run.notes.push_back(std::isfinite(norm) ? 1 : 0);
+        if (std::isfinite(norm)) run.optimizer().step();
+      }
+    });
+}
+
 TEST_P(ZeroGrad, ByTheModuleRightBeforeBackward) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
