@@ -116,11 +116,8 @@ fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std:
                              const std::optional<ReadLock>& lock) {
   std::string next;
   try {
-    std::error_code error;
-    if (const fs::path moved = lock ? lock->directory() : fs::path(); !moved.empty() && is_checkpoint(moved))
-      next = fs::equivalent(moved, dir, error) ? "" : moved.string();
-    else if (comm.rank() == 0 && read_manifest_text(dir) != manifest_text)
-      next = dir.string();
+    if (lock) next = lock->moved_from(dir).string();
+    if (next.empty() && comm.rank() == 0 && read_manifest_text(dir) != manifest_text) next = dir.string();
   } catch (const CheckpointError&) {  // it was removed
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
@@ -147,8 +144,8 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
     const auto texts = gather_results(comm, attempt([&] {
                                         if (comm.rank() != 0) return std::string();
                                         if (from == dir) hold.emplace(dir);
-                                        const fs::path locked = hold->directory();
-                                        return read_manifest_text(locked.empty() ? from : locked);
+                                        const fs::path moved = hold->moved_from(from);
+                                        return read_manifest_text(moved.empty() ? from : moved);
                                       }),
                                       what);
     try {

@@ -59,8 +59,9 @@ std::vector<double> LambdaLR::get_lrs() { return rates_of(int64_t{step_count_} +
 std::vector<double> LambdaLR::rates_of(int64_t step) {
   const std::vector<double> current = get_current_lrs();
   for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // also of groups added later
+  const double factor = factor_(step);
   std::vector<double> rates(current.size());
-  for (size_t i = 0; i < rates.size(); ++i) rates[i] = peaks_[i] * factor_(step);
+  for (size_t i = 0; i < rates.size(); ++i) rates[i] = peaks_[i] * factor;
   return rates;
 }
 

@@ -273,7 +273,7 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
 std::string format_manifest(const Manifest& manifest) {
   const bool by_rank = manifest.saved.by_rank;
   json fields{{"format", "tessera-checkpoint"},
-              {"version", by_rank ? 2 : 1},
+              {"version", by_rank ? kFormatVersion : 1},
               {"sequence", manifest.sequence},
               {"id", to_hex(manifest.id)},
               {"world_size", manifest.world_size},
@@ -331,7 +331,7 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
   if (const int64_t version = fields.number("version"); version != 1 && version != kFormatVersion)
     fields.refuse("has format version " + std::to_string(version) + "; this Tessera reads version 1 to " +
                   std::to_string(kFormatVersion));
-  const bool by_rank = fields.number("version") == 2;
+  const bool by_rank = fields.number("version") == kFormatVersion;
   if (by_rank == fields.has("files"))
     fields.refuse(std::string("the field 'files' is ") + (by_rank ? "not known" : "missing"));
   for (const char* field : {"beside", "folder", "models", "optimizers"})

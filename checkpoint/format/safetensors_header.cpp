@@ -3,6 +3,7 @@
 #include <endian.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include <tessera/errors.h>
@@ -147,7 +148,7 @@ std::string read_header_bytes(const InputFile& file) {
   if (const std::string problem = lfs_problem(beginning); !problem.empty())
     throw CheckpointError(where + ": " + problem);
   uint64_t text_bytes = 0;
-  file.read(&text_bytes, kLengthBytes, 0);
+  std::memcpy(&text_bytes, beginning.data(), kLengthBytes);
   text_bytes = le64toh(text_bytes);
   if (text_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)))
     throw CheckpointError(where + ": claims a header of " + std::to_string(text_bytes) + " bytes; the file has " +

@@ -4,10 +4,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <list>
 #include <map>
 #include <optional>
+#include <ranges>
 #include <set>
 #include <string_view>
 
@@ -148,20 +150,23 @@ class Loader {
     std::set<std::string> saved_parameters{};
   };
 
+  // "'a', 'b'", or "one without a name".
+  static std::string listed(const auto& names) {
+    std::string all;
+    for (const std::string& name : names)
+      if (!name.empty()) all += (all.empty() ? "'" : ", '") + name + "'";
+    return all.empty() ? "one without a name" : all;
+  }
+
   // Skips the tensors of named models that are not loaded.
   void match_models() {
     const auto& saved = manifest_.models;
-    auto text = [](const std::vector<std::string>& names) {
-      std::string all;
-      for (const auto& name : names) all += (all.empty() ? "'" : ", '") + name + "'";
-      return all.empty() ? "one without a name" : all;
-    };
     if (saved.empty() != models_.empty() && !options_.rename)
-      misfits_["models"].push_back("the checkpoint has " + text(saved) + ", this is " + text(models_) +
+      misfits_["models"].push_back("the checkpoint has " + listed(saved) + ", this is " + listed(models_) +
                                    " (LoadOptions::rename maps the names of tensors)");
     for (const auto& name : models_)
       if (!saved.empty() && std::find(saved.begin(), saved.end(), name) == saved.end())
-        misfits_["models"].push_back("the checkpoint has " + text(saved) + ", not '" + name + "'");
+        misfits_["models"].push_back("the checkpoint has " + listed(saved) + ", not '" + name + "'");
     if (models_.empty()) return;
     for (const auto& name : saved)
       if (std::find(models_.begin(), models_.end(), name) == models_.end())
@@ -173,6 +178,7 @@ class Loader {
   // Maps the model's names to the names in the checkpoint.
   std::map<std::string, std::string> names_in_model() {
     std::map<std::string, std::string> names;
+    const auto of_other_models = left_out_;
     auto add = [&](const std::string& name, const std::string& saved) {
       const std::string own = renamed(name);
       if (own.empty()) return left_out_.insert(saved), void();
@@ -181,10 +187,10 @@ class Loader {
         misfits_["two names become one"].push_back(found->second + " and " + saved + " become " + own);
     };
     for (const auto& [name, tensor] : saved_.tensors)
-      if (is_of_model(tensor) && !left_out_.contains(name)) add(name, name);
+      if (is_of_model(tensor) && !of_other_models.contains(name)) add(name, name);
     for (const auto& [name, tensor] : saved_.tensors)
       for (const auto& alias : tensor.aliases)
-        if (!left_out_.contains(name)) add(alias, name);
+        if (!of_other_models.contains(name)) add(alias, name);
     return names;
   }
 
@@ -278,21 +284,17 @@ class Loader {
     const auto& all = manifest_.optimizers;
     if (optimizers_.empty()) return;
     if (all.empty()) return misfits_["optimizer"].push_back("the checkpoint was saved without one");
-    std::string names;
-    for (const auto& [name, saved] : all) names += (names.empty() ? "'" : ", '") + name + "'";
     std::set<std::string> optimized;
     for (LoadedOptimizer& optimizer : optimizers_) {
       const auto saved = all.find(optimizer.name);
       if (saved == all.end())
-        return misfits_["optimizer"].push_back(
-            "the checkpoint has " + (names == "''" ? "one without a name" : names) + ", this is " +
-            (optimizer.name.empty() ? "one without a name" : "'" + optimizer.name + "'"));
+        return misfits_["optimizer"].push_back("the checkpoint has " + listed(std::views::keys(all)) + ", this is " +
+                                               listed(std::array{optimizer.name}));
       optimizer.saved = &saved->second;
       if (!match_optimizer(optimizer, optimized)) return;
     }
     for (const auto& [name, saved] : all)  // not loaded
-      if (std::none_of(optimizers_.begin(), optimizers_.end(),
-                       [&, &key = name](const auto& o) { return o.name == key; }))
+      if (std::ranges::find(optimizers_, name, &LoadedOptimizer::name) == optimizers_.end())
         for (const auto& group : saved.groups)
           without_optimizer_.insert(group.parameters.begin(), group.parameters.end());
     match_states(optimized);
@@ -342,7 +344,11 @@ class Loader {
   // Returns a sentence if the groups are equal but for their order; else "".
   static std::string other_order(const std::vector<std::set<std::string>>& own,
                                  const std::vector<std::set<std::string>>& saved) {
-    if (own == saved || !std::is_permutation(own.begin(), own.end(), saved.begin(), saved.end())) return "";
+    const auto sorted = [](std::vector<std::set<std::string>> groups) {
+      std::ranges::sort(groups);
+      return groups;
+    };
+    if (own == saved || sorted(own) != sorted(saved)) return "";
     std::string text = "its groups are in another order than the checkpoint's: groups";
     for (size_t i = 0; i < own.size(); ++i)
       text += std::string(i > 0 ? ", " : " ") +
@@ -598,7 +604,7 @@ class Loader {
   GeneratorStates generators_;                          // empty: not restored
   std::map<std::string, std::string> saved_names_;      // of tensors in both model and checkpoint
   std::map<std::string, std::vector<int64_t>> orders_;  // memory order in the model, by saved name
-  std::multimap<std::string, std::string> tied_names_;  // model's name to further saved names of the tensor
+  std::multimap<std::string, std::string> tied_names_;  // model's name -> the tensor's other names in the checkpoint
   std::set<std::string> names_of_model_;                // the first name of each tensor
   std::set<std::string> left_out_;                      // saved names that `rename` skips
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;

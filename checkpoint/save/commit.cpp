@@ -90,8 +90,14 @@ ReadLock::ReadLock(const fs::path& checkpoint) {
     const bool is_same =
         outcome == LockOutcome::kTaken && (directory().empty() || fs::equivalent(directory(), checkpoint, error));
     if (outcome == LockOutcome::kNoLocks || is_same) return;
-    if (outcome == LockOutcome::kHeldByOther) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
+}
+
+fs::path ReadLock::moved_from(const fs::path& checkpoint) const {
+  const fs::path now = directory();
+  std::error_code error;
+  return now.empty() || !is_checkpoint(now) || fs::equivalent(now, checkpoint, error) ? fs::path() : now;
 }
 
 }  // namespace tessera::internal

@@ -65,11 +65,12 @@ class ReadLock {
  public:
   explicit ReadLock(const std::filesystem::path& checkpoint);
 
-  // Returns the locked checkpoint's path now, which is another one after a save has replaced the checkpoint; "" if
-  // nothing is locked.
-  std::filesystem::path directory() const { return lock_.path().parent_path(); }
+  // Returns where the locked checkpoint is now if a save has replaced it at `checkpoint`; "" if it is there, or not
+  // locked.
+  std::filesystem::path moved_from(const std::filesystem::path& checkpoint) const;
 
  private:
+  std::filesystem::path directory() const { return lock_.path().parent_path(); }
   FileLock lock_;
 };
 

@@ -54,15 +54,16 @@ at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
                               "; expected " + to_string(shard.tensor.sizes().vec()));
 }
 
-// Returns the elements of a tensor. Those of a tensor on disk are read, so that a save has one in memory at a time.
-at::Tensor in_memory(const LocalTensor& local) {
-  DiskPager* disk = DiskPager::of(local.tensor);
-  return disk == nullptr ? local.tensor
-                         : flat_elements(disk->hold(local.tensor, /*writes=*/false).values().clone(), local);
-}
-
+// Returns the elements of a segment. Those of a tensor on disk are copied, so that a save has one segment of it in
+// memory at a time.
 at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
-  return in_memory(local).narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
+  const auto part = [&](const at::Tensor& elements) {
+    return elements.narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
+  };
+  DiskPager* disk = DiskPager::of(local.tensor);
+  if (disk == nullptr) return part(local.tensor);
+  const auto hold = disk->hold(local.tensor, /*writes=*/false);
+  return part(flat_elements(hold.values(), local)).clone();
 }
 
 // The elements of a segment, in the shape of its box.
@@ -77,7 +78,7 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
   if (std::is_sorted(order.begin(), order.end())) order.clear();
-  // A copy that is made later would be of other values.
+  // Copied at once: later the disk has the values of another step.
   const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
   const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
   return {local.fqn,

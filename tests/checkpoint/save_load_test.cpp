@@ -433,18 +433,22 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     nlohmann::json deep = 1;
     for (int i = 0; i < 40; ++i) deep = nlohmann::json::array({deep});
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
-    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }),
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      save_checkpoint(folder / "a", model, {{"text", "\xff"}});
+                    }),
                     "JSON");
     const double infinity = std::numeric_limits<double>::infinity();
-    expect_contains(
-        error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"losses", {2.5, infinity}}}); }),
-        "`extra/losses/1` is inf");
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      save_checkpoint(folder / "a", model, {{"losses", {2.5, infinity}}});
+                    }),
+                    "`extra/losses/1` is inf");
     expect_contains(
         error_of<std::invalid_argument>([&] { auto save = save_checkpoint_async(folder / "a", model, std::nan("")); }),
         "`extra` is nan");
     // Values that would change or be lost.
-    expect_contains(error_of<std::invalid_argument>(
-                        [&] { save_checkpoint(folder / "a", model, {{"key", nlohmann::json::binary({1, 2})}}); }),
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      save_checkpoint(folder / "a", model, {{"key", nlohmann::json::binary({1, 2})}});
+                    }),
                     "`extra/key` is binary");
     expect_contains(error_of<std::invalid_argument>(
                         [&] { save_checkpoint(folder / "a", model, nlohmann::json::parse("{", nullptr, false)); }),
@@ -576,6 +580,30 @@ TEST(Checkpoint, ATiedParameterThatAGroupListsTwiceIsOne) {
     };
     check("torch", [](const auto& parameters) { return Adam(parameters, AdamOptions(0.1)); });
     check("oss", [&](const auto& parameters) { return OSS<Adam>(parameters, AdamOptions(0.1), comm); });
+  });
+}
+
+// A checkpoint of this library has such a parameter once, under one name, and lists the others.
+TEST(Checkpoint, ATiedParameterIsLoadedByTheNameThatIsNotLeftOut) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      register_module("embed", embed);
+      register_module("head", std::make_shared<torch::nn::Module>())->register_parameter("weight", embed->weight);
+    }
+    torch::nn::Linear embed{torch::nn::LinearOptions(4, 4).bias(false)};
+  };
+  struct Head : torch::nn::Module {
+    Head() { register_module("head", head); }
+    torch::nn::Linear head{torch::nn::LinearOptions(4, 4).bias(false)};
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated saved(seeded(1, [] { return std::make_shared<Tied>(); }), comm);
+    save_checkpoint(folder / "a", saved);
+    Replicated model(seeded(2, [] { return std::make_shared<Head>(); }), comm);
+    const auto without_embed = [](const std::string& name) { return name == "embed.weight" ? "" : name; };
+    load_checkpoint(folder / "a", model, {.rename = without_embed});
+    EXPECT_TRUE(torch::equal(model.parameters().at(0), saved.parameters().at(0)));
   });
 }
 

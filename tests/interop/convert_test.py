@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -316,6 +317,31 @@ class Convert(Base):
                 self.convert(self.path / kind, self.path / f"{kind}-dcp")
                 self.convert(self.path / f"{kind}-dcp", self.path / f"{kind}-again")
                 self.run_words(COMMAND, "diff", self.path / kind, self.path / f"{kind}-again")
+
+    def test_several_optimizers_become_one_of_dcp(self):
+        from convert.checkpoint import sum_of_manifest
+
+        def in_groups(parameters):
+            parameters = list(parameters)
+            return adamw([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}])
+
+        model, optimizer = self.train(in_groups)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self.path / "file.pt")
+        (self.path / "order").write_text("\n".join(name for name, _ in model.named_parameters()))
+        self.convert(self.path / "file.pt", self.path / "one", "--parameter-order", self.path / "order")
+        shutil.copytree(self.path / "one", self.path / "two")
+        manifest = json.loads((self.path / "two/tessera.json").read_text())
+        whole = manifest.pop("optimizer")
+        of = lambda names: {**whole, "groups": [group for group in whole["groups"] if group["parameters"][0] in names],
+                            "numbers": {name: numbers for name, numbers in whole["numbers"].items() if name in names}}
+        first = whole["groups"][0]["parameters"]
+        manifest |= {"optimizer": None, "optimizers": {"a": of(first), "b": of(set(whole["numbers"]) - set(first))}}
+        manifest["checksum"] = sum_of_manifest(manifest)
+        (self.path / "two/tessera.json").write_text(json.dumps(manifest))
+        for name in ("one", "two"):
+            self.convert(self.path / name, self.path / f"{name}-dcp")
+            self.convert(self.path / f"{name}-dcp", self.path / f"{name}-again")
+        self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "one-again", self.path / "two-again"))
 
     def test_mistakes_are_told(self):
         model, optimizer = self.train()

@@ -164,7 +164,7 @@ class Damage(unittest.TestCase):
                 self.refuse(self.path / name, "is damaged: Bad CRC-32")
 
     def test_damaged_folders_end_in_one_line(self):
-        """Damages files of folders in all formats. A conversion that succeeds must give what the sound folder gives."""
+        """Damages files of folders in all formats. A conversion that succeeds must equal that of the sound folder."""
         chance = random.Random(SEED)
         sources = self.sound_sources()
         converted = {source: self.tensors_of(source, f"sound{number}") for number, source in enumerate(sources)}
@@ -185,7 +185,7 @@ class Damage(unittest.TestCase):
         self.assertLess(accepted, FOLDERS // 2)
 
     def words(self, source, target):
-        """A folder with one file of torch.save stands for the file."""
+        """Returns the arguments: for a folder with one file of torch.save, that file."""
         file = source / "model.pt"
         return (file if file.exists() else source, self.path / target)
 

@@ -162,10 +162,13 @@ def write_dcp(target, reader, options):
                 state["model"][own] = lazy(f"model.{own}", name)
         elif entry["kind"] == "beside":
             options.warn(f"'{name}' is beside the model, and is left out")
-    if manifest["optimizer"] and options.optimizer:
-        groups = optimizers.groups_to_torch(manifest["optimizer"])
+    # torch's state dict of several optimizers has the groups of all; each parameter is in one of them.
+    all_optimizers = list(manifest["optimizers"].values()) if manifest.get("optimizers") else [manifest["optimizer"]]
+    saved_optimizers = [saved for saved in all_optimizers if saved] if options.optimizer else []
+    if saved_optimizers:
+        groups = [group for saved in saved_optimizers for group in optimizers.groups_to_torch(saved)]
         by_parameter = {fqn: {} for group in groups for fqn in group["params"]}
-        for fqn, numbers in manifest["optimizer"]["numbers"].items():
+        for fqn, numbers in (entry for saved in saved_optimizers for entry in saved["numbers"].items()):
             by_parameter[fqn].update({key: torch.tensor(float(value)) for key, value in numbers.items()})
         for name, entry in manifest["tensors"].items():
             if entry["kind"] == "state":

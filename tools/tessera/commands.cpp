@@ -1,5 +1,6 @@
 #include "commands.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <functional>
@@ -51,28 +52,24 @@ fs::path checkpoint_of(const fs::path& path) {
 
 // Runs `act` on checkpoints that may be replaced or removed by running jobs: each is protected from removal, and a
 // replaced one is read where it was moved to. `choose` is resolve() or checkpoint_of().
-int read_beside_jobs(const std::vector<fs::path>& given, fs::path (*choose)(const fs::path&),
-                     const std::function<int(const std::vector<fs::path>&, std::list<ReadLock>&)>& act) {
+void read_beside_jobs(const std::vector<fs::path>& given, fs::path (*choose)(const fs::path&),
+                      const std::function<void(const std::vector<fs::path>&, std::list<ReadLock>&)>& act) {
   constexpr int kMostAttempts = 20;
   for (int attempt = 1;; ++attempt) {
-    std::vector<fs::path> paths, locked;
+    std::vector<fs::path> paths;
     for (const auto& path : given) paths.push_back(choose(path));
     std::list<ReadLock> locks;
     for (const auto& path : paths) locks.emplace_back(path);
     try {
       return act(paths, locks);
     } catch (const CheckpointError&) {
-      bool is_moved = false, is_other = false;
+      std::vector<fs::path> now = paths;
       auto lock = locks.begin();
-      for (size_t i = 0; i < paths.size(); ++i) {
-        std::error_code error;
-        const fs::path now = lock == locks.end() ? fs::path() : (lock++)->directory();
-        const bool moved = !now.empty() && is_checkpoint(now) && !fs::equivalent(now, paths[i], error);
-        is_moved = is_moved || moved;
-        is_other = is_other || choose(given[i]) != paths[i];
-        locked.push_back(moved ? now : paths[i]);
-      }
-      if (is_moved) return act(locked, locks);
+      for (size_t i = 0; i < paths.size() && lock != locks.end(); ++i, ++lock)
+        if (fs::path moved = lock->moved_from(paths[i]); !moved.empty()) now[i] = std::move(moved);
+      if (now != paths) return act(now, locks);
+      const bool is_other = !std::ranges::equal(
+          given, paths, [&](const auto& path, const auto& before) { return choose(path) == before; });
       if (!is_other || attempt == kMostAttempts) throw;
     }
   }
@@ -139,11 +136,7 @@ void print_tree(const SavedTensors& saved, bool slices) {
   }
 }
 
-}  // namespace
-
-namespace {
-
-int inspect_one(const Arguments& arguments, const fs::path& path) {
+void inspect_one(const Arguments& arguments, const fs::path& path) {
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
   // The place of each slice is in the ranks' own files.
@@ -153,7 +146,7 @@ int inspect_one(const Arguments& arguments, const fs::path& path) {
                                        : manifest->saved;
   if (arguments.json) {
     print(inspect_json(saved, manifest ? &*manifest : nullptr));
-    return 0;
+    return;
   }
   std::printf("%s: %s, %s", path.c_str(), counted(std::ssize(saved.tensors), "tensor").c_str(),
               human_bytes(bytes_of(saved)).c_str());
@@ -169,14 +162,13 @@ int inspect_one(const Arguments& arguments, const fs::path& path) {
   }
   std::printf("\n");
   print_tree(saved, arguments.slices);
-  return 0;
 }
 
 }  // namespace
 
 int inspect(const Arguments& arguments) {
-  return read_beside_jobs({arguments.paths[0]}, resolve,
-                          [&](const auto& paths, auto&) { return inspect_one(arguments, paths[0]); });
+  read_beside_jobs({arguments.paths[0]}, resolve, [&](const auto& paths, auto&) { inspect_one(arguments, paths[0]); });
+  return 0;
 }
 
 int verify(const Arguments& arguments) {
@@ -197,7 +189,6 @@ int verify(const Arguments& arguments) {
       problems.emplace_back(error.what());
     }
     if (!problems.empty()) throw CheckpointError(problems[0]);
-    return 0;
   };
   try {
     read_beside_jobs({arguments.paths[0]}, checkpoint_of, act);
@@ -215,26 +206,26 @@ int verify(const Arguments& arguments) {
 }
 
 int consolidate(const Arguments& arguments) {
-  return read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, auto&) {
+  read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, auto&) {
     const fs::path& from = paths[0];
-    ProgressBar bar("consolidating", bytes_of(find_tensors(from)));
+    ProgressBar bar("consolidating", bytes_of(read_manifest(from).saved));
     consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
                            [&](int64_t bytes) { bar.add(bytes); });
     if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}});
-    return 0;
   });
+  return 0;
 }
 
 int reshard(const Arguments& arguments) {
-  return read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, std::list<ReadLock>& locks) {
+  read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, std::list<ReadLock>& locks) {
     const fs::path &from = paths[0], &to = arguments.paths[1];
     std::error_code error;
     if (fs::equivalent(from, to, error)) locks.clear();  // the replaced checkpoint is to be removed
-    ProgressBar bar("resharding", bytes_of(find_tensors(from)));
+    ProgressBar bar("resharding", bytes_of(read_manifest(from).saved));
     reshard_checkpoint(from, to, arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
     if (arguments.json) print({{"from", from.string()}, {"to", to.string()}, {"ranks", arguments.ranks}});
-    return 0;
   });
+  return 0;
 }
 
 int diff(const Arguments& arguments) {
@@ -244,7 +235,6 @@ int diff(const Arguments& arguments) {
     ProgressBar bar("comparing", bytes_of(find_tensors(a)) + bytes_of(find_tensors(b)));
     differences = diff_checkpoints(a, b, {.tolerance = arguments.tolerance, .only_parameters = arguments.parameters},
                                    [&](int64_t bytes) { bar.add(bytes); });
-    return 0;
   });
   json result = json::array();
   for (const auto& difference : differences) {
