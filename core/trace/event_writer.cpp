@@ -8,11 +8,11 @@
 #include <bit>
 #include <cerrno>
 #include <climits>
-#include <iostream>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
+#include "core/runtime/crc32.h"
 #include "core/runtime/file.h"
 #include "core/runtime/warn.h"
 #include "core/trace/append_all.h"
@@ -58,17 +58,6 @@ std::string version_event() { return event(0, bytes_of(3, "brain.Event:2")); }  
 std::string scalar_event(std::string_view tag, double value, int64_t step) {
   const auto point = bytes_of(1, tag) + real(2, static_cast<float>(value));  // Summary.Value: tag, simple_value
   return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
-}
-
-// CRC-32C (Castagnoli), bit by bit, for some hundred bytes a point. Boost.CRC would be a dependency, and zlib and
-// xxHash have other checksums.
-uint32_t crc32c(std::string_view bytes) {
-  uint32_t crc = 0xFFFFFFFF;
-  for (const char byte : bytes) {
-    crc ^= static_cast<unsigned char>(byte);
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0x82F63B78 & (0 - (crc & 1)));
-  }
-  return ~crc;
 }
 
 // Masked, because a checksum of data that contains checksums is weak (TensorFlow's record_writer.h).

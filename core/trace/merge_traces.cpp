@@ -93,7 +93,7 @@ class Merge {
   explicit Merge(const std::vector<fs::path>& in) {
     for (const auto& path : in) inputs_.push_back({path, {}});
     for (Input& input : inputs_) read(input);
-    order_runs();
+    find_unix_offsets();
     for (const Input& input : inputs_) find_begin(input);
     for (const Input& input : inputs_) describe(input);
   }
@@ -142,8 +142,8 @@ class Merge {
     if (is_cut) merged.notes.push_back(path + ": ends in a part of an event, which is left out");
   }
 
-  // Orders runs by the reference's Unix clock, as read by the rank whose clock has the smallest error.
-  void order_runs() {
+  // Finds the Unix time of each run's reference clock, as read by the rank whose clock has the smallest error.
+  void find_unix_offsets() {
     std::map<std::string, int64_t> errors;
     for (const Input& input : inputs_)
       for (const auto& [pid, source] : input.sources) {

@@ -13,7 +13,7 @@
 
 #include <tessera/errors.h>
 #include "checkpoint/format/lfs_pointer.h"
-#include "exported/archive/crc32.h"
+#include "core/runtime/crc32.h"
 
 namespace tessera::internal {
 

@@ -1,4 +1,4 @@
-#include "exported/archive/crc32.h"
+#include "core/runtime/crc32.h"
 
 #include <array>
 #include <bit>
@@ -13,11 +13,11 @@ namespace {
 constexpr size_t kSlices = 16;
 using Tables = std::array<std::array<uint32_t, 256>, kSlices>;
 
-constexpr Tables make_tables() {
+constexpr Tables make_tables(uint32_t polynomial) {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
     uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0xEDB88320U : 0);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? polynomial : 0);
     tables[0][byte] = crc;
   }
   for (size_t slice = 1; slice < kSlices; ++slice)
@@ -28,27 +28,30 @@ constexpr Tables make_tables() {
   return tables;
 }
 
-constexpr Tables kTables = make_tables();
+constexpr Tables kZip = make_tables(0xEDB88320U), kCastagnoli = make_tables(0x82F63B78U);
 
-}  // namespace
-
-uint32_t crc32(std::string_view bytes, uint32_t crc) {
+uint32_t remainder(const Tables& all, std::string_view bytes) {
   static_assert(std::endian::native == std::endian::little);
-  crc = ~crc;
+  uint32_t crc = ~0U;
   while (bytes.size() >= kSlices) {
     std::array<uint32_t, kSlices / 4> words{};
     std::memcpy(words.data(), bytes.data(), kSlices);
     words[0] ^= crc;
     crc = 0;
     for (size_t i = 0; i < words.size(); ++i) {
-      const auto* tables = &kTables[kSlices - 4 * (i + 1)];
+      const auto* tables = &all[kSlices - 4 * (i + 1)];
       crc ^= tables[3][words[i] & 0xFF] ^ tables[2][words[i] >> 8 & 0xFF] ^ tables[1][words[i] >> 16 & 0xFF] ^
              tables[0][words[i] >> 24];
     }
     bytes.remove_prefix(kSlices);
   }
-  for (const char byte : bytes) crc = (crc >> 8) ^ kTables[0][(crc ^ static_cast<unsigned char>(byte)) & 0xFF];
+  for (const char byte : bytes) crc = (crc >> 8) ^ all[0][(crc ^ static_cast<unsigned char>(byte)) & 0xFF];
   return ~crc;
 }
+
+}  // namespace
+
+uint32_t crc32(std::string_view bytes) { return remainder(kZip, bytes); }
+uint32_t crc32c(std::string_view bytes) { return remainder(kCastagnoli, bytes); }
 
 }  // namespace tessera::internal
