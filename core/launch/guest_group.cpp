@@ -2,6 +2,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
@@ -19,19 +20,14 @@
 #include "core/comm/guest/process_group_transport.h"
 #include "core/comm/guest/shared_store.h"
 #include "core/comm/guest/text_exchange.h"
-#include "core/comm/interruptible_store.h"
 #include "core/comm/nccl/nccl_communicator.h"
 #include "core/launch/local_address.h"
+#include "core/launch/require.h"
 #include "core/runtime/call_with_timeout.h"
 
 namespace tessera {
 using namespace internal;
 namespace {
-
-template <class... Parts>
-void must_hold(bool holds, const Parts&... otherwise) {
-  if (!holds) throw std::invalid_argument(c10::str(otherwise...));
-}
 
 // The ranks of a program, before they are a group.
 struct Guests {
@@ -63,21 +59,19 @@ at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d:
 // Throws std::invalid_argument for options that are wrong on their own.
 void check(const Guests& guests, const at::Device& device) {
   const auto& [backend, given_device, timeout, peer_memory, registered_memory] = guests.options;
-  must_hold(guests.size >= 1 && guests.rank >= 0 && guests.rank < guests.size, "rank ", guests.rank, " of ",
-            guests.size, "; expected a size of at least 1 and a rank from 0 to size - 1");
-  must_hold(timeout > std::chrono::milliseconds::zero() && timeout <= std::chrono::hours(24 * 365),
-            "GroupOptions::timeout is ", timeout.count(), " ms; expected more than 0 and at most a year");
+  require(timeout > std::chrono::milliseconds::zero() && timeout <= kLongestTimeout, "GroupOptions::timeout is ",
+          timeout.count(), " ms; expected more than 0 and at most a year");
   const bool is_known = backend.empty() || (!guests.group && (backend == "gloo" || backend == "nccl")) ||
                         (guests.may_be_mpi && backend == "mpi");
-  must_hold(is_known, "GroupOptions::backend is \"", backend, "\"; expected ",
-            guests.group        ? "\"\": the process group has one"
-            : guests.may_be_mpi ? "\"gloo\", \"nccl\", \"mpi\", or empty for the device's own"
-                                : "\"gloo\", \"nccl\", or empty for the device's own");
-  must_hold(device.is_cpu() || device.is_cuda(), "GroupOptions::device is ", device, "; expected cpu or cuda");
-  must_hold(backend.empty() || (backend == "nccl") == device.is_cuda(), "GroupOptions::backend is \"", backend,
-            "\" and GroupOptions::device is ", device, "; expected gloo or mpi with cpu, or nccl with cuda");
-  must_hold(device.is_cuda() || !registered_memory,
-            "GroupOptions::registered_memory is NCCL's, and this group would not use NCCL");
+  require(is_known, "GroupOptions::backend is \"", backend, "\"; expected ",
+          guests.group        ? "\"\": the process group has one"
+          : guests.may_be_mpi ? "\"gloo\", \"nccl\", \"mpi\", or empty for the device's own"
+                              : "\"gloo\", \"nccl\", or empty for the device's own");
+  require(device.is_cpu() || device.is_cuda(), "GroupOptions::device is ", device, "; expected cpu or cuda");
+  require(backend.empty() || (backend == "nccl") == device.is_cuda(), "GroupOptions::backend is \"", backend,
+          "\" and GroupOptions::device is ", device, "; expected gloo or mpi with cpu, or nccl with cuda");
+  require(device.is_cuda() || !registered_memory,
+          "GroupOptions::registered_memory is NCCL's, and this group would not use NCCL");
 }
 
 std::string describe(const GroupOptions& options, const at::Device& device) {
@@ -86,12 +80,13 @@ std::string describe(const GroupOptions& options, const at::Device& device) {
                   options.registered_memory);
 }
 
-// What each rank tells the others.
+// The options, host and address of one rank.
 struct Introduction {
   std::string options, host, address;
 };
 
-// Compares the options of all ranks. Throws std::invalid_argument on all of them. Returns what each rank told.
+// Compares the options of all ranks. Throws std::invalid_argument on all of them. Returns the
+// introductions in rank order.
 std::vector<Introduction> introduce(const Guests& guests, const at::Device& device) {
   const auto texts = exchange_or_fail(guests.exchange, guests.who, [&] {
     check(guests, device);
@@ -104,9 +99,9 @@ std::vector<Introduction> introduce(const Guests& guests, const at::Device& devi
     std::getline(lines, one.options);
     std::getline(lines, one.host);
     std::getline(lines, one.address);
-    must_hold(all.empty() || one.options == all[0].options, guests.who, ": rank ", all.size(), " passes ", one.options,
-              ", rank 0 ", all.empty() ? "" : all[0].options,
-              "; expected equal GroupOptions on all ranks, but for the device's index");
+    require(all.empty() || one.options == all[0].options, guests.who, ": rank ", all.size(), " passes ", one.options,
+            ", rank 0 ", all.empty() ? "" : all[0].options,
+            "; expected equal GroupOptions on all ranks, but for the device's index");
     all.push_back(std::move(one));
   }
   return all;
@@ -162,8 +157,7 @@ std::shared_ptr<Communicator> make_group_of(Guests guests) {
   } else {
     made.serves = guests.rank == 0 && serves_store(made.store);
   }
-  // Its waits poll at short intervals. A FileStore polls every 10 ms.
-  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<InterruptibleStore>("group", made.store);
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::PrefixStore>("group", made.store);
   if (device.is_cuda()) {
     NcclOptions nccl{
         .timeout = options.timeout, .registered_memory = options.registered_memory, .serves_store = made.serves};
@@ -217,9 +211,9 @@ c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                 GroupOptions options) {
   const std::string who = "tessera::communicator_from(store)";
-  must_hold(static_cast<bool>(store), who, ": the store is null");
-  must_hold(size >= 1 && rank >= 0 && rank < size, who, ": rank ", rank, " of ", size,
-            "; expected a size of at least 1 and a rank from 0 to size - 1");
+  require(static_cast<bool>(store), who, ": the store is null");
+  require(size >= 1 && rank >= 0 && rank < size, who, ": rank ", rank, " of ", size,
+          "; expected a size of at least 1 and a rank from 0 to size - 1");
   Guests guests{who, rank, size, std::move(options), {}, {}, host_name()};
   if (size > 1) {
     const auto timeout = std::max(guests.options.timeout, std::chrono::milliseconds(1));
@@ -232,14 +226,14 @@ std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> 
 std::shared_ptr<Communicator> internal::communicator_from_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                                 GroupOptions options) {
   const std::string who = "tessera::communicator_from(process_group)";
-  must_hold(static_cast<bool>(group), who, ": the process group is null");
+  require(static_cast<bool>(group), who, ": the process group is null");
   Guests guests{who, group->getRank(), group->getSize(), std::move(options), {}, {}, host_name()};
   guests.group = group;
   if (guests.size > 1) {
     at::Device device = at::kCPU;
     try {
       device = device_of(guests.options, group);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() tells
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() reports it
     }
     guests.exchange = exchange_over(group, device);
     if (const c10::intrusive_ptr<c10d::Store> store = group->getStore())
@@ -250,7 +244,7 @@ std::shared_ptr<Communicator> internal::communicator_from_group(c10::intrusive_p
 
 std::shared_ptr<Communicator> internal::communicator_from_backend(c10::intrusive_ptr<c10d::Backend> backend,
                                                                   GroupOptions options) {
-  must_hold(static_cast<bool>(backend), "tessera::communicator_from(backend): the backend is null");
+  require(static_cast<bool>(backend), "tessera::communicator_from(backend): the backend is null");
   auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(), backend->getSize());
   const auto type = backend->getBackendName() == "nccl" ? at::kCUDA : options.device.value_or(at::kCPU).type();
   group->setBackend(type, c10d::ProcessGroup::BackendType::CUSTOM, backend);

@@ -4,7 +4,6 @@
 #include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
@@ -19,6 +18,7 @@
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
+#include "core/launch/require.h"
 #include "core/launch/shared_cores.h"
 #include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
@@ -29,14 +29,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-template <class... Parts>
-void require(bool holds, const Parts&... otherwise) {
-  if (!holds) throw std::invalid_argument(c10::str(otherwise...));
-}
-
-// Adding more than a year to a clock may overflow.
 void require_timeout(const InitOptions& options, const char* who) {
-  require(options.timeout > std::chrono::milliseconds::zero() && options.timeout <= std::chrono::hours(24 * 365), who,
+  require(options.timeout > std::chrono::milliseconds::zero() && options.timeout <= kLongestTimeout, who,
           ": InitOptions::timeout is ", options.timeout.count(), " ms; expected more than 0 and at most a year");
 }
 

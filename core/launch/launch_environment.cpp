@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "core/comm/fingerprint.h"
+#include "core/launch/local_address.h"
 
 namespace tessera::internal {
 namespace {
@@ -84,10 +85,6 @@ class Variables {
  private:
   const GetVariable& get_;
 };
-
-bool is_loopback(const std::string& address) {
-  return address == "localhost" || address == "::1" || address.starts_with("127.");
-}
 
 // A launcher's rank and size, with the names of its variables for errors.
 struct Group {
@@ -255,7 +252,8 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
   if (group.size > 1 && (environment.master_address.empty() || environment.master_port == 0))
     variables.fail_half_set_torchrun(
         "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
-  if (is_loopback(environment.master_address) && !variables.has("LOCAL_WORLD_SIZE"))
+  if ((environment.master_address == "localhost" || is_loopback_address(environment.master_address)) &&
+      !variables.has("LOCAL_WORLD_SIZE"))
     environment.local_world_size = group.size;  // a process that reaches that address is on this host
   read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");

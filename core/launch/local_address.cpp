@@ -133,6 +133,14 @@ std::string public_address() {
   return ipv6.empty() ? "127.0.0.1" : ipv6;
 }
 
+void require_loopback(int port) {
+  try {
+    address_towards("127.0.0.1", port);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(c10::str(error.what(), "; is the loopback interface down? (ip link set lo up)"));
+  }
+}
+
 bool is_loopback_address(const std::string& address) {
   return address.starts_with("127.") || address == "::1" || address.starts_with("::ffff:127.");
 }

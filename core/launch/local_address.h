@@ -13,8 +13,9 @@ std::string interface_address(const std::string& name);
 // std::runtime_error if there is no route to `host`.
 std::string address_towards(const std::string& host, int port);
 
-// What to do if address_towards("127.0.0.1") throws.
-inline constexpr char kLoopbackIsDown[] = "; is the loopback interface down? (ip link set lo up)";
+// Throws std::runtime_error, which says so, if this process cannot reach itself at 127.0.0.1. A store's own client
+// would try to connect until its timeout.
+void require_loopback(int port);
 
 // Whether a numeric address is a loopback address.
 bool is_loopback_address(const std::string& address);

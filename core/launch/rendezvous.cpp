@@ -151,11 +151,11 @@ class Joining {
     }
   }
 
-  void require_loopback() const {
+  void require_itself() const {
     try {
-      address_towards("127.0.0.1", environment_.master_port);
+      require_loopback(environment_.master_port);
     } catch (const std::runtime_error& error) {
-      fail("it serves the store, and cannot reach itself: ", error.what(), kLoopbackIsDown);
+      fail("it serves the store, and cannot reach itself: ", error.what());
     }
   }
 
@@ -165,7 +165,7 @@ class Joining {
     options.port = static_cast<uint16_t>(environment_.master_port);
     options.isServer = serves;
     options.waitWorkers = false;  // await_all() waits instead, and names missing ranks
-    serves ? require_loopback() : await_server();
+    serves ? require_itself() : await_server();
     options.timeout = std::min(remaining(), first_answer(environment_.world_size));
     // The server listens on all addresses, so its own client need not resolve the host's name.
     const std::string host = serves ? "127.0.0.1" : environment_.master_address;
@@ -251,7 +251,7 @@ class Joining {
     return reachable;
   }
 
-  // Rank 0 reads the texts of all ranks, on behalf of the others.
+  // Rank 0 checks all arrivals. Returns the value of kComplete: a reachable rank, or the reason of a refusal.
   std::string all_have_come(const StorePtr& store, const std::vector<std::string>& keys) const {
     ReachableRank reachable;
     std::string clocks;

@@ -36,6 +36,7 @@
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
+#include "core/launch/require.h"
 #include "core/memory/container_limits.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
@@ -145,16 +146,6 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) entries.push_back(c10::str(name, "=", value));
   return entries;
-}
-
-// Else the store's own client would try to connect until its timeout.
-void require_loopback(int port) {
-  try {
-    address_towards("127.0.0.1", port);
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(
-        c10::str("tessera::spawn_local: the ranks meet at 127.0.0.1: ", error.what(), kLoopbackIsDown));
-  }
 }
 
 c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
@@ -380,7 +371,10 @@ class Ranks {
     const int status = report.status;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (code == 0 && !code_) ended_well_(report.rank);
-    if (code == 0 || code_) return;  // later failures are consequences of the first, or of our signals
+    // Later failures are consequences of the first, or of our signals. SIGUSR1 is a warning, after which ranks may
+    // fail.
+    const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
+    if (code == 0 || (code_ && (!is_only_warned || code == code_))) return;
     code_ = code;
     say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
                  alive() > 0 ? "; ending the others" : ""));
@@ -425,7 +419,7 @@ class Ranks {
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace) {
   if (world < 1)
     throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
-  if (grace < grace.zero() || grace > std::chrono::hours(24 * 365))
+  if (grace < grace.zero() || grace > kLongestTimeout)
     throw std::invalid_argument(
         c10::str("tessera::spawn_local: grace is ", grace.count(), " ms; expected at least 0 and at most a year"));
   if (launched())
@@ -436,7 +430,11 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
       {.cache_memory = false, .terminate_handler = false, .permit_tracing = false, .share_cores = false});
   require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);
   ListeningSocket socket;
-  require_loopback(socket.port());
+  try {
+    require_loopback(socket.port());
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(c10::str("tessera::spawn_local: the ranks meet at 127.0.0.1: ", error.what()));
+  }
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // a real name for ps
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include <tessera/host_results.h>
 #include <tessera/launch.h>
@@ -50,22 +51,29 @@ void release_signal(const StopSignal& stop) {
     ::sigaction(stop.signal, &stop.before, nullptr);
 }
 
+// The caller of these two holds `catching`.
+void add_holder() {
+  if (holders++ > 0) return;
+  received = 0;
+  for (StopSignal& stop : stop_signals) catch_signal(stop);
+}
+
+void remove_holder() {
+  if (--holders > 0) return;
+  for (const StopSignal& stop : stop_signals) release_signal(stop);
+}
+
 void release_for_groups() {
-  {
-    std::lock_guard lock(catching);
-    is_held_for_groups = false;
-  }
-  release_stop_signals();
+  std::lock_guard lock(catching);
+  is_held_for_groups = false;
+  remove_holder();
 }
 
 // Until the last group of this process ends.
 void catch_for_groups() {
-  {
-    std::lock_guard lock(catching);
-    if (is_held_for_groups) return;
-    is_held_for_groups = true;
-  }
-  catch_stop_signals();
+  std::lock_guard lock(catching);
+  if (std::exchange(is_held_for_groups, true)) return;
+  add_holder();
   call_after_last_group(&release_for_groups);
 }
 
@@ -75,15 +83,12 @@ namespace internal {
 
 void catch_stop_signals() {
   std::lock_guard lock(catching);
-  if (holders++ > 0) return;
-  received = 0;
-  for (StopSignal& stop : stop_signals) catch_signal(stop);
+  add_holder();
 }
 
 void release_stop_signals() {
   std::lock_guard lock(catching);
-  if (--holders > 0) return;
-  for (const StopSignal& stop : stop_signals) release_signal(stop);
+  remove_holder();
 }
 
 }  // namespace internal

@@ -98,17 +98,23 @@ namespace {
   std::abort();
 }
 
+// While it lives, an uncaught exception ends the process as tessera::run_main() says. Must live in the main thread, one
+// at a time.
+class OneLineErrors {
+ public:
+  OneLineErrors() {
+    handler_before_run_main = std::set_terminate(&terminate_in_run_main);
+    prints_one_line = true;
+  }
+  ~OneLineErrors() {
+    prints_one_line = false;
+    if (std::get_terminate() == &terminate_in_run_main) std::set_terminate(handler_before_run_main);
+  }
+  OneLineErrors(const OneLineErrors&) = delete;
+  OneLineErrors& operator=(const OneLineErrors&) = delete;
+};
+
 }  // namespace
-
-OneLineErrors::OneLineErrors() {
-  handler_before_run_main = std::set_terminate(&terminate_in_run_main);
-  prints_one_line = true;
-}
-
-OneLineErrors::~OneLineErrors() {
-  prints_one_line = false;
-  if (std::get_terminate() == &terminate_in_run_main) std::set_terminate(handler_before_run_main);
-}
 
 // Without a handler on the stack, __cxa_throw() calls std::terminate() before it unwinds, while the groups still exist.
 // So this function must have none, and must not be noexcept.

@@ -10,14 +10,4 @@ void tell_when_terminated();
 // Restores the previous handler, unless the program has set another one since, which may call this one. Thread-safe.
 void stop_telling_when_terminated();
 
-// While it lives, an uncaught exception ends the process as tessera::run_main() says. Must live in the main thread, one
-// at a time.
-class OneLineErrors {
- public:
-  OneLineErrors();
-  ~OneLineErrors();
-  OneLineErrors(const OneLineErrors&) = delete;
-  OneLineErrors& operator=(const OneLineErrors&) = delete;
-};
-
 }  // namespace tessera::internal

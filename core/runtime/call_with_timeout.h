@@ -20,10 +20,8 @@ auto call_with_timeout(std::chrono::milliseconds patience, Ask ask) -> std::opti
   std::packaged_task<decltype(ask())()> task(std::move(ask));
   auto answer = task.get_future();
   std::thread thread(std::move(task));
-  const auto until = RunClock::now() + patience;
-  bool is_answered = false;
-  while (!is_answered && RunClock::now() < until)
-    is_answered = answer.wait_for(next_slice(until)) == std::future_status::ready;
+  const bool is_answered = wait_in_slices(
+      RunClock::now() + patience, [&](auto slice) { return answer.wait_for(slice) == std::future_status::ready; });
   is_answered ? thread.join() : thread.detach();
   return is_answered ? std::optional(answer.get()) : std::nullopt;
 }

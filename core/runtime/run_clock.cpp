@@ -51,8 +51,9 @@ int64_t steady_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The time is min(steady time - stopped, limit). A tick writes `stopped` first, and now() reads it last: whoever sees
-// the new limit sees what belongs to it. Without destructors: the thread may tick until the process ends.
+// The time is min(steady time - stopped, limit). A tick writes `stopped` first, and read() reads it after the limit, so
+// a reader of the new limit has the `stopped` of the same tick. Without destructors: the thread may tick until the
+// process ends.
 std::atomic<int64_t> stopped{0};
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> limit{kNoLimit};
@@ -64,21 +65,25 @@ std::atomic<bool>& is_ticking() {
   static auto* const flag = [] {
     const size_t bytes = ::sysconf(_SC_PAGESIZE);
     void* page = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED) page = ::operator new(bytes);
-    ::madvise(page, bytes, MADV_WIPEONFORK);
+    if (page == MAP_FAILED)
+      page = ::operator new(bytes);
+    else
+      ::madvise(page, bytes, MADV_WIPEONFORK);
     return new (page) std::atomic<bool>(false);
   }();
   return *flag;
 }
 
+// Reads the steady clock last: a stop between the reads must not set the time back.
 int64_t read() {
   const int64_t most = limit.load();
-  return std::min(steady_ns() - stopped.load(), most);
+  const int64_t pause = stopped.load();
+  return std::min(steady_ns() - pause, most);
 }
 
 void tick() {
-  const int64_t now = read();
-  stopped.store(steady_ns() - now);
+  const int64_t steady = steady_ns(), now = std::min(steady - stopped.load(), limit.load());
+  stopped.store(steady - now);
   limit.store(now + kMostGapNs);
 }
 
@@ -97,13 +102,8 @@ void run() {
 
 void start_ticking() noexcept {
   if (is_ticking().exchange(true)) return;
-  if (alarms_owner.exchange(::getpid()) != ::getpid()) {  // a child of fork()
-    RunAlarms::of_process = new RunAlarms(RunAlarms::of_process);
-#ifdef __SANITIZE_THREAD__  // which ends a child that starts a thread
-    limit = kNoLimit;
-    return;
-#endif
-  }
+  // In a child of fork().
+  if (alarms_owner.exchange(::getpid()) != ::getpid()) RunAlarms::of_process = new RunAlarms(RunAlarms::of_process);
   sigset_t all, before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // handlers of the program run in the program's threads

@@ -6,8 +6,8 @@
 
 namespace tessera::internal {
 
-// The clock of all deadlines. It is steady, and stands still while this process is stopped: by Ctrl-Z, SIGSTOP, a
-// debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread ticks while
+// The clock of all deadlines. It is steady, and does not advance while this process is stopped: by Ctrl-Z, SIGSTOP,
+// a debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread ticks while
 // the clock is in use, and of the time between two ticks at most kMostGap counts. A wait must read the clock, or have
 // an alarm, at least once a second. Thread-safe; also in a child of fork().
 struct RunClock {
@@ -22,16 +22,24 @@ struct RunClock {
   static time_point now() noexcept;
 };
 
-// Waits for deadlines of RunClock end early or late by at most this: the system's waits know no other clock than its
-// own, so they are cut into slices.
+// A wait for a deadline of RunClock ends early or late by at most this. The system's waits use another clock, so they
+// are cut into slices.
 inline constexpr std::chrono::milliseconds kLongestSlice{100};
 inline std::chrono::nanoseconds next_slice(RunClock::time_point until) {
   return std::clamp<std::chrono::nanoseconds>(until - RunClock::now(), std::chrono::nanoseconds(0), kLongestSlice);
 }
 
+// Calls wait_for(slice) until it returns true or the deadline has passed. Returns the result of the last call.
+template <class WaitFor>
+bool wait_in_slices(RunClock::time_point until, WaitFor wait_for) {
+  while (!wait_for(next_slice(until)))
+    if (RunClock::now() >= until) return false;
+  return true;
+}
+
 // Calls `act` once when RunClock has reached `until`, on a thread of the process, unless it is destroyed first: for
-// calls of libraries, which know no such clock. `act` must neither block nor throw, nor make or destroy an alarm. The
-// destructor waits for it.
+// library calls, whose timeouts use another clock. `act` must neither block nor throw, nor make or destroy an alarm.
+// The destructor waits for it.
 class RunAlarm {
  public:
   RunAlarm(RunClock::time_point until, std::function<void()> act);

@@ -41,8 +41,8 @@ struct ProcessSetup {
   bool open_standard_descriptors = true;
   // Sets the number of intra-operator threads (at::set_num_threads) to this host's cores divided by its ranks, at least
   // 1. Never raises it, and keeps a number from OMP_NUM_THREADS, MKL_NUM_THREADS, or an earlier call of
-  // at::set_num_threads() with another number than the default. Leaves cores alone to which a launcher has bound the
-  // rank. init() with several ranks on a host only.
+  // at::set_num_threads() with another number than the default. A no-op if a launcher has bound the rank to cores.
+  // init() with several ranks on a host only.
   bool share_cores = true;
   // Catches the signals of stop_requested() from init() on, and not only from its first call on.
   bool stop_signals = false;
@@ -122,13 +122,13 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 // group must not be used by another thread while this group is. A failure aborts a NCCL process group. Otherwise as
 // above.
 template <class Group>
-  requires std::is_base_of_v<c10d::ProcessGroup, Group>
-std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
+requires std::is_base_of_v<c10d::ProcessGroup, Group> std::shared_ptr<Communicator> communicator_from(
+    const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
   return internal::communicator_from_group(group, std::move(options));
 }
 template <class Group>
-  requires std::is_base_of_v<c10d::Backend, Group>
-std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& backend, GroupOptions options = {}) {
+requires std::is_base_of_v<c10d::Backend, Group> std::shared_ptr<Communicator> communicator_from(
+    const c10::intrusive_ptr<Group>& backend, GroupOptions options = {}) {
   return internal::communicator_from_backend(backend, std::move(options));
 }
 

@@ -254,6 +254,7 @@ int main(int argc, char** argv) {
   if (arguments.mode == "stubborn") {
     ::signal(SIGTERM, SIG_IGN);
     ::signal(SIGINT, SIG_IGN);
+    ::signal(SIGUSR1, SIG_IGN);
   }
   if (arguments.mode == "ok") return 0;
   if (arguments.mode == "linger") {

@@ -248,6 +248,17 @@ TEST(SpawnLocal, RanksSaveBeforeTheyStop) {
   EXPECT_EQ(late.printed("did not end; killing it"), 2) << late.output();
 }
 
+// SIGUSR1 is a warning: a rank that fails after it ends the others, and gives the exit code.
+TEST(SpawnLocal, ARankThatDiesAfterAWarningEndsTheOthers) {
+  ChildProcess program({kProgram, "--spawn", "3", "--grace-ms", "500", "stubborn"});
+  ASSERT_TRUE(program.await("hangs", 3)) << program.output();
+  ::kill(program.pid(), SIGUSR1);
+  ASSERT_TRUE(program.await("signal 10", 1)) << program.output();
+  ::kill(rank_pids(program.output()).at(1), SIGKILL);
+  EXPECT_EQ(program.wait(seconds(20)), 128 + SIGKILL) << program.output();
+  EXPECT_TRUE(all_gone(program.output(), 3));
+}
+
 TEST(RunMain, OneErrorPerFailure) {
   const std::string error = "rank has thrown this\n";
   const auto runs_to = [&](const std::vector<std::string>& command, const std::string& line) {

@@ -197,9 +197,6 @@ TEST(StoreClient, AGroupWhoseStoreIsSilentEnds) {
 
 // Stops a child for longer than any gap that counts.
 TEST(RunClock, StandsStillWhileTheProcessIsStopped) {
-#ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "ThreadSanitizer permits no thread in a child of fork()";
-#endif
   const pid_t child = ::fork();
   if (child == 0) {
     const auto began = RunClock::now();

@@ -48,7 +48,7 @@ TEST(StartedOperations, AWaitIsAStallAfterASecond) {
   operations.begin_wait(7);
   EXPECT_FALSE(operations.is_stalled());
   EXPECT_FALSE(operations.long_wait());
-  std::this_thread::sleep_for(StartedOperations::kStall + 10ms);
+  std::this_thread::sleep_for(StartedOperations::kStallsAfter + 10ms);
   EXPECT_TRUE(operations.is_stalled());
   const auto wait = operations.long_wait();
   ASSERT_TRUE(wait);

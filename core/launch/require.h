@@ -1,0 +1,19 @@
+#pragma once
+
+#include <c10/util/StringUtil.h>
+
+#include <chrono>
+#include <stdexcept>
+
+namespace tessera::internal {
+
+// Of timeouts and grace periods: adding more than a year to a clock may overflow.
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+
+// Throws std::invalid_argument with the text of `otherwise` unless `holds`.
+template <class... Parts>
+void require(bool holds, const Parts&... otherwise) {
+  if (!holds) throw std::invalid_argument(c10::str(otherwise...));
+}
+
+}  // namespace tessera::internal
