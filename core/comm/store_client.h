@@ -15,6 +15,9 @@ namespace tessera::internal {
 
 class StoreThread;
 
+// Returns the store behind prefixes.
+c10d::Store& underlying(c10d::Store& store);
+
 // A store whose calls all end. A call of c10d's TCPStore waits for ever, and blocks all other calls of its process, if
 // the process that serves the store is stopped or the link to it is cut. This class makes the calls on a thread of its
 // own. It throws c10::Error, with kNoAnswer, when the store has not answered for the patience. The thread is then left

@@ -146,9 +146,13 @@ class MpiLibrary : public MessageLibrary {
   };
 
   static bool may_call() {
-    int level = MPI_THREAD_SINGLE, is_main = 1;
-    MPI_Query_thread(&level);
-    if (level < MPI_THREAD_SERIALIZED) MPI_Is_thread_main(&is_main);
+    static const bool any_thread_may = [] {
+      int level = MPI_THREAD_SINGLE;
+      MPI_Query_thread(&level);
+      return level >= MPI_THREAD_SERIALIZED;
+    }();
+    int is_main = 1;
+    if (!any_thread_may) MPI_Is_thread_main(&is_main);
     return is_main != 0;
   }
   void require_thread() const {

@@ -8,11 +8,6 @@
 #include "core/comm/rank_order_sum.h"
 
 namespace tessera::internal {
-namespace {
-
-// A timeout of gloo closes all connections of the group, so these waits have none in effect.
-
-}  // namespace
 
 std::vector<at::Tensor> chunks_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {};
@@ -156,8 +151,10 @@ std::optional<MessageFailure> PipelineThread::wait_for(const ReductionPipeline::
 
 std::optional<MessageFailure> PipelineThread::wait(const ReductionPipeline& pipeline, Deadline until) {
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, next_slice(until), [&] { return pipeline.is_over_ || stopped_; }))
-    if (RunClock::now() >= until) return MessageFailure{peer_, false, "timed out"};
+  if (!wait_in_slices(until, [&](auto slice) {
+        return changed_.wait_for(lock, slice, [&] { return pipeline.is_over_ || stopped_; });
+      }))
+    return MessageFailure{peer_, false, "timed out"};
   if (pipeline.is_over_) return std::nullopt;
   return failure_.value_or(MessageFailure{peer_, false, ""});
 }

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -69,7 +68,8 @@ class MemoryStore : private MemoryFile, public c10d::FileStore {
   c10::intrusive_ptr<c10d::Store> clone() override { return c10::make_intrusive<MemoryStore>(duplicate()); }
 };
 
-std::optional<MadeStore> share_memory_store(const TextExchange& exchange, const std::string& who, int rank) {
+// Returns null if not all ranks can open the file.
+c10::intrusive_ptr<c10d::Store> share_memory_store(const TextExchange& exchange, const std::string& who, int rank) {
   MemoryFile file(-1);
   const auto notices = exchange_or_fail(exchange, who, [&] {
     if (rank == 0) file = MemoryFile::create();
@@ -79,8 +79,8 @@ std::optional<MadeStore> share_memory_store(const TextExchange& exchange, const 
     if (rank != 0 && !notices[0].empty()) file = MemoryFile::open(notices[0]);
     return std::string(file.is_open() ? "yes" : "no");
   });
-  if (std::ranges::count(answers, "yes") != std::ssize(answers)) return std::nullopt;
-  return MadeStore{c10::make_intrusive<MemoryStore>(std::move(file))};
+  if (std::ranges::count(answers, "yes") != std::ssize(answers)) return nullptr;
+  return c10::make_intrusive<MemoryStore>(std::move(file));
 }
 
 }  // namespace
@@ -88,7 +88,7 @@ std::optional<MadeStore> share_memory_store(const TextExchange& exchange, const 
 MadeStore make_store(const TextExchange& exchange, const std::string& who, int rank, bool one_host,
                      const std::string& address, std::chrono::milliseconds timeout) {
   if (one_host)
-    if (auto made = share_memory_store(exchange, who, rank)) return *made;
+    if (auto store = share_memory_store(exchange, who, rank)) return {std::move(store)};
   const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
   c10::intrusive_ptr<c10d::Store> store;
   const auto open_store = [&](const std::string& host, uint16_t port) {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/fingerprint.h"
+#include "core/comm/guest/part_of_group.h"
 #include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
@@ -47,16 +47,14 @@ class LibraryMessage : public TransportMessage {
 
 class MessageTransport : public Transport {
  public:
-  MessageTransport(std::shared_ptr<MessageLibrary> library, std::vector<int> members, uint64_t part)
-      : library_(std::move(library)), members_(std::move(members)), part_(part) {}
+  MessageTransport(std::shared_ptr<MessageLibrary> library, PartOfGroup part)
+      : library_(std::move(library)), part_(std::move(part)) {}
 
   bool reaches(int /*peer*/) const override { return true; }
   void start(const at::Tensor& tensor, int peer, bool is_send, const MessageTag& tag,
              TransportMessages& started) override {
-    const int other = members_.empty() ? peer : members_[static_cast<size_t>(peer)];
-    const uint64_t sum =
-        Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(part_).value();
-    const int number = static_cast<int>((sum ^ (sum >> 32)) % (static_cast<uint64_t>(library_->most_tag()) + 1));
+    const int other = part_.rank_of(peer);
+    const auto number = static_cast<int>(part_.number_of(tag) % (static_cast<uint64_t>(library_->most_tag()) + 1));
     auto* data = const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
     for (auto left = static_cast<int64_t>(tensor.nbytes()); left > 0;) {
       const int64_t bytes = std::min(left, kMostBytes);
@@ -74,32 +72,28 @@ class MessageTransport : public Transport {
   static constexpr int64_t kMostBytes = int64_t{1} << 30;  // of one message: MPI counts in int
 
   const std::shared_ptr<MessageLibrary> library_;
-  const std::vector<int> members_;  // the ranks of a part of the group; empty for the whole group
-  const uint64_t part_;
+  const PartOfGroup part_;
 };
 
 class MessageSource : public TransportSource {
  public:
-  MessageSource(std::shared_ptr<MessageLibrary> library, std::vector<int> members, uint64_t part)
-      : library_(std::move(library)), members_(std::move(members)), part_(part) {}
+  explicit MessageSource(std::shared_ptr<MessageLibrary> library, PartOfGroup part = {})
+      : library_(std::move(library)), part_(std::move(part)) {}
 
-  std::unique_ptr<Transport> make() override { return std::make_unique<MessageTransport>(library_, members_, part_); }
+  std::unique_ptr<Transport> make() override { return std::make_unique<MessageTransport>(library_, part_); }
   std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
-    std::vector<int> ranks;
-    for (const int rank : members) ranks.push_back(members_.empty() ? rank : members_[static_cast<size_t>(rank)]);
-    return std::make_shared<MessageSource>(library_, std::move(ranks), Fingerprint().add(part_).add(name).value());
+    return std::make_shared<MessageSource>(library_, part_.part(name, members));
   }
 
  private:
   const std::shared_ptr<MessageLibrary> library_;
-  const std::vector<int> members_;
-  const uint64_t part_;
+  const PartOfGroup part_;
 };
 
 }  // namespace
 
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library) {
-  return std::make_shared<MessageSource>(std::move(library), std::vector<int>(), 0);
+  return std::make_shared<MessageSource>(std::move(library));
 }
 
 }  // namespace tessera::internal

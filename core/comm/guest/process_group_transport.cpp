@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/fingerprint.h"
 #include "core/comm/group_process.h"
+#include "core/comm/guest/part_of_group.h"
 #include "core/comm/traffic.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
@@ -39,7 +39,7 @@ bool is_missing(const std::string& error) {
   return std::ranges::any_of(kTexts, [&](const char* text) { return error.find(text) != std::string::npos; });
 }
 
-// Works of the process group, one after another, and what follows them.
+// Works of the process group, in order, and a function that runs after them.
 class WorkMessage : public TransportMessage {
  public:
   WorkMessage(std::vector<Work> works, Tensors tensors, std::function<void()> complete, int peer, bool is_send)
@@ -69,8 +69,8 @@ class WorkMessage : public TransportMessage {
  private:
   static constexpr milliseconds kSlice{250};  // of a wait, after which an interrupt is seen
 
-  // A work of one collective waits in slices, because most classes have no abort(). A timeout of send() or recv() would
-  // end gloo's connection, and these have one.
+  // A work of one collective waits in slices, because most classes have no abort(). Works of send() and recv()
+  // wait in one piece: their timeout would end gloo's connection, and they have abort().
   std::optional<MessageFailure> wait_for(const Work& work, Deadline until) {
     for (;;) {
       if (is_interrupted_) return failure("");
@@ -99,24 +99,20 @@ struct Abilities {
 
 class ProcessGroupTransport : public Transport {
  public:
-  // `members`: the ranks of a part of the group; empty for the whole group.
-  ProcessGroupTransport(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, std::vector<int> members,
-                        uint64_t part)
-      : group_(std::move(group)), abilities_(std::move(abilities)), members_(std::move(members)), part_(part) {}
+  ProcessGroupTransport(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, PartOfGroup part)
+      : group_(std::move(group)), abilities_(std::move(abilities)), part_(std::move(part)) {}
 
   bool reaches(int /*peer*/) const override { return true; }
   int64_t max_eager_numel() const override { return std::numeric_limits<int64_t>::max(); }
   bool carries(const Collective& collective) const override {
-    return members_.empty() && collective.numel > 0 && collective.kind != Collective::kAllToAll;
+    return part_.members.empty() && collective.numel > 0 && collective.kind != Collective::kAllToAll;
   }
 
   void start(const at::Tensor& tensor, int peer, bool is_send, const MessageTag& tag,
              TransportMessages& started) override {
     Tensors tensors{tensor};
-    const int other = members_.empty() ? peer : members_[static_cast<size_t>(peer)];
-    const uint64_t sum =
-        Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(part_).value();
-    const int number = static_cast<int>((sum ^ (sum >> 32)) & 0x7fffffff);
+    const int other = part_.rank_of(peer);
+    const auto number = static_cast<int>(part_.number_of(tag) & 0x7fffffff);
     std::lock_guard lock(posting_);
     const SigpipeBlock no_sigpipe;
     Work work = is_send ? group_->send(tensors, other, number) : group_->recv(tensors, other, number);
@@ -250,38 +246,32 @@ class ProcessGroupTransport : public Transport {
 
   const ProcessGroupPtr group_;
   const std::shared_ptr<Abilities> abilities_;
-  const std::vector<int> members_;
-  const uint64_t part_;
+  const PartOfGroup part_;
   std::mutex posting_;  // serializes calls of the process group
 };
 
-class ProcessGroupSource : public TransportSource, public std::enable_shared_from_this<ProcessGroupSource> {
+class ProcessGroupSource : public TransportSource {
  public:
-  ProcessGroupSource(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, std::vector<int> members,
-                     uint64_t part)
-      : group_(std::move(group)), abilities_(std::move(abilities)), members_(std::move(members)), part_(part) {}
+  ProcessGroupSource(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, PartOfGroup part = {})
+      : group_(std::move(group)), abilities_(std::move(abilities)), part_(std::move(part)) {}
 
   std::unique_ptr<Transport> make() override {
-    return std::make_unique<ProcessGroupTransport>(group_, abilities_, members_, part_);
+    return std::make_unique<ProcessGroupTransport>(group_, abilities_, part_);
   }
   std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
-    std::vector<int> ranks;
-    for (const int rank : members) ranks.push_back(members_.empty() ? rank : members_[static_cast<size_t>(rank)]);
-    return std::make_shared<ProcessGroupSource>(group_, abilities_, std::move(ranks),
-                                                Fingerprint().add(part_).add(name).value());
+    return std::make_shared<ProcessGroupSource>(group_, abilities_, part_.part(name, members));
   }
 
  private:
   const ProcessGroupPtr group_;
   const std::shared_ptr<Abilities> abilities_;
-  const std::vector<int> members_;
-  const uint64_t part_;
+  const PartOfGroup part_;
 };
 
 }  // namespace
 
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<ProcessGroupSource>(std::move(group), std::make_shared<Abilities>(), std::vector<int>(), 0);
+  return std::make_shared<ProcessGroupSource>(std::move(group), std::make_shared<Abilities>());
 }
 
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {

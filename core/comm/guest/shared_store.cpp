@@ -5,8 +5,11 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <exception>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "core/comm/store_client.h"
 #include "core/comm/watchdog/group_news.h"
 
 namespace tessera::internal {
@@ -14,11 +17,14 @@ namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
+constexpr std::string_view kPart = "group/split";  // the keys of parts begin so
+
 StorePtr keys_of(const StorePtr& store, int size, int64_t number) {
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", size, ".", number), store);
 }
 
-// Deletes the keys of earlier groups of this size, the oldest first, up to one that a rank still uses.
+// Deletes the keys of earlier groups of this size, the oldest first, up to one that a rank still uses. Parts of a group
+// may outlive it, so their keys stay.
 void delete_left_groups(const StorePtr& store, int size, int64_t last) {
   const std::string oldest_key = c10::str("tessera/oldest/", size);
   int64_t oldest = 1 + store->add(oldest_key, 0);
@@ -28,7 +34,8 @@ void delete_left_groups(const StorePtr& store, int size, int64_t last) {
     const std::string prefix = c10::str("tessera/", size, ".", oldest, "/");
     std::vector<std::string> keys;
     for (const std::string& key : store->listKeys())
-      if (const size_t at = key.find(prefix); at != std::string::npos) keys.push_back(key.substr(at));
+      if (const size_t at = key.find(prefix); at != std::string::npos)
+        if (key.compare(at + prefix.size(), kPart.size(), kPart) != 0) keys.push_back(key.substr(at));
     for (const std::string& key : keys) store->deleteKey(key);
     store->add(oldest_key, 1);
   }
@@ -36,15 +43,7 @@ void delete_left_groups(const StorePtr& store, int size, int64_t last) {
 
 }  // namespace
 
-bool serves_store(const StorePtr& store) {
-  c10d::Store* inner = store.get();
-  StorePtr held;
-  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(inner)) {
-    held = prefixed->getUnderlyingNonPrefixStore();
-    inner = held.get();
-  }
-  return dynamic_cast<c10d::TCPStore*>(inner) != nullptr;
-}
+bool serves_store(const StorePtr& store) { return dynamic_cast<c10d::TCPStore*>(&underlying(*store)) != nullptr; }
 
 StorePtr next_group(const StorePtr& store, int rank, int size) {
   const int64_t number = store->add(c10::str("tessera/groups/", size, "/", rank), 1);

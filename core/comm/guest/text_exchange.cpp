@@ -17,7 +17,6 @@ namespace tessera::internal {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
 
 // The first character of an exchanged text.
 constexpr char kFailedText = '!', kInvalidText = '?', kFineText = ' ';
@@ -48,7 +47,7 @@ class StoreRound {
   // Returns false after the timeout. Polls, because c10d's own wait blocks all other calls of its process.
   bool wait_for(const std::string& key) {
     for (auto pause = kShortestPause; !store_.check({key}); pause = std::min(2 * pause, kLongestPause)) {
-      if (steady_clock::now() - began_ >= timeout_) return false;
+      if (RunClock::now() - began_ >= timeout_) return false;
       std::this_thread::sleep_for(pause);
     }
     return true;
@@ -106,7 +105,7 @@ class StoreRound {
   const int rank_, size_;
   const milliseconds timeout_;
   const std::string all_ = prefix_ + "all";
-  const steady_clock::time_point began_ = steady_clock::now();
+  const RunClock::time_point began_ = RunClock::now();
 };
 
 }  // namespace

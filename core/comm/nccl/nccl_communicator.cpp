@@ -125,8 +125,10 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
                                " could not split the NCCL group: not all of its ranks ", "have come within ",
                                timeout().count() / 1000, " s"));
     if (position < 0) return nullptr;
+    NcclOptions options = options_;
+    options.is_borrowed = false;  // split() has made the part for this group
     return make_group<NcclCommunicator>(backends_, std::move(*group), std::move(store), position,
-                                        static_cast<int>(members.size()), device(), options_);
+                                        static_cast<int>(members.size()), device(), options);
   }
   Pending start(Collective collective) override;
   void require_ended(std::string_view what, bool all) override;

@@ -22,10 +22,6 @@ class GroupFailure {
     if (explanation_.empty()) explanation_ = explanation;
     is_published_ |= is_published;
   }
-  void set_published() {
-    std::lock_guard lock(mutex_);
-    is_published_ = true;
-  }
   // Whether another rank has published why the group has failed.
   bool is_known_to_all() const {
     std::lock_guard lock(mutex_);

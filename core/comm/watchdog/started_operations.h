@@ -21,7 +21,7 @@ struct StartedOperation {
 class StartedOperations {
  public:
   // A wait that takes longer is a stall.
-  static constexpr std::chrono::seconds kStall{1};
+  static constexpr std::chrono::seconds kStallsAfter{1};
   // More than can be in flight at once. Earlier operations have ended on all ranks.
   static constexpr size_t kMostRecent = 64;
 
@@ -46,7 +46,9 @@ class StartedOperations {
   }
 
  private:
-  bool is_stalled_locked() const { return is_waiting_ && std::chrono::steady_clock::now() - wait_began_ > kStall; }
+  bool is_stalled_locked() const {
+    return is_waiting_ && std::chrono::steady_clock::now() - wait_began_ > kStallsAfter;
+  }
 
   mutable std::mutex mutex_;
   std::deque<StartedOperation> recent_ TESSERA_GUARDED_BY(mutex_);

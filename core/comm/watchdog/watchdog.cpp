@@ -143,7 +143,7 @@ std::string Watchdog::explanation() {
     if (!texts.empty()) loop->news.say_informed();
     return texts;
   });
-  if (found && !found->empty()) loop_->failure.set_published();
+  if (found && !found->empty()) loop_->failure.explain(*found, /*is_published=*/true);
   return found.value_or("");
 }
 

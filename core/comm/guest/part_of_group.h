@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/comm/fingerprint.h"
+#include "core/comm/gloo/transport.h"
+
+namespace tessera::internal {
+
+// The ranks of a program's group that are in a part of it, and a number that tells the part's messages from others.
+struct PartOfGroup {
+  std::vector<int> members = {};  // by rank in the part; empty: the whole group
+  uint64_t number = 0;
+
+  int rank_of(int member) const { return members.empty() ? member : members[static_cast<size_t>(member)]; }
+  // A hash from which a transport takes as many bits as its messages' numbers have.
+  uint64_t number_of(const MessageTag& tag) const {
+    const uint64_t sum =
+        Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(number).value();
+    return sum ^ (sum >> 32);
+  }
+  PartOfGroup part(const std::string& name, const std::vector<int>& of_members) const {
+    PartOfGroup made{{}, Fingerprint().add(number).add(name).value()};
+    for (const int member : of_members) made.members.push_back(rank_of(member));
+    return made;
+  }
+};
+
+}  // namespace tessera::internal
