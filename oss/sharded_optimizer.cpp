@@ -145,7 +145,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
                                     c10::str(parameter.sizes()) + " is in group " + std::to_string(known->second) +
                                     " and in group " + std::to_string(group));
   check_agreement(first_group);
-  weigh(first_group);
+  assign_owners(first_group);
   if (!local_) {
     Groups owned;
     for (const auto& group : param_groups_) owned.push_back(owned_part(group));
@@ -171,7 +171,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
 
 // Assigns parameters with expensive steps first, balanced by cost; then trainable ones, balanced by bytes. Frozen ones
 // have no state, and are distributed apart.
-void ShardedOptimizer::weigh(size_t first_group) {
+void ShardedOptimizer::assign_owners(size_t first_group) {
   auto index = static_cast<int64_t>(partition_->owners.size());
   std::vector<at::Tensor> expensive, trainable, frozen;
   std::vector<int64_t> costs;

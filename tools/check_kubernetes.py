@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the manifests of tools/packaging/kubernetes without a cluster: their fields and types, and what must agree.
+"""Checks the manifests of tools/packaging/kubernetes without a cluster: fields, types, and values that must agree.
 
     tools/check_kubernetes.py [FOLDER]
 

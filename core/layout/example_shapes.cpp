@@ -51,7 +51,7 @@ void call_for_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const size_t below = stack.size() - parameters.size();
   try {
     return op.callBoxed(stack);
-  } catch (const c10::NotImplementedError& error) {
+  } catch (const c10::NotImplementedError&) {
     if (!shapes_need_no_values(op))
       throw std::logic_error("deferred(): libtorch cannot compute the shape of the result of " + op.schema().name() +
                              " without values: call it before deferred(), and fill from the result");

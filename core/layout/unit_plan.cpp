@@ -24,7 +24,7 @@ class Planner {
     for (const torch::nn::Module* module : modules_below(root, policies.ignored))
       for (const auto& parameter : module->parameters(/*recurse=*/false))
         ignored_.insert(parameter.unsafeGetTensorImpl());
-    find_owners(root);
+    find_first_modules(root);
     claim(root, "", true);
     units_.push_back({"(root)", {}});
     collect(root, "", 0);
@@ -35,10 +35,10 @@ class Planner {
  private:
   bool is_ignored(const at::Tensor& parameter) const { return ignored_.contains(parameter.unsafeGetTensorImpl()); }
 
-  void find_owners(const torch::nn::Module& module) {
+  void find_first_modules(const torch::nn::Module& module) {
     for (const auto& parameter : module.named_parameters(/*recurse=*/false))
-      owners_.try_emplace(parameter.value().unsafeGetTensorImpl(), &module);
-    for (const auto& child : module.named_children()) find_owners(*child.value());
+      first_modules_.try_emplace(parameter.value().unsafeGetTensorImpl(), &module);
+    for (const auto& child : module.named_children()) find_first_modules(*child.value());
   }
 
   // Returns the number of elements below the module that no unit has claimed.
@@ -48,7 +48,7 @@ class Planner {
     for (const auto& child : module.named_children())
       unclaimed_numel += claim(*child.value(), join_names(fqn, child.key()), false);
     for (const auto& parameter : module.named_parameters(/*recurse=*/false))
-      if (!is_ignored(parameter.value()) && owners_.at(parameter.value().unsafeGetTensorImpl()) == &module)
+      if (!is_ignored(parameter.value()) && first_modules_.at(parameter.value().unsafeGetTensorImpl()) == &module)
         unclaimed_numel += parameter.value().numel();
     if (is_root || !policy_ || !policy_(fqn, module, unclaimed_numel)) return unclaimed_numel;
     claimed_.insert(&module);
@@ -77,7 +77,7 @@ class Planner {
   std::unordered_set<const torch::nn::Module*> full_precision_;
   std::unordered_set<const c10::TensorImpl*> ignored_;
   std::unordered_set<const torch::nn::Module*> asked_, claimed_;
-  std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> owners_;
+  std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> first_modules_;
   std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // unit, and index in it
   std::vector<PlannedUnit> units_;
 };

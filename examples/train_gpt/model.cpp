@@ -108,8 +108,6 @@ int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   return bytes;
 }
 
-// The ways to hold a model: whole in one process, in a ZeRO stage over the ranks, and either with an average.
-
 // Forward and backward in the precision of --dtype. Wrappers that keep whole parameters compute under autocast; FSDP
 // casts the parameters that it gathers. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
 class Mixed {
@@ -149,6 +147,8 @@ class Mixed {
   bool autocasts_ = false;
   std::optional<tessera::ShardedGradScaler> scaler_;  // of fp16
 };
+
+// The ways to hold a model: whole in one process, in a ZeRO stage over the ranks, and either with an average.
 
 // A model that every rank holds whole, as the functions that load and save take it.
 class WholeModel final : public tessera::ModelShards {

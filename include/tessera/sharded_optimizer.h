@@ -122,7 +122,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void adopt_groups_from(size_t first_group);
   void take_added_groups();
   bool is_added(const at::Tensor& parameter) const;  // by the base class, and not adopted yet
-  void weigh(size_t first_group);
+  void assign_owners(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
   ScopeExit lend_state();
