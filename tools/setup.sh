@@ -18,7 +18,7 @@ runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH loo
 
 packages=(g++ cmake ninja-build ccache unzip python3 python3-pip
   libgloo-dev libcurl4-openssl-dev libxxhash-dev libboost-program-options-dev nlohmann-json3-dev
-  libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev mpich libmpich-dev iproute2 python3-yaml)
+  libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev mpich libmpich-dev iproute2 python3-yaml spin)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 # For the table at the end of `make demo` and `make test`.
@@ -35,6 +35,7 @@ present() {
     openmpi-bin) command -v mpirun >/dev/null || installed "$1" ;;
     mpich) command -v mpiexec.hydra >/dev/null || installed "$1" ;;
     python3-yaml) python3 -c 'import yaml' 2>/dev/null || installed "$1" ;;
+    spin) command -v spin >/dev/null || installed "$1" ;;
     iproute2) command -v ip >/dev/null || installed "$1" ;;
     *) installed "$1" ;;
   esac

@@ -1,0 +1,325 @@
+/*
+ * The protocol by which elastic ranks copy their parts, commit a step, and regroup after a death (docs/elastic.md).
+ * tests/elastic/check_model.sh exhausts all interleavings with spin.
+ *
+ * N ranks train. After each step a rank keeps its own part of the state, sends a copy to its partner, and discards
+ * older parts once all ranks have agreed that the step is complete. DEATHS ranks die, at any point. One more rank may
+ * stop once, at any point, and returns later: until then it answers nothing, and nobody can tell it from a slow one.
+ *
+ * Survivors decide the next group by single-decree Paxos: one instance for each generation, whose acceptors are the
+ * members of the old group. A value is the members and the step of the next group. A quorum is a majority of the old
+ * members, or all of them but those that are proven dead. A request is one atomic exchange with a member that lives
+ * and is not stopped; a proposer that dies between two requests loses the rest of its messages.
+ *
+ * Planted faults, each of which the checker must find:
+ *   -DMINORITY           any members are a quorum: two groups form
+ *   -DOLD_BALLOT         a member accepts a proposal although it has promised a later one: two groups form
+ *   -DDISCARD_EARLY      a rank discards older parts before the agreement: a part with a living holder is lost
+ *   -DIGNORE_ACCEPTED    a proposer ignores values that members have accepted: two decisions
+ */
+#define N 4
+#ifndef GENERATIONS
+#define GENERATIONS 2 /* one regroup */
+#endif
+#ifndef STEPS
+#define STEPS 2
+#endif
+#ifndef DEATHS
+#define DEATHS 2
+#endif
+
+#ifndef ATTEMPTS
+#define ATTEMPTS 3
+#endif
+
+#define bit(r) (1 << (r))
+#define has(set, r) (((set) >> (r)) & 1)
+#define count(set) (has(set, 0) + has(set, 1) + has(set, 2) + has(set, 3))
+#define partner(r) (((r) + 1) % N)
+#define all ((1 << N) - 1)
+#define gone (dead | finished) /* the processes that have ended */
+#define answers(r) (!has(gone, r) && !has(stopped, r))
+
+byte dead, stopped;
+byte deaths = 0;
+bool has_stopped = false;
+
+/* Bit r: rank r holds its own part, or its partner holds the copy, of each step. */
+byte own[STEPS + 1], copied[STEPS + 1];
+byte agreed = 0;               /* the newest step that all ranks have agreed on */
+byte arrived_at_agreement[STEPS + 1];
+
+/* Acceptors: by generation, then by rank. A value is members, and step in the upper bits; 0 is none. */
+byte promised[GENERATIONS * N], accepted_ballot[GENERATIONS * N], accepted[GENERATIONS * N];
+byte decided[GENERATIONS];     /* what a proposer has decided: for the invariants, no rank reads it */
+byte known[GENERATIONS * N];   /* the decision, as each rank knows it */
+byte members[GENERATIONS];     /* of each generation, by its decision */
+byte waiting[GENERATIONS];     /* bit r: rank r has left the group of this generation and waits for the next one */
+byte entered[GENERATIONS];     /* ranks that have entered the group */
+byte finished;                 /* bit r: the process of rank r has ended: after the run's last barrier, or by an error */
+
+#define at(g, r) ((g) * N + (r))
+#define make_value(set, s) ((set) | ((s) << N))
+#define members_of(value) ((value) & all)
+#define step_of(value) ((value) >> N)
+
+/* Whether each part of a step has a holder in `set`. The ring is that of the first group. */
+#define held(s, set, r) ((has(own[s], r) && has(set, r)) || (has(copied[s], r) && has(set, partner(r))))
+#define is_complete(s, set) (held(s, set, 0) && held(s, set, 1) && held(s, set, 2) && held(s, set, 3))
+
+/* The group of a generation has failed for its members once one of them cannot take part. */
+#define is_broken(g) (members[g] & (dead | stopped | waiting[g] | (finished & ~entered[g])))
+
+#ifdef MINORITY
+#define is_quorum(g, set) ((set) != 0)
+#else
+#define is_quorum(g, set) (2 * count(set) > count(members[g]) || ((set) | (members[g] & gone)) == members[g])
+#endif
+
+/* A stopped rank does nothing until it returns. A dead one leaves its process at once. */
+#define runs (!has(stopped, me))
+
+/* The values of an attempt that has ended do not multiply the states. */
+inline forget() { ballot = 0; acks = 0; value = 0; best = 0; ready = 0; other = 0; cut = 0 }
+
+/* The members that answer, and a rank that knows the decision and answers, plus 1; 0: none. */
+#define answering(g) (members[g] & ~(gone | stopped))
+#define knows(g, r) (answers(r) && known[at(g, r)])
+#define knower(g) (knows(g, 0) -> 1 : (knows(g, 1) -> 2 : (knows(g, 2) -> 3 : (knows(g, 3) -> 4 : 0))))
+inline learn() { known[at(g, me)] = known[at(g, knower(g) - 1)] }
+
+/* Asks members up to `end`. */
+inline ask_to_accept(end) {
+  do
+  :: other < end ->
+     if
+#ifdef OLD_BALLOT
+     :: has(members[g], other) && answers(other) ->
+#else
+     :: has(members[g], other) && answers(other) && promised[at(g, other)] <= ballot ->
+#endif
+        promised[at(g, other)] = ballot;
+        accepted_ballot[at(g, other)] = ballot; accepted[at(g, other)] = value;
+        acks = acks | bit(other)
+     :: else
+     fi;
+     other++
+  :: other >= end -> break
+  od
+}
+
+inline select_victim() {
+  if
+  :: victim = 0
+  :: victim = 1
+  :: victim = 2
+  :: victim = 3
+  fi
+}
+
+#ifdef SLOW
+#define select_slow() victim = SLOW
+#else
+#define select_slow() select_victim()
+#endif
+
+proctype Rank(byte me) {
+  byte g = 0, s = 1, other, ballot, acks, value, best, ready, cut;
+
+  {
+#ifdef COMMIT
+  /* Training: own part, copy, agreement. */
+  do
+  :: runs && s > STEPS -> break
+  :: runs && s <= STEPS && is_broken(0) -> goto left
+  :: runs && s <= STEPS && !is_broken(0) ->
+     atomic { runs -> own[s] = own[s] | bit(me) };
+#ifdef DISCARD_EARLY
+     atomic { own[s - 1] = own[s - 1] & ~bit(me); copied[s - 1] = copied[s - 1] & ~bit((me + N - 1) % N) };
+#endif
+     /* The copy arrives, or the partner is gone. */
+     if
+     :: atomic { runs && answers(partner(me)) -> copied[s] = copied[s] | bit(me) }
+     :: atomic { runs && is_broken(0) -> skip }
+     fi;
+     if
+     :: atomic { runs && has(copied[s], me) -> arrived_at_agreement[s] = arrived_at_agreement[s] | bit(me) }
+     :: atomic { runs && !has(copied[s], me) -> goto left }
+     fi;
+     if
+     :: atomic { runs && arrived_at_agreement[s] == all -> agreed = (agreed > s -> agreed : s) }
+     :: atomic { runs && is_broken(0) && arrived_at_agreement[s] != all -> goto left }
+     fi;
+     if
+     :: atomic { runs -> own[s - 1] = own[s - 1] & ~bit(me); copied[s - 1] = copied[s - 1] & ~bit((me + N - 1) % N);
+                 s++ }
+     fi
+  od;
+  finished = finished | bit(me);
+  goto end;
+left:
+  waiting[0] = waiting[0] | bit(me);
+  goto end;
+#else
+  /* The group fails while it trains. */
+  runs && is_broken(0);
+  goto regroup;
+#endif
+
+#ifndef COMMIT
+#if GENERATIONS > 2
+finish:
+  /* The barrier at the end of the run: all members pass it, or regroup. */
+  atomic { entered[g] = entered[g] | bit(me) };
+  if
+  :: atomic { runs && (entered[g] & members[g]) == members[g] -> finished = finished | bit(me); goto end }
+  :: atomic { runs && is_broken(g) && (entered[g] & members[g]) != members[g] -> goto regroup }
+  fi;
+#endif
+
+regroup:
+  if
+  :: g == GENERATIONS - 1 -> finished = finished | bit(me); goto end
+  :: else -> waiting[g] = waiting[g] | bit(me)
+  fi;
+  do
+  /* Learns the decision from a member that answers. */
+  :: atomic { runs && knower(g) -> learn(); break }
+  /* Leads: no member before it answers, and those that answer are a quorum and have left the old group. Asks for
+     promises, all at once: a proposer that dies between two promises leaves only promises, which block nothing. The
+     ballot is above all that it has seen. */
+  :: atomic {
+       runs && !knower(g) && (answering(g) & (bit(me) - 1)) == 0 && is_quorum(g, answering(g)) &&
+       (answering(g) & ~waiting[g]) == 0 ->
+       other = 0;
+       do
+       :: other < N ->
+          if
+          :: has(answering(g), other) && promised[at(g, other)] > ballot -> ballot = promised[at(g, other)]
+          :: else
+          fi;
+          other++
+       :: other == N -> break
+       od;
+       ballot = (ballot / N + 1) * N + me;
+       if
+       :: ballot >= (ATTEMPTS + 1) * N -> finished = finished | bit(me); goto end
+       :: else
+       fi;
+       ready = answering(g); other = 0;
+       do
+       :: other < N ->
+          if
+          :: has(ready, other) ->
+             promised[at(g, other)] = ballot;
+#ifndef IGNORE_ACCEPTED
+             if
+             :: accepted_ballot[at(g, other)] > best ->
+                best = accepted_ballot[at(g, other)]; value = accepted[at(g, other)]
+             :: else
+             fi
+#endif
+          :: else
+          fi;
+          other++
+       :: other == N -> break
+       od;
+       if
+       :: value == 0 ->
+          if
+          :: is_complete(agreed, ready) -> value = make_value(ready, agreed)
+          :: else -> value = make_value(ready, 0)
+          fi;
+          /* No part is lost that has a living holder: it takes a rank and its partner. */
+          assert(finished || step_of(value) >= agreed ||
+                 ((~ready & all) & (((~ready & all) << 1) | ((~ready & all) >> (N - 1)))) != 0)
+       :: else
+       fi;
+       ready = 0; best = 0; other = 0
+     };
+     /* Two bursts of requests, cut anywhere: others act, or this rank dies or stops, between them. */
+     atomic {
+       runs ->
+       if
+       :: cut = 0
+       :: cut = 1
+       :: cut = 2
+       :: cut = 3
+       fi;
+       ask_to_accept(cut); cut = 0
+     };
+     atomic { runs -> ask_to_accept(N); other = 0 };
+     atomic {
+       runs ->
+       if
+       :: is_quorum(g, acks) ->
+          /* One group: a member of another one, if there ever was, has ended. */
+          assert(decided[g] == 0 || decided[g] == value || (members_of(decided[g]) & ~gone) == 0);
+          decided[g] = value; members[g + 1] = members_of(value);
+          known[at(g, me)] = value; forget(); break
+       :: else -> forget()
+       fi
+     }
+  od;
+  /* The decision may leave this rank out: it was stopped, and another group goes on. It ends. */
+  if
+  :: !has(members_of(known[at(g, me)]), me) -> goto end
+  :: else -> assert(known[at(g, me)] == decided[g]);
+#if GENERATIONS > 2
+     g++; goto finish
+#endif
+  fi;
+#endif
+end:
+  skip
+  } unless { has(dead, me) };
+  /* Ranks that have ended do not multiply the states. */
+  atomic { g = 0; s = 0; forget() }
+}
+
+/* Kills up to DEATHS ranks, and stops one for a while, at any point. */
+proctype Fate() {
+  byte victim;
+end:
+  do
+  :: atomic { deaths < DEATHS ->
+       select_victim();
+       dead = dead | bit(victim); stopped = stopped & ~bit(victim); deaths++; victim = 0 }
+#ifndef COMMIT
+  :: atomic { !has_stopped -> select_slow(); stopped = bit(victim) & ~dead; has_stopped = true; victim = 0 }
+#endif
+  :: stopped -> stopped = 0
+  od
+}
+
+#ifdef COMMIT
+/* When all survivors have left the broken group, what they hold decides what they go on from. */
+proctype Judge() {
+  byte here;
+  do
+  :: atomic {
+       dead && ((dead | waiting[0] | finished) == all) ->
+       here = all & ~dead;
+       /* A step that all have agreed on is lost only with a rank and its partner. */
+       assert(is_complete(agreed, here) || (agreed < STEPS && is_complete(agreed + 1, here)) ||
+              (dead & ((dead << 1) | (dead >> (N - 1)))) != 0);
+       break
+     }
+  :: atomic { finished == all -> assert(is_complete(STEPS, all)); break }
+  :: dead == all -> break
+  od
+}
+#endif
+
+init {
+  atomic {
+    members[0] = all;
+    own[0] = all; copied[0] = all;
+#ifdef COMMIT
+    run Judge();
+#else
+    own[1] = all; copied[1] = all; agreed = 1;
+#endif
+    run Rank(0); run Rank(1); run Rank(2); run Rank(3); run Fate()
+  }
+}
