@@ -72,7 +72,11 @@ void check_state_value(const std::string& name, const StateValue& value, const s
     throw std::invalid_argument("'" + name + "'" + where + " is a text that is not UTF-8");
 }
 
-SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
+}  // namespace
+
+StateObjects internal::state_objects_of(const TrainingState& state) { return state_of(state); }
+
+SavePlan internal::plan_save(const StateObjects& state, const json& extra, const SaveOptions& options) {
   const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
@@ -98,6 +102,8 @@ SavePlan plan_save(const State& state, const json& extra, const SaveOptions& opt
   if (options.rng) plan.rng = generator_states(comm.device());
   return plan;
 }
+
+namespace {
 
 void save(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
   SaveJob::begin(dir, state.model.comm(), options)->run([&] { return plan_save(state, extra, options); });

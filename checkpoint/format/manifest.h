@@ -57,9 +57,10 @@ std::string why_not_an_option(const std::string& name, const OptimizerOption& op
 bool is_block_bytes(int64_t bytes);
 
 // Convert to and from the file's text. parse_manifest() checks everything that needs no other file, throws
-// CheckpointError that starts with `where`, and leaves saved.directory empty.
+// CheckpointError that starts with `where`, and leaves saved.directory empty. The tensors of one rank's part need not
+// be whole (`is_part`).
 std::string format_manifest(const Manifest& manifest);
-Manifest parse_manifest(std::string_view text, const std::string& where);
+Manifest parse_manifest(std::string_view text, const std::string& where, bool is_part = false);
 
 // Returns the sequence number if the text is an intact manifest of this or a later version.
 std::optional<int64_t> sequence_of(std::string_view text);

@@ -9,6 +9,7 @@
 
 #include <tessera/checkpoint/options.h>
 #include <tessera/checkpoint/stateful.h>
+#include <tessera/checkpoint/training_state.h>
 #include <tessera/model/model_shards.h>
 #include "checkpoint/format/manifest.h"
 
@@ -21,6 +22,9 @@ struct StateObjects {
   std::map<std::string, torch::optim::Optimizer*> optimizers{};
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
+
+// Throws std::invalid_argument while averages of an optimizer are swapped in. The objects must outlive the result.
+StateObjects state_objects_of(const TrainingState& state);
 
 // Loads a checkpoint's state into the objects. Reads and verifies
 // this rank's part into host memory, and copies it into place once all ranks have; changes nothing before. Collective.

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint/options.h>
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/shard_writer.h"
 
@@ -31,6 +32,10 @@ struct SavePlan {
   };
   std::vector<Watched> watched;
 };
+
+struct StateObjects;
+// Captures this rank's part of a state. Throws std::invalid_argument for values that a manifest cannot hold.
+SavePlan plan_save(const StateObjects& state, const nlohmann::json& extra, const SaveOptions& options);
 
 // Returns a number that grows with each write that autograd counts; for a shard also with writes through data().
 int64_t writes_to(const at::Tensor& tensor);

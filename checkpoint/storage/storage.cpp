@@ -1,9 +1,28 @@
 #include "checkpoint/storage/storage.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace tessera::internal {
+namespace {
+
+struct Registered {
+  std::mutex mutex;
+  std::map<std::string, MakeStorage> by_scheme;
+};
+Registered& registered() {
+  static Registered all;
+  return all;
+}
+
+}  // namespace
+
+void register_storage(const std::string& scheme, MakeStorage make) {
+  const std::lock_guard lock(registered().mutex);
+  registered().by_scheme.emplace(scheme, make);
+}
 
 void Storage::refuse(const std::filesystem::path& path, FileAction action, std::string problem) const {
   throw_with(fail_, {path, action, 0, std::move(problem)});
@@ -24,6 +43,11 @@ std::unique_ptr<Storage> make_storage(const std::filesystem::path& path, ThrowFa
   if (scheme.empty()) return make_local_storage(fail);
   if (scheme == "memory") return make_memory_storage(fail);
   if (scheme == "s3") return make_s3_storage(fail);
+  {
+    const std::lock_guard lock(registered().mutex);
+    if (const auto found = registered().by_scheme.find(scheme); found != registered().by_scheme.end())
+      return found->second(fail);
+  }
   throw std::invalid_argument(
       "'" + path.string() +
       "' is on a storage that is not known: expected a local path, s3:// or memory:// (in small letters)");

@@ -80,6 +80,11 @@ class Storage {
 // for s3:// if Tessera was built without libcurl.
 std::unique_ptr<Storage> make_storage(const std::filesystem::path& path, ThrowFailure fail);
 
+// Adds a storage of another library, for paths that begin with "<scheme>://". Another call for the scheme is a no-op.
+// Thread-safe.
+using MakeStorage = std::unique_ptr<Storage> (*)(ThrowFailure fail);
+void register_storage(const std::string& scheme, MakeStorage make);
+
 std::unique_ptr<Storage> make_local_storage(ThrowFailure fail);
 // Files by name, kept until they are removed or the process ends. All instances share their content.
 std::unique_ptr<Storage> make_memory_storage(ThrowFailure fail);
