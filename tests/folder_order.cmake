@@ -7,7 +7,7 @@ cmake_minimum_required(VERSION 3.25)
 # A file belongs to the library with the longest matching prefix of its path.
 set(library_of
   core/runtime=base core/memory=base core/trace=base core/comm=comm core/launch=comm core/paging=paging core/layout=flat
-  core/gradients=flat core/model=flat offload=offload optim=optim checkpoint=checkpoint oss=oss fsdp=fsdp sdp=sdp
+  core/gradients=flat core/model=flat offload=offload optim=optim checkpoint=checkpoint elastic=elastic oss=oss fsdp=fsdp sdp=sdp
   exported=exported plan=plan)
 foreach(public
     base=autocast,detail/operation_handle,detail/copy_traffic,errors,event_writer,memory_cache,peak_memory,plan/memory_kind,scope_exit
@@ -17,6 +17,7 @@ foreach(public
     offload=activation_offload,checkpointed.,options/offload_options,options/cpu_offload
     optim=optim/,detail/listed,detail/parameter_parts,detail/linear_weights,quantize_linears
     checkpoint=checkpoint.,checkpoint/
+    elastic=elastic
     oss=oss,sharded_optimizer,options/oss
     fsdp=fsdp,fully_sharded_module,options/fsdp,detail/converted_inputs
     sdp=sdp,ddp,sync_batch_norm,detail/replicated_module
@@ -63,7 +64,7 @@ foreach(entry ${links})
 endforeach()
 
 file(GLOB_RECURSE files RELATIVE "${SOURCE_DIR}" "${SOURCE_DIR}/core/*" "${SOURCE_DIR}/offload/*" "${SOURCE_DIR}/optim/*"
-  "${SOURCE_DIR}/checkpoint/*" "${SOURCE_DIR}/oss/*" "${SOURCE_DIR}/fsdp/*" "${SOURCE_DIR}/sdp/*"
+  "${SOURCE_DIR}/checkpoint/*" "${SOURCE_DIR}/elastic/*" "${SOURCE_DIR}/oss/*" "${SOURCE_DIR}/fsdp/*" "${SOURCE_DIR}/sdp/*"
   "${SOURCE_DIR}/exported/*" "${SOURCE_DIR}/plan/*" "${SOURCE_DIR}/include/*")
 list(FILTER files INCLUDE REGEX "[.](h|cpp)$")
 foreach(file ${files})

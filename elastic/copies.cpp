@@ -1,0 +1,181 @@
+#include "elastic/copies.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "checkpoint/format/checksum.h"
+
+namespace tessera::internal {
+
+using nlohmann::json;
+
+int64_t block_count(int64_t bytes) { return (bytes + kCopyBlockBytes - 1) / kCopyBlockBytes; }
+
+void CopiedFile::read(void* data, int64_t count, int64_t position) const {
+  if (position < 0 || count < 0 || position > bytes || count > bytes - position)
+    throw std::out_of_range("a read of " + std::to_string(count) + " bytes at " + std::to_string(position) +
+                            " of a file of " + std::to_string(bytes));
+  char* to = static_cast<char*>(data);
+  while (count > 0) {
+    const std::string& block = *blocks[static_cast<size_t>(position / kCopyBlockBytes)];
+    const int64_t at = position % kCopyBlockBytes;
+    const int64_t part = std::min(count, static_cast<int64_t>(block.size()) - at);
+    std::memcpy(to, block.data() + at, static_cast<size_t>(part));
+    to += part;
+    position += part;
+    count -= part;
+  }
+}
+
+json to_json(const std::vector<HeldStep>& held) {
+  json entries = json::array();
+  for (const HeldStep& step : held)
+    entries.push_back(
+        {{"generation", step.generation}, {"step", step.step}, {"world", step.world}, {"owners", step.owners}});
+  return entries;
+}
+
+std::vector<HeldStep> held_from_json(const json& entries) {
+  std::vector<HeldStep> held;
+  for (const json& entry : entries)
+    held.push_back({entry.at("generation").get<int64_t>(), entry.at("step").get<int64_t>(),
+                    entry.at("world").get<int>(), entry.at("owners").get<std::vector<int>>()});
+  return held;
+}
+
+CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held) {
+  std::map<std::pair<int64_t, int64_t>, CompleteStep> steps;
+  for (size_t member = 0; member < held.size(); ++member)
+    for (const HeldStep& own : held[member]) {
+      CompleteStep& step = steps[{own.generation, own.step}];
+      step.generation = own.generation;
+      step.step = own.step;
+      step.world = std::max(step.world, own.world);
+      step.holders.resize(static_cast<size_t>(step.world));
+      for (const int owner : own.owners)
+        if (owner >= 0 && owner < step.world)
+          step.holders[static_cast<size_t>(owner)].push_back(static_cast<int>(member));
+    }
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step)
+    if (std::ranges::none_of(step->second.holders, [](const auto& holders) { return holders.empty(); }))
+      return step->second;
+  return {};
+}
+
+std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, int copies) {
+  std::vector<std::string> names;  // of hosts, in the order of their first ranks
+  std::map<std::string, std::vector<int>> ranks_of;
+  for (size_t i = 0; i < hosts.size(); ++i) {
+    if (!ranks_of.contains(hosts[i])) names.push_back(hosts[i]);
+    ranks_of[hosts[i]].push_back(static_cast<int>(i));
+  }
+  const auto& own_host = ranks_of[hosts[static_cast<size_t>(rank)]];
+  const auto index = static_cast<size_t>(std::ranges::find(own_host, rank) - own_host.begin());
+  const auto host = static_cast<size_t>(std::ranges::find(names, hosts[static_cast<size_t>(rank)]) - names.begin());
+  std::vector<int> partners;
+  // One of each other host in turn, then further ones of all hosts.
+  for (size_t round = 0; round < hosts.size(); ++round)
+    for (size_t other = 1; other <= names.size(); ++other) {
+      const auto& ranks = ranks_of[names[(host + other) % names.size()]];
+      if (other == names.size() && names.size() > 1 && round == 0) continue;  // this host is the last resort
+      const int partner = ranks[(index + round + (other == names.size() ? 1 : 0)) % ranks.size()];
+      if (static_cast<int>(partners.size()) == copies) return partners;
+      if (partner != rank && std::ranges::find(partners, partner) == partners.end()) partners.push_back(partner);
+    }
+  return partners;
+}
+
+void CopyStore::put(const PartName& name, std::shared_ptr<const CopiedPart> part) {
+  const std::lock_guard lock(mutex_);
+  parts_[name] = std::move(part);
+}
+
+std::shared_ptr<const CopiedPart> CopyStore::find(const PartName& name) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = parts_.find(name);
+  return found == parts_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<const CopiedPart> CopyStore::newest(int64_t generation, int owner) const {
+  const std::lock_guard lock(mutex_);
+  for (auto entry = parts_.rbegin(); entry != parts_.rend(); ++entry)
+    if (entry->first.generation == generation && entry->first.owner == owner) return entry->second;
+  return nullptr;
+}
+
+std::vector<HeldStep> CopyStore::held() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<HeldStep> held;
+  for (const auto& [name, part] : parts_) {
+    if (held.empty() || held.back().generation != name.generation || held.back().step != name.step)
+      held.push_back({name.generation, name.step, part->world, {}});
+    held.back().owners.push_back(name.owner);
+  }
+  return held;
+}
+
+void CopyStore::keep_from(int64_t generation, int64_t step, bool newer_too) {
+  const std::pair kept(generation, step);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(parts_, [&](const auto& entry) {
+    const std::pair own(entry.first.generation, entry.first.step);
+    return own < kept || (newer_too && own != kept);
+  });
+}
+
+int64_t CopyStore::bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::set<const std::string*> seen;
+  int64_t bytes = 0;
+  for (const auto& [name, part] : parts_)
+    for (const auto& [file, content] : part->files)
+      for (const auto& block : content.blocks)
+        if (seen.insert(block.get()).second) bytes += static_cast<int64_t>(block->size());
+  return bytes;
+}
+
+CopiedFileWriter::CopiedFileWriter(int64_t start_bytes, int64_t bytes) : bytes_(bytes) {
+  blocks_.reserve(static_cast<size_t>(block_count(bytes)));
+  const std::string zeros(static_cast<size_t>(start_bytes), '\0');
+  append(zeros.data(), start_bytes);
+}
+
+void CopiedFileWriter::append(const void* data, int64_t count) {
+  const char* from = static_cast<const char*>(data);
+  while (count > 0) {
+    if (blocks_.empty() || static_cast<int64_t>(blocks_.back().size()) == kCopyBlockBytes) {
+      const int64_t left = bytes_ - static_cast<int64_t>(blocks_.size()) * kCopyBlockBytes;
+      blocks_.emplace_back().reserve(static_cast<size_t>(std::clamp(left, int64_t{0}, kCopyBlockBytes)));
+    }
+    std::string& block = blocks_.back();
+    const int64_t part = std::min(count, kCopyBlockBytes - static_cast<int64_t>(block.size()));
+    block.append(from, static_cast<size_t>(part));
+    from += part;
+    count -= part;
+  }
+}
+
+CopiedFile CopiedFileWriter::finish(std::string_view start, const CopiedFile* before) {
+  for (size_t at = 0; at < start.size();) {
+    std::string& block = blocks_[at / kCopyBlockBytes];
+    const size_t part = std::min<size_t>(start.size() - at, kCopyBlockBytes);
+    block.replace(0, part, start.substr(at, part));
+    at += part;
+  }
+  CopiedFile file;
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    std::string& block = blocks_[i];
+    file.bytes += static_cast<int64_t>(block.size());
+    file.sums.push_back(checksum(block));
+    const bool is_unchanged = before != nullptr && i < before->blocks.size() && before->sums[i] == file.sums[i] &&
+                              *before->blocks[i] == block;
+    file.blocks.push_back(is_unchanged ? before->blocks[i] : std::make_shared<const std::string>(std::move(block)));
+  }
+  blocks_.clear();
+  return file;
+}
+
+}  // namespace tessera::internal

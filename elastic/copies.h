@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// Parts of the training state in this process's memory: its own, and copies of other ranks'.
+
+// A file in blocks of kCopyBlockBytes, the last of which may be shorter. Equal blocks of successive steps share memory.
+struct CopiedFile {
+  std::vector<std::shared_ptr<const std::string>> blocks;
+  std::vector<uint64_t> sums;  // checksums of the blocks
+  int64_t bytes = 0;
+  // Copies a range. Throws std::out_of_range beyond the end.
+  void read(void* data, int64_t count, int64_t position) const;
+};
+inline constexpr int64_t kCopyBlockBytes = int64_t{1} << 20;
+int64_t block_count(int64_t bytes);
+
+// One rank's part of one committed step.
+struct PartName {
+  int64_t generation = 0;  // of the group
+  int64_t step = 0;
+  int owner = 0;  // the rank in that group
+  auto operator<=>(const PartName&) const = default;
+};
+struct CopiedPart {
+  int world = 0;            // the size of the group
+  std::string description;  // what the manifest needs (describe_part())
+  std::map<std::string, CopiedFile> files;
+};
+
+// The parts of one step that a process holds.
+struct HeldStep {
+  int64_t generation = 0, step = 0;
+  int world = 0;
+  std::vector<int> owners;
+};
+nlohmann::json to_json(const std::vector<HeldStep>& held);
+std::vector<HeldStep> held_from_json(const nlohmann::json& entries);
+
+// The newest step of which the members hold every part, and the members that hold each one. `held` is by member. Null
+// members hold nothing. Returns a world of 0 if there is none. A later generation is newer at any step: the steps of an
+// earlier one that were not continued are void.
+struct CompleteStep {
+  int64_t generation = -1, step = -1;
+  int world = 0;
+  std::vector<std::vector<int>> holders;  // by owner: members in ascending order
+};
+CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held);
+
+// The ranks that hold copies of this rank's part, given the host of each rank: `copies` different ones, on other hosts
+// while there are any, so that each rank of a host has its own partner. Returns fewer if the world is too small.
+std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, int copies);
+
+// Thread-safe.
+class CopyStore {
+ public:
+  void put(const PartName& name, std::shared_ptr<const CopiedPart> part);
+  std::shared_ptr<const CopiedPart> find(const PartName& name) const;  // null if it is not held
+  // The newest held part of an owner in a generation; null if there is none.
+  std::shared_ptr<const CopiedPart> newest(int64_t generation, int owner) const;
+  std::vector<HeldStep> held() const;
+  // Frees the parts of all other steps: of a step that is known to be complete, older ones; with `newer`, all others.
+  void keep_from(int64_t generation, int64_t step, bool newer_too);
+  // The bytes of distinct blocks.
+  int64_t bytes() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<PartName, std::shared_ptr<const CopiedPart>> parts_ TESSERA_GUARDED_BY(mutex_);
+};
+
+// Builds a file from sequential writes. Blocks that equal those of `before`, if given, are shared with it.
+class CopiedFileWriter {
+ public:
+  explicit CopiedFileWriter(int64_t start_bytes, int64_t bytes);
+  void append(const void* data, int64_t count);
+  // Writes the first bytes, which were left out.
+  CopiedFile finish(std::string_view start, const CopiedFile* before);
+
+ private:
+  std::vector<std::string> blocks_;
+  const int64_t bytes_;
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,62 @@
+#include <tessera/elastic.h>
+
+#include <c10/util/env.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <stdexcept>
+#include <utility>
+
+#include "core/launch/launch_environment.h"
+#include "core/launch/local_address.h"
+#include "core/launch/rendezvous.h"
+#include "core/launch/require.h"
+#include "core/launch/shared_cores.h"
+#include "core/trace/trace.h"
+#include "elastic/elastic_state.h"
+
+namespace tessera {
+using namespace internal;
+
+const std::shared_ptr<Communicator>& ElasticRun::comm() const { return state_.comm(); }
+int64_t ElasticRun::step() const { return state_.step(); }
+int ElasticRun::accumulation() const { return state_.accumulation(); }
+int64_t ElasticRun::generation() const { return state_.generation(); }
+const std::optional<ElasticChange>& ElasticRun::change() const { return state_.change(); }
+nlohmann::json ElasticRun::restore(const TrainingState& state) { return state_.restore(state); }
+void ElasticRun::commit(const nlohmann::json& extra) { state_.commit(extra); }
+int64_t ElasticRun::copied_bytes() const { return state_.copied_bytes(); }
+
+Elastic::Elastic(ElasticOptions options) {
+  const auto environment = read_launch_environment();
+  const int rank = environment.rank, size = environment.world_size;
+  if (options.process.share_cores) share_cores(environment);
+  Trace::set_rank_of_process(rank);
+  const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
+  Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
+  if (size > 1)
+    found = rendezvous(environment, interface.empty() ? "" : interface_address(interface), options.group.timeout);
+  state_ = std::make_unique<ElasticState>(std::move(options), found.store, rank, size, found.address);
+}
+
+Elastic::Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ElasticOptions options) {
+  require(static_cast<bool>(store), "tessera::Elastic: the store is null");
+  require(size >= 1 && rank >= 0 && rank < size, "tessera::Elastic: rank ", rank, " of ", size,
+          "; expected a size of at least 1 and a rank from 0 to size - 1");
+  options.process = {.cache_memory = false,
+                     .terminate_handler = false,
+                     .permit_tracing = false,
+                     .raise_descriptor_limit = false,
+                     .open_standard_descriptors = false,
+                     .share_cores = false,
+                     .stop_signals = false,
+                     .print_warnings = false};
+  state_ = std::make_unique<ElasticState>(std::move(options), store, rank, size, "");
+}
+
+Elastic::~Elastic() = default;
+
+void Elastic::run(const std::function<void(ElasticRun& run)>& body) {
+  state_->run(body, [](ElasticRunState& state) { return ElasticRun(state); });
+}
+
+}  // namespace tessera

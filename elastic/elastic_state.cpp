@@ -1,0 +1,398 @@
+#include "elastic/elastic_state.h"
+
+#include <ATen/ops/full.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include <tessera/checkpoint.h>
+#include <tessera/errors.h>
+#include "checkpoint/format/checksum.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/outcome.h"
+#include "core/comm/agreement.h"
+#include "core/comm/group_process.h"
+#include "core/comm/guest/text_exchange.h"
+#include "core/comm/store_client.h"
+#include "core/launch/local_address.h"
+#include "core/launch/require.h"
+#include "core/runtime/call_with_timeout.h"
+#include "core/runtime/sigpipe_block.h"
+#include "core/runtime/warn.h"
+#include "elastic/part_storage.h"
+
+namespace tessera::internal {
+namespace {
+
+using nlohmann::json;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+std::string random_text() {
+  std::random_device device;
+  std::string text;
+  for (int i = 0; i < 4; ++i) text += to_hex(uint64_t{device()} << 32 | device()).substr(8);
+  return text;
+}
+
+StorePtr connect_store(const std::string& address, int port, bool serves, milliseconds timeout) {
+  const auto made = call_with_timeout(timeout + kAnswerGrace, [=]() -> StorePtr {
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<uint16_t>(port);
+    options.isServer = serves;
+    options.waitWorkers = false;
+    options.timeout = timeout;
+    const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+    return c10::make_intrusive<c10d::TCPStore>(address, options);
+  });
+  if (!made) throw CommError(c10::str("the store at ", address, ":", port, " does not answer"));
+  return *made;
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
+}
+
+std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+// What all ranks must pass alike.
+std::string describe(const ElasticOptions& options) {
+  return c10::str("copy_every ", options.copy_every, ", copies ", options.copies, ", least_ranks ", options.least_ranks,
+                  ", batch ", static_cast<int>(options.batch), ", stopped_after ", options.stopped_after.count(),
+                  " ms, regroup_timeout ", options.regroup_timeout.count(), " ms, checkpoints ",
+                  options.checkpoints.string());
+}
+
+void check(const ElasticOptions& options, int size) {
+  require(options.copy_every >= 1, "ElasticOptions::copy_every is ", options.copy_every, "; expected at least 1");
+  require(options.copies >= 0, "ElasticOptions::copies is ", options.copies, "; expected at least 0");
+  require(options.least_ranks >= 1 && options.least_ranks <= size, "ElasticOptions::least_ranks is ",
+          options.least_ranks, "; expected 1 to the number of ranks, ", size);
+  for (const auto time : {options.stopped_after, options.regroup_timeout})
+    require(time > milliseconds::zero() && time <= kLongestTimeout,
+            "ElasticOptions::stopped_after or regroup_timeout is ", time.count(),
+            " ms; expected more than 0 and at most a year");
+}
+
+}  // namespace
+
+ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int rank, int size,
+                           const std::string& address)
+    : options_(std::move(options)), first_world_(size), effects_(std::in_place, options_.process), rank_(rank) {
+  const std::string who = "tessera::Elastic";
+  const auto timeout = options_.group.timeout;
+  const auto exchange = [&](const char* what, const std::function<std::string()>& own) {
+    const TextExchange texts = size == 1 ? [](const std::string& text) { return std::vector{text}; }
+                                         : exchange_through(c10::make_intrusive<c10d::PrefixStore>(what, store),
+                                                            "elastic/", rank, size, timeout);
+    return exchange_or_fail(texts, who, own);
+  };
+  const auto hosts = exchange("hosts", [&] {
+    check(options_, size);
+    return describe(options_) + "\n" + host_name();
+  });
+  for (size_t i = 0; i < hosts.size(); ++i)
+    require(first_line_of(hosts[i]) == first_line_of(hosts[0]), who, ": rank ", i, " passes ", first_line_of(hosts[i]),
+            ", rank 0 ", first_line_of(hosts[0]), "; expected equal ElasticOptions on all ranks");
+  const bool one_host = std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
+  self_.id = random_text();
+  self_.host = host_name();
+  self_.address = one_host ? "127.0.0.1" : address.empty() ? public_address() : address;
+  group_.generation = 0;
+  group_.step = {};
+  const auto members = exchange("members", [&] {
+    server_ = std::make_unique<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
+      auto receiver = std::make_shared<PartReceiver>(copies_);
+      return [this, receiver](PeerMessage&& request) { return answer(*receiver, std::move(request)); };
+    });
+    self_.port = server_->port();
+    if (rank == 0) serve_store(group_);
+    return json{{"member", to_json(self_)}, {"address", group_.store_address}, {"port", group_.store_port}}.dump();
+  });
+  for (const std::string& text : members) group_.members.push_back(member_from_json(json::parse(text).at("member")));
+  const json first = json::parse(members[0]);
+  group_.store_address = first.at("address").get<std::string>();
+  group_.store_port = first.at("port").get<int>();
+  run_id_ = group_.members[0].id;
+  acceptor_.begin(0);
+}
+
+ElasticState::~ElasticState() = default;
+
+PeerMessage ElasticState::answer(PartReceiver& receiver, PeerMessage&& request) {
+  const std::string op = request.fields.at("op").get<std::string>();
+  if (op == "look" || op == "prepare" || op == "accept" || op == "decided")
+    return {acceptor_.answer(request.fields), {}};
+  if (op == "begin_part" || op == "block" || op == "end_part") return receiver.answer(std::move(request));
+  const json& fields = request.fields;
+  const auto part = copies_.find(
+      {fields.at("generation").get<int64_t>(), fields.at("step").get<int64_t>(), fields.at("owner").get<int>()});
+  if (!part) throw std::runtime_error("this process does not hold the part");
+  PeerMessage answer;
+  if (op == "describe") {
+    answer.fields["description"] = part->description;
+    return answer;
+  }
+  const auto file = part->files.find(fields.at("file").get<std::string>());
+  if (file == part->files.end()) throw std::runtime_error("the part has no such file");
+  if (op == "size") {
+    answer.fields["bytes"] = file->second.bytes;
+  } else if (op == "read") {
+    const auto bytes = fields.at("bytes").get<int64_t>(), position = fields.at("position").get<int64_t>();
+    if (bytes < 0 || bytes > file->second.bytes) throw std::runtime_error("the file has fewer bytes");
+    answer.bytes.resize(static_cast<size_t>(bytes));
+    file->second.read(answer.bytes.data(), bytes, position);
+  } else {
+    throw std::runtime_error("the request '" + op + "' is not known");
+  }
+  return answer;
+}
+
+void ElasticState::serve_store(Decision& decision) {
+  store_before_ = std::exchange(store_, connect_store("127.0.0.1", 0, /*serves=*/true, options_.group.timeout));
+  decision.store_address = self_.address;
+  decision.store_port = static_cast<c10d::TCPStore&>(*store_).getPort();
+}
+
+std::shared_ptr<Communicator> ElasticState::make_group() {
+  const int size = static_cast<int>(group_.members.size());
+  if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
+  // A client, also in the process of the server: a group that serves its store waits for all ranks when it ends.
+  StorePtr client;
+  try {
+    client = connect_store(group_.store_address, group_.store_port, /*serves=*/false, options_.group.timeout);
+  } catch (const c10::Error& error) {
+    throw CommError(error.what_without_backtrace());
+  }
+  const auto wrapped = StoreClient::of(std::move(client), options_.group.timeout);
+  return communicator_from(wrapped, rank_, size, options_.group);
+}
+
+bool ElasticState::has_lost_member() {
+  for (size_t i = 0; i < group_.members.size(); ++i) {
+    if (static_cast<int>(i) == rank_) continue;
+    try {
+      const json answer = ask_member(group_.members[i], {{{"op", "look"}, {"generation", group_.generation}}, {}},
+                                     options_.stopped_after)
+                              .fields;
+      if (answer.at("arrived").get<bool>() || answer.contains("retired") || answer.contains("decision")) return true;
+    } catch (const PeerError&) {
+      return true;
+    }
+  }
+  return false;
+}
+
+ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun& run)>& body,
+                                            const std::function<ElasticRun(ElasticRunState&)>& make) {
+  std::shared_ptr<Communicator> comm;
+  std::string reason;
+  try {
+    comm = make_group();
+    ElasticRunState own(*this, comm, change_, lost_at_);
+    ElasticRun run = make(own);
+    body(run);
+    own.finish();
+    return Outcome::kFinished;
+  } catch (const CommError& error) {
+    reason = error.what();
+  } catch (const std::exception& error) {
+    // Errors of checkpoints, for example, may be consequences of a loss.
+    reason = error.what();
+    if (!comm || !has_lost_member()) {
+      acceptor_.retire();
+      if (comm) comm->abort(reason);
+      throw;
+    }
+  } catch (...) {
+    acceptor_.retire();
+    if (comm) comm->abort("an exception that is no std::exception");
+    throw;
+  }
+  lost_at_ = Clock::now();
+  // Members that have not seen it fail, too.
+  if (comm) comm->abort(c10::str("rank ", rank_, " leaves the group: ", reason));
+  change_ = ElasticChange{.reason = first_line_of(reason), .world_before = static_cast<int>(group_.members.size())};
+  return Outcome::kLost;
+}
+
+void ElasticState::regroup() {
+  acceptor_.arrive(group_.generation, copies_.held());
+  Regroup next(
+      group_, rank_, acceptor_,
+      [](const Member& member, const json& request, milliseconds patience) {
+        return ask_member(member, {request, {}}, patience).fields;
+      },
+      [this](Decision& decision) { serve_store(decision); },
+      {.stopped_after = options_.stopped_after,
+       .timeout = options_.regroup_timeout,
+       .least_ranks = options_.least_ranks});
+  Decision decision = next.run();
+  const auto is_in = [](const std::vector<Member>& members, const Member& one) {
+    return std::ranges::find(members, one) != members.end();
+  };
+  for (size_t i = 0; i < group_.members.size(); ++i)
+    if (!is_in(decision.members, group_.members[i])) change_->lost.push_back(static_cast<int>(i));
+  if (!is_in(decision.members, self_)) {
+    acceptor_.retire();
+    throw CommError(c10::str("rank ", rank_, " of ", group_.members.size(),
+                             " was stopped, or did not leave the broken group within ", options_.stopped_after.count(),
+                             " ms (ElasticOptions::stopped_after): the other ranks have gone on without it; expected "
+                             "this process to end"));
+  }
+  rank_ = static_cast<int>(std::ranges::find(decision.members, self_) - decision.members.begin());
+  if (rank_ == 0)
+    warn(c10::str(change_->lost.empty() ? "no rank" : ranks_text(change_->lost), " of ", change_->world_before,
+                  " was lost (", change_->reason, "); ", decision.members.size(), " ranks go on ",
+                  decision.step.world > 0 ? c10::str("from step ", decision.step.step, " in memory")
+                                          : std::string("without a step that is complete in memory")));
+  group_ = std::move(decision);
+  if (group_.step.world > 0) copies_.keep_from(group_.step.generation, group_.step.step, /*newer_too=*/true);
+  acceptor_.begin(group_.generation);
+}
+
+void ElasticState::run(const std::function<void(ElasticRun& run)>& body,
+                       const std::function<ElasticRun(ElasticRunState&)>& make) {
+  try {
+    while (attempt(body, make) == Outcome::kLost) regroup();
+  } catch (...) {
+    acceptor_.retire();
+    throw;
+  }
+  acceptor_.retire();
+}
+
+ElasticRunState::ElasticRunState(ElasticState& all, std::shared_ptr<Communicator> comm,
+                                 std::optional<ElasticChange> change, Clock::time_point lost_at)
+    : all_(all), comm_(std::move(comm)), change_(std::move(change)), lost_at_(lost_at) {
+  std::vector<std::string> hosts;
+  for (const Member& member : all_.group().members) hosts.push_back(member.host);
+  for (const int partner : partners_of(comm_->rank(), hosts, all_.options().copies))
+    partners_.push_back(all_.group().members[static_cast<size_t>(partner)]);
+}
+
+int ElasticRunState::accumulation() const {
+  if (all_.options().batch == ElasticBatch::kFollow) return 1;
+  return std::max(1, (all_.first_world() + comm_->size() - 1) / comm_->size());
+}
+
+json ElasticRunState::restore_from_memory() {
+  const Decision& group = all_.group();
+  const CompleteStep& step = group.step;
+  std::vector<std::vector<Member>> holders;
+  for (const auto& own : step.holders) {
+    auto& members = holders.emplace_back();
+    for (const int member : own) members.push_back(group.sources[static_cast<size_t>(member)]);
+  }
+  const auto patience = all_.options().group.timeout;
+  const PartFolder folder(all_.copies(), all_.own_id(), step.generation, step.step, holders, patience);
+  const std::string what = c10::str("restoring step ", step.step, " from memory");
+  // Rank 0 reads the descriptions for all.
+  std::string text;
+  on_all_ranks(*comm_, what, [&] {
+    if (comm_->rank() != 0) return;
+    std::vector<std::string> descriptions;
+    for (int owner = 0; owner < step.world; ++owner) {
+      if (const auto own = all_.copies().find({step.generation, step.step, owner})) {
+        descriptions.push_back(own->description);
+        continue;
+      }
+      const Member& holder = holders[static_cast<size_t>(owner)].front();
+      descriptions.push_back(
+          ask_member(holder,
+                     {{{"op", "describe"}, {"generation", step.generation}, {"step", step.step}, {"owner", owner}}, {}},
+                     patience)
+              .fields.at("description")
+              .get<std::string>());
+    }
+    text = format_manifest(assemble_manifest(descriptions, id_of_step(all_.run_id(), step.generation, step.step)));
+  });
+  text = gather_texts(*comm_, text, what)[0];
+  Manifest manifest;
+  on_all_ranks(*comm_, what, [&] { manifest = manifest_of(text, folder.path()); });
+  load_state(manifest, state_objects_of(*state_), {}, what);
+  step_ = step.step;
+  return manifest.extra.is_null() ? json::object() : manifest.extra;
+}
+
+std::optional<json> ElasticRunState::restore_from_disk() {
+  if (all_.options().checkpoints.empty()) return std::nullopt;
+  const auto loaded = load_newest_checkpoint(all_.options().checkpoints, *state_);
+  if (!loaded) return std::nullopt;
+  const auto step = loaded->extra.find("step");
+  if (step == loaded->extra.end() || !step->is_number_integer())
+    throw CheckpointError(loaded->path.string() +
+                          ": its extra has no integer \"step\", which restore() needs; save it with {\"step\", n}");
+  step_ = step->get<int64_t>();
+  if (change_ && comm_->rank() == 0)
+    warn(c10::str("no step is complete in memory; continuing from ", loaded->path.string(), ", step ", step_));
+  return loaded->extra;
+}
+
+json ElasticRunState::restore(const TrainingState& state) {
+  if (state_) throw std::logic_error("ElasticRun::restore() was called twice; expected one list of all objects");
+  state_.emplace(state);
+  if (all_.group().step.world > 0) return restore_from_memory();
+  if (auto extra = restore_from_disk()) return *extra;
+  // Held parts are of a step that other ranks may have gone on from, and ended with: training must not begin again.
+  const at::Tensor are_held = at::full({1}, change_ && all_.copies().bytes() > 0 ? 1 : 0,
+                                       at::TensorOptions().dtype(at::kInt).device(comm_->device()));
+  comm_->all_reduce(are_held, ReduceOp::kMax, "whether copies are lost").wait();
+  if (comm_->to_host(are_held, "whether copies are lost").item<int>() == 1)
+    throw CheckpointError(
+        "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
+        "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
+  if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
+  return json::object();
+}
+
+void ElasticRunState::end_copy() {
+  if (!copy_) return;
+  const std::string error = copy_->wait();
+  all_.staging_memory() = copy_->take_memory();
+  const PartName name = copy_->name();
+  copy_.reset();
+  const at::Tensor are_copied =
+      at::full({1}, error.empty() ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(comm_->device()));
+  comm_->all_reduce(are_copied, ReduceOp::kMin, "whether a step is copied").wait();
+  if (comm_->to_host(are_copied, "whether a step is copied").item<int>() == 1) {
+    all_.copies().keep_from(name.generation, name.step, /*newer_too=*/false);
+  } else if (!error.empty() && !std::exchange(has_warned_, true)) {
+    warn(c10::str("rank ", comm_->rank(), " could not copy its part of step ", name.step, ": ", error,
+                  "; the step before stays in memory"));
+  }
+}
+
+void ElasticRunState::report_resumed() {
+  if (std::exchange(has_resumed_, true) || !change_) return;
+  change_->seconds = std::chrono::duration<double>(Clock::now() - lost_at_).count();
+  if (comm_->rank() == 0)
+    warn(c10::str("training goes on with ", comm_->size(), " ranks: step ", step_, " ended ", change_->seconds,
+                  " s after the loss"));
+}
+
+void ElasticRunState::commit(const json& extra) {
+  if (!state_) throw std::logic_error("ElasticRun::commit() needs the state; expected restore() to be called before");
+  ++step_;
+  report_resumed();
+  if (step_ % all_.options().copy_every != 0) return;
+  end_copy();
+  copy_ = std::make_unique<PartCopy>(all_.copies(), PartName{generation(), step_, comm_->rank()}, comm_->size(),
+                                     id_of_step(all_.run_id(), generation(), step_), state_objects_of(*state_), extra,
+                                     partners_, all_.options().group.timeout, std::exchange(all_.staging_memory(), {}));
+}
+
+void ElasticRunState::finish() {
+  end_copy();
+  comm_->barrier("end of the elastic run");
+}
+
+}  // namespace tessera::internal

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/elastic.h>
+#include "core/launch/process_setup.h"
+#include "core/runtime/guarded_by.h"
+#include "elastic/copies.h"
+#include "elastic/part_copies.h"
+#include "elastic/peer_link.h"
+#include "elastic/regroup.h"
+
+namespace tessera::internal {
+
+// The part of this process in an elastic run, over all groups. Used by the training loop's thread; the server's threads
+// reach the copies, the acceptor and the joiners alone.
+class ElasticState {
+ public:
+  // Meets the other ranks in the store. Collective.
+  ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+               const std::string& address);
+  ~ElasticState();
+
+  void run(const std::function<void(ElasticRun& run)>& body, const std::function<ElasticRun(ElasticRunState&)>& make);
+
+  const ElasticOptions& options() const { return options_; }
+  const Decision& group() const { return group_; }
+  int rank() const { return rank_; }
+  int first_world() const { return first_world_; }
+  CopyStore& copies() { return copies_; }
+  const std::string& own_id() const { return self_.id; }
+  // Equal on all ranks.
+  const std::string& run_id() const { return run_id_; }
+  at::Tensor& staging_memory() { return staging_memory_; }
+
+ private:
+  enum class Outcome { kFinished, kLost };
+  PeerMessage answer(PartReceiver& receiver, PeerMessage&& request);
+  std::shared_ptr<Communicator> make_group();
+  void serve_store(Decision& decision);
+  // Runs the body with the current group. Rethrows an error that is this rank's own.
+  Outcome attempt(const std::function<void(ElasticRun& run)>& body,
+                  const std::function<ElasticRun(ElasticRunState&)>& make);
+  // Whether a member of the group has ended, is silent, or has left it.
+  bool has_lost_member();
+  // Leaves the broken group, and finds the next one.
+  void regroup();
+
+  const ElasticOptions options_;
+  const int first_world_;
+  const std::optional<ProcessEffects> effects_;
+  CopyStore copies_;
+  Acceptor acceptor_;
+  std::string run_id_;
+  Member self_;
+  Decision group_;
+  int rank_ = 0;
+  std::optional<ElasticChange> change_;
+  std::chrono::steady_clock::time_point lost_at_;
+  at::Tensor staging_memory_;
+  // Stores that this process serves, of this group and of the one before, whose last readers may be late.
+  c10::intrusive_ptr<c10d::Store> store_, store_before_;
+  std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
+};
+
+// ElasticRun's implementation.
+class ElasticRunState {
+ public:
+  ElasticRunState(ElasticState& all, std::shared_ptr<Communicator> comm, std::optional<ElasticChange> change,
+                  std::chrono::steady_clock::time_point lost_at);
+
+  const std::shared_ptr<Communicator>& comm() const { return comm_; }
+  int64_t step() const { return step_; }
+  int accumulation() const;
+  int64_t generation() const { return all_.group().generation; }
+  const std::optional<ElasticChange>& change() const { return change_; }
+  int64_t copied_bytes() const { return all_.copies().bytes(); }
+
+  nlohmann::json restore(const TrainingState& state);
+  void commit(const nlohmann::json& extra);
+  // Returns when all ranks have ended the body.
+  void finish();
+
+ private:
+  nlohmann::json restore_from_memory();
+  std::optional<nlohmann::json> restore_from_disk();
+  void end_copy();
+  void report_resumed();
+
+  ElasticState& all_;
+  const std::shared_ptr<Communicator> comm_;
+  std::optional<ElasticChange> change_;
+  const std::chrono::steady_clock::time_point lost_at_;
+  std::vector<Member> partners_;
+  std::optional<TrainingState> state_;
+  int64_t step_ = 0;
+  bool has_resumed_ = false;
+  bool has_warned_ = false;
+  std::unique_ptr<PartCopy> copy_;
+};
+
+}  // namespace tessera::internal

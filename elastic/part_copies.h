@@ -1,0 +1,78 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/load/load_state.h"
+#include "checkpoint/save/save_plan.h"
+#include "core/runtime/guarded_by.h"
+#include "elastic/copies.h"
+#include "elastic/peer_link.h"
+
+namespace tessera::internal {
+
+// The identity of a step's parts, equal on all ranks.
+uint64_t id_of_step(const std::string& run, int64_t generation, int64_t step);
+// Returns the manifest of a step from the descriptions of all parts, by rank. Throws CheckpointError if they do not
+// fit.
+Manifest assemble_manifest(const std::vector<std::string>& descriptions, uint64_t id);
+
+// Sends a part to a member, which holds blocks that it has already. Throws PeerError or std::runtime_error.
+void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
+// Receives the parts that one connection sends: the requests "begin_part", "block" and "end_part".
+class PartReceiver {
+ public:
+  explicit PartReceiver(CopyStore& store) : store_(store) {}
+  PeerMessage answer(PeerMessage&& request);
+
+ private:
+  CopyStore& store_;
+  PartName name_;
+  std::shared_ptr<CopiedPart> part_;
+};
+
+// Copies this rank's part of one step: to its own memory, then to its partners. The copy runs on a thread.
+class PartCopy {
+ public:
+  // Captures the state; device data leaves behind the work of the current stream. `memory` is reused, see HostCopies.
+  PartCopy(CopyStore& store, const PartName& name, int world, uint64_t id, const StateObjects& state,
+           const nlohmann::json& extra, std::vector<Member> partners, std::chrono::milliseconds patience,
+           at::Tensor memory);
+  // Cancels the copy, and waits for its thread.
+  ~PartCopy();
+  PartCopy(const PartCopy&) = delete;
+  PartCopy& operator=(const PartCopy&) = delete;
+
+  const PartName& name() const { return name_; }
+  // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part.
+  std::string wait();
+  at::Tensor take_memory() { return copies_.take_memory(); }
+
+ private:
+  void run();
+
+  CopyStore& store_;
+  const PartName name_;
+  const int world_;
+  const uint64_t id_;
+  const at::Device device_;
+  const std::vector<Member> partners_;
+  const std::chrono::milliseconds patience_;
+  SavePlan plan_;
+  HostCopies copies_;
+  std::atomic<bool> is_cancelled_ = false;
+  std::mutex mutex_;
+  PeerConnection* connection_ TESSERA_GUARDED_BY(mutex_) = nullptr;
+  std::string error_;  // of the thread, once it has ended
+  std::thread thread_;
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "checkpoint/storage/storage.h"
+#include "elastic/copies.h"
+#include "elastic/peer_link.h"
+
+namespace tessera::internal {
+
+// Shows the parts of one step as a checkpoint's folder, "copies://<name>": rank files that are written to this
+// process's memory, or read from it and from other members. checkpoint/ saves and loads through it. Registered while it
+// lives; several may live at once.
+class PartFolder {
+ public:
+  // For writing one part. `before`, which may be null, has the part of an earlier step: equal blocks are shared.
+  explicit PartFolder(std::shared_ptr<const CopiedPart> before);
+  // For reading a step. `holders`: by owner, the members that hold its part.
+  PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
+             std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience);
+  ~PartFolder();
+  PartFolder(const PartFolder&) = delete;
+  PartFolder& operator=(const PartFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  // The files that were written.
+  std::map<std::string, CopiedFile> take_files();
+
+  // For the storage. Thread-safe. Throw std::runtime_error.
+  void add_file(const std::string& name, CopiedFile file);
+  const CopiedFile* file_before(const std::string& name) const;
+  int64_t bytes_of(const std::string& name) const;
+  void read(const std::string& name, void* data, int64_t bytes, int64_t position) const;
+
+ private:
+  PartName part_of(const std::string& file) const;
+  // Asks the holders in order, until one answers.
+  PeerMessage ask_holders(const std::string& file, nlohmann::json fields) const;
+
+  const std::shared_ptr<const CopiedPart> before_;
+  const CopyStore* own_ = nullptr;
+  const std::string own_id_;
+  const int64_t generation_ = 0, step_ = 0;
+  const std::vector<std::vector<Member>> holders_;
+  const std::chrono::milliseconds patience_{0};
+  const std::filesystem::path path_;
+  mutable std::mutex mutex_;
+  std::map<std::string, CopiedFile> files_ TESSERA_GUARDED_BY(mutex_);
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// Requests between the processes of an elastic run, over TCP: each process serves them on threads of its own, also
+// while it computes. The connections carry no secrets and are not encrypted, as those of gloo.
+
+// A request or an answer: fields, and bytes without a copy into JSON.
+struct PeerMessage {
+  nlohmann::json fields = nlohmann::json::object();
+  std::string bytes;
+};
+
+// A process of the run. A value.
+struct Member {
+  std::string id;       // random, unique for each process
+  std::string address;  // at which it serves requests
+  int port = 0;
+  std::string host;  // equal for processes of one host
+  bool operator==(const Member&) const = default;
+};
+nlohmann::json to_json(const Member& member);
+Member member_from_json(const nlohmann::json& fields);
+
+// A request failed. `is_gone`: the process has ended, which its host has proven: nobody listens at the member's port,
+// or another process does. Otherwise the process may live: it is stopped, slow, or cannot be reached.
+class PeerError : public std::runtime_error {
+ public:
+  PeerError(const std::string& text, bool is_gone) : std::runtime_error(text), is_gone_(is_gone) {}
+  bool is_gone() const { return is_gone_; }
+
+ private:
+  bool is_gone_;
+};
+
+// A connection to a member. Must be used by one thread, except for cancel().
+class PeerConnection {
+ public:
+  // Connects within `patience`. Throws PeerError.
+  PeerConnection(const Member& member, std::chrono::milliseconds patience);
+  ~PeerConnection();
+  PeerConnection(const PeerConnection&) = delete;
+  PeerConnection& operator=(const PeerConnection&) = delete;
+
+  // Sends a request and returns the answer. Throws PeerError if the answer is not complete after `patience`, and
+  // std::runtime_error with the member's text if the member could not serve the request.
+  PeerMessage ask(PeerMessage request, std::chrono::milliseconds patience);
+
+  // Makes the call in progress, and all later ones, throw PeerError. Thread-safe.
+  void cancel();
+
+ private:
+  const Member member_;
+  int descriptor_ = -1;
+};
+
+// Connects, asks once and disconnects. A broken connection counts as a proof of death if a second one is refused.
+PeerMessage ask_member(const Member& member, PeerMessage request, std::chrono::milliseconds patience);
+
+// Serves requests of other members until it is destroyed.
+class PeerServer {
+ public:
+  // Serves the requests of one connection, in order, on its thread. An exception becomes the answer's error.
+  using Session = std::function<PeerMessage(PeerMessage&& request)>;
+
+  // Listens at a free port of a numeric address. Calls `make_session` for each connection. Throws std::runtime_error.
+  PeerServer(const std::string& address, std::string id, std::function<Session()> make_session);
+  // Ends all connections; blocks until the sessions have returned.
+  ~PeerServer();
+  PeerServer(const PeerServer&) = delete;
+  PeerServer& operator=(const PeerServer&) = delete;
+
+  int port() const { return port_; }
+
+ private:
+  void accept_connections();
+  void serve(int descriptor);
+  void join_ended();
+
+  const std::string id_;
+  const std::function<Session()> make_session_;
+  int listening_ = -1;
+  int port_ = 0;
+  std::atomic<bool> ends_ = false;
+  std::mutex mutex_;
+  std::map<int, std::thread> connections_ TESSERA_GUARDED_BY(mutex_);  // by descriptor
+  std::map<int, bool> has_ended_ TESSERA_GUARDED_BY(mutex_);
+  std::thread acceptor_;
+};
+
+}  // namespace tessera::internal

@@ -1,0 +1,265 @@
+#include "elastic/regroup.h"
+
+#include <algorithm>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include <tessera/errors.h>
+
+namespace tessera::internal {
+
+using nlohmann::json;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+constexpr milliseconds kAnswer{500};       // of a member that is neither stopped nor overloaded
+constexpr milliseconds kSilentPause{500};  // between two requests to a silent member
+constexpr milliseconds kPause{5};
+
+json members_to_json(const std::vector<Member>& members) {
+  json all = json::array();
+  for (const Member& member : members) all.push_back(to_json(member));
+  return all;
+}
+
+std::vector<Member> members_from_json(const json& all) {
+  std::vector<Member> members;
+  for (const json& member : all) members.push_back(member_from_json(member));
+  return members;
+}
+
+}  // namespace
+
+json to_json(const Decision& decision) {
+  return {{"generation", decision.generation},
+          {"members", members_to_json(decision.members)},
+          {"store_address", decision.store_address},
+          {"store_port", decision.store_port},
+          {"step_generation", decision.step.generation},
+          {"step", decision.step.step},
+          {"world", decision.step.world},
+          {"holders", decision.step.holders},
+          {"sources", members_to_json(decision.sources)}};
+}
+
+Decision decision_from_json(const json& fields) {
+  Decision decision;
+  decision.generation = fields.at("generation").get<int64_t>();
+  decision.members = members_from_json(fields.at("members"));
+  decision.store_address = fields.at("store_address").get<std::string>();
+  decision.store_port = fields.at("store_port").get<int>();
+  decision.step = {fields.at("step_generation").get<int64_t>(), fields.at("step").get<int64_t>(),
+                   fields.at("world").get<int>(), fields.at("holders").get<std::vector<std::vector<int>>>()};
+  decision.sources = members_from_json(fields.at("sources"));
+  return decision;
+}
+
+bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead) {
+  if (2 * static_cast<int>(agreeing.size()) > group_size) return true;
+  std::set<int> all = agreeing;
+  all.insert(proven_dead.begin(), proven_dead.end());
+  return !agreeing.empty() && static_cast<int>(all.size()) == group_size;
+}
+
+void Acceptor::begin(int64_t generation) {
+  const std::lock_guard lock(mutex_);
+  generation_ = generation;
+  has_arrived_ = false;
+  held_ = json::array();
+  promised_ = accepted_ballot_ = 0;
+  accepted_ = json();
+}
+
+void Acceptor::arrive(int64_t generation, const std::vector<HeldStep>& held) {
+  const std::lock_guard lock(mutex_);
+  if (generation != generation_) return;
+  has_arrived_ = true;
+  held_ = to_json(held);
+}
+
+void Acceptor::retire() {
+  const std::lock_guard lock(mutex_);
+  is_retired_ = true;
+}
+
+json Acceptor::answer(const json& request) {
+  const std::string op = request.at("op").get<std::string>();
+  const auto generation = request.at("generation").get<int64_t>();
+  const std::lock_guard lock(mutex_);
+  json answer{{"promised", promised_}, {"arrived", has_arrived_ && generation == generation_}, {"held", held_}};
+  if (op == "decided") decisions_.emplace(generation, request.at("value"));
+  if (const auto known = decisions_.find(generation); known != decisions_.end()) answer["decision"] = known->second;
+  if (is_retired_) answer["retired"] = true;
+  if (op == "look" || op == "decided" || generation != generation_ || is_retired_) return answer;
+  const auto ballot = request.at("ballot").get<int64_t>();
+  // A later proposal may repeat its own ballot's request.
+  const bool agrees = op == "prepare" ? ballot > promised_ : ballot >= promised_;
+  answer["agrees"] = agrees;
+  if (!agrees) return answer;
+  answer["promised"] = promised_ = ballot;
+  if (op == "prepare") {
+    answer["accepted_ballot"] = accepted_ballot_;
+    answer["accepted"] = accepted_;
+  } else if (op == "accept") {
+    accepted_ballot_ = ballot;
+    accepted_ = request.at("value");
+  }
+  return answer;
+}
+
+std::optional<json> Acceptor::decision(int64_t generation) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = decisions_.find(generation);
+  return found == decisions_.end() ? std::nullopt : std::optional(found->second);
+}
+
+int64_t Acceptor::highest_ballot() const {
+  const std::lock_guard lock(mutex_);
+  return promised_;
+}
+
+Regroup::Regroup(const Decision& old_group, int rank, Acceptor& acceptor, Ask ask, ServeStore serve_store,
+                 const RegroupOptions& options)
+    : group_(old_group),
+      rank_(rank),
+      acceptor_(acceptor),
+      ask_(std::move(ask)),
+      serve_store_(std::move(serve_store)),
+      options_(options),
+      seen_(old_group.members.size()) {}
+
+// Returns the answer, or nullopt if the member does not answer. Notes what the answer says of it.
+std::optional<json> Regroup::request(int member, json fields) {
+  Seen& seen = seen_[static_cast<size_t>(member)];
+  if (seen.is_gone || Clock::now() < seen.ask_again) return std::nullopt;
+  fields["generation"] = group_.generation;
+  try {
+    json answer =
+        member == rank_ ? acceptor_.answer(fields) : ask_(group_.members[static_cast<size_t>(member)], fields, kAnswer);
+    seen.is_gone = answer.contains("retired");
+    seen.has_answered = !seen.is_gone;
+    seen.has_arrived = answer.at("arrived").get<bool>();
+    if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
+    if (answer.contains("decision")) found_ = answer.at("decision");
+    return answer;
+  } catch (const PeerError& error) {
+    seen.is_gone = error.is_gone();
+    seen.has_answered = seen.has_arrived = false;
+    if (!seen.is_gone) seen.ask_again = Clock::now() + kSilentPause;
+  }
+  return std::nullopt;
+}
+
+void Regroup::look_at(int member) { request(member, {{"op", "look"}}); }
+
+std::set<int> Regroup::gone() const {
+  std::set<int> gone;
+  for (size_t i = 0; i < seen_.size(); ++i)
+    if (seen_[i].is_gone) gone.insert(static_cast<int>(i));
+  return gone;
+}
+
+void Regroup::fail() const {
+  std::string silent, dead;
+  for (size_t i = 0; i < seen_.size(); ++i) {
+    std::string& names = seen_[i].is_gone ? dead : silent;
+    if (!seen_[i].has_arrived) names += (names.empty() ? "" : ", ") + std::to_string(i);
+  }
+  throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(seen_.size()) +
+                  " could not regroup within " + std::to_string(options_.timeout.count()) +
+                  " ms: ended ranks: " + (dead.empty() ? "none" : dead) +
+                  "; ranks that do not answer or did not leave the group: " + (silent.empty() ? "none" : silent) +
+                  "; expected more than half of the ranks, or all that are not " + "proven dead, and at least " +
+                  std::to_string(options_.least_ranks) + " ranks; restart the job from a checkpoint");
+}
+
+Decision Regroup::run(const std::vector<Member>& joiners) {
+  const int size = static_cast<int>(seen_.size());
+  const auto start = Clock::now();
+  std::minstd_rand random(static_cast<unsigned>(rank_) + 1);
+  bool has_waited = false;  // for members that answer and have not arrived
+  while (!found_) {
+    const auto waited = Clock::now() - start;
+    if (waited > options_.timeout) fail();
+    found_ = acceptor_.decision(group_.generation);
+    // The first rank that answers leads.
+    int leader = -1;
+    for (int member = 0; member < size && leader < 0 && !found_; ++member) {
+      look_at(member);
+      if (seen_[static_cast<size_t>(member)].has_answered) leader = member;
+    }
+    if (found_) break;
+    if (leader == rank_) {
+      for (int member = rank_ + 1; member < size && !found_; ++member) look_at(member);
+      if (found_) break;
+      const bool all_are_here =
+          std::ranges::all_of(seen_, [](const Seen& seen) { return seen.is_gone || seen.has_arrived; });
+      has_waited = has_waited || waited > options_.stopped_after;
+      if (all_are_here || has_waited) {
+        if (auto decided = propose(joiners)) found_ = std::move(decided);
+        if (!found_) std::this_thread::sleep_for(kPause * (1 + random() % 8));
+      }
+    }
+    if (!found_) std::this_thread::sleep_for(kPause);
+  }
+  Decision decision = decision_from_json(*found_);
+  for (int member = 0; member < size; ++member)
+    if (member != rank_ && seen_[static_cast<size_t>(member)].has_answered)
+      request(member, {{"op", "decided"}, {"value", *found_}});
+  acceptor_.answer({{"op", "decided"}, {"generation", group_.generation}, {"value", *found_}});
+  return decision;
+}
+
+std::optional<json> Regroup::propose(const std::vector<Member>& joiners) {
+  const int size = static_cast<int>(seen_.size());
+  const int64_t ballot = (acceptor_.highest_ballot() / size + 1) * size + rank_;
+  std::set<int> agreeing;
+  int64_t best = 0;
+  json value;
+  for (int member = 0; member < size; ++member) {
+    const auto answer = request(member, {{"op", "prepare"}, {"ballot", ballot}});
+    if (!answer) continue;
+    if (found_) return found_;
+    if (!answer->value("agrees", false)) {
+      // The next ballot is above the one that this member has promised.
+      acceptor_.answer({{"op", "prepare"}, {"generation", group_.generation}, {"ballot", answer->at("promised")}});
+      continue;
+    }
+    agreeing.insert(member);
+    if (const auto accepted = answer->at("accepted_ballot").get<int64_t>(); accepted > best) {
+      best = accepted;
+      value = answer->at("accepted");
+    }
+  }
+  if (!is_quorum(size, agreeing, gone())) return std::nullopt;
+  if (best == 0) {
+    Decision decision{.generation = group_.generation + 1};
+    std::vector<std::vector<HeldStep>> held;
+    for (const int member : agreeing) {
+      const Seen& seen = seen_[static_cast<size_t>(member)];
+      if (!seen.has_arrived) continue;
+      decision.members.push_back(group_.members[static_cast<size_t>(member)]);
+      held.push_back(seen.held);
+    }
+    decision.sources = decision.members;
+    decision.step = newest_complete_step(held);
+    for (const Member& joiner : joiners)
+      if (options_.most_ranks == 0 || static_cast<int>(decision.members.size()) < options_.most_ranks)
+        decision.members.push_back(joiner);
+    if (static_cast<int>(decision.members.size()) < options_.least_ranks) return std::nullopt;
+    serve_store_(decision);
+    value = to_json(decision);
+  }
+  agreeing.clear();
+  for (int member = 0; member < size; ++member) {
+    const auto answer = request(member, {{"op", "accept"}, {"ballot", ballot}, {"value", value}});
+    if (answer && answer->value("agrees", false)) agreeing.insert(member);
+  }
+  if (found_) return found_;
+  return is_quorum(size, agreeing, gone()) ? std::optional(value) : std::nullopt;
+}
+
+}  // namespace tessera::internal

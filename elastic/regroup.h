@@ -1,0 +1,118 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/runtime/guarded_by.h"
+#include "elastic/copies.h"
+#include "elastic/peer_link.h"
+
+namespace tessera::internal {
+
+// [Note: how survivors decide]
+// The next group is decided by single-decree Paxos, one instance for each generation. Its acceptors are the members of
+// the old group; each serves requests on threads of its own. A value is the members, the step, and the store of the
+// next group. A quorum is a majority of the old members, or all of them but those that are proven dead. Any two quorums
+// share a member that lives, or all members of one are dead, so two groups cannot form. A member that was stopped
+// meanwhile finds the decision when it returns. tests/elastic/regroup.pml specifies the protocol.
+// Sources: Lamport, Paxos Made Simple (2001); torchft's quorum; Gemini (SOSP'23) for the copies.
+
+// The composition of a group. A value.
+struct Decision {
+  int64_t generation = 0;       // of the new group
+  std::vector<Member> members;  // by rank
+  std::string store_address;    // of the group's store; "": a group of one
+  int store_port = 0;
+  CompleteStep step;  // that it continues from; holders are indices in `sources`. A world of 0: none is complete.
+  std::vector<Member> sources;  // the members that hold the step
+};
+nlohmann::json to_json(const Decision& decision);
+Decision decision_from_json(const nlohmann::json& fields);
+
+// Whether these members may decide for the group. All sets are indices of its members.
+bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead);
+
+// A member's vote on the successor of one generation, and what it knows of decisions. Thread-safe.
+class Acceptor {
+ public:
+  // From now on answers for this generation.
+  void begin(int64_t generation);
+  // This rank has left the group of the generation, and holds these parts.
+  void arrive(int64_t generation, const std::vector<HeldStep>& held);
+
+  // This process takes part in no decision any more: it counts as ended.
+  void retire();
+
+  // The answers to requests: {"op": "look" | "prepare" | "accept" | "decided", "generation": ...}.
+  nlohmann::json answer(const nlohmann::json& request);
+  // The decision on the successor of a generation, if it is known here.
+  std::optional<nlohmann::json> decision(int64_t generation) const;
+  int64_t highest_ballot() const;
+
+ private:
+  mutable std::mutex mutex_;
+  int64_t generation_ TESSERA_GUARDED_BY(mutex_) = -1;
+  bool is_retired_ TESSERA_GUARDED_BY(mutex_) = false;
+  bool has_arrived_ TESSERA_GUARDED_BY(mutex_) = false;
+  nlohmann::json held_ TESSERA_GUARDED_BY(mutex_) = nlohmann::json::array();
+  int64_t promised_ TESSERA_GUARDED_BY(mutex_) = 0, accepted_ballot_ TESSERA_GUARDED_BY(mutex_) = 0;
+  nlohmann::json accepted_ TESSERA_GUARDED_BY(mutex_);
+  std::map<int64_t, nlohmann::json> decisions_ TESSERA_GUARDED_BY(mutex_);  // by generation of the old group
+};
+
+struct RegroupOptions {
+  std::chrono::milliseconds stopped_after{0};  // a member that is silent, or does not arrive, for that long is left out
+  std::chrono::milliseconds timeout{0};        // of the whole regroup
+  int least_ranks = 1, most_ranks = 0;
+};
+
+// Finds the next group of a member, on the training loop's thread.
+class Regroup {
+ public:
+  // Sends a request to a member and returns the answer's fields. Throws PeerError, as ask_member().
+  using Ask = std::function<nlohmann::json(const Member& member, const nlohmann::json& request,
+                                           std::chrono::milliseconds patience)>;
+  // Serves a store for a new group, if this member leads it: sets the decision's address and port.
+  using ServeStore = std::function<void(Decision& decision)>;
+
+  Regroup(const Decision& old_group, int rank, Acceptor& acceptor, Ask ask, ServeStore serve_store,
+          const RegroupOptions& options);
+
+  // Blocks until the next group is known, at most for the timeout. The decision may leave this member out: it was
+  // stopped. `joiners` are processes that wait to join; they hold nothing. Throws CommError, which names the members
+  // that do not answer.
+  Decision run(const std::vector<Member>& joiners = {});
+
+ private:
+  struct Seen {
+    bool is_gone = false;
+    bool has_answered = false;  // the last request
+    bool has_arrived = false;
+    std::vector<HeldStep> held;
+    std::chrono::steady_clock::time_point ask_again{};  // a silent member is asked less often
+  };
+  void look_at(int member);
+  std::optional<nlohmann::json> propose(const std::vector<Member>& joiners);
+  std::optional<nlohmann::json> request(int member, nlohmann::json fields);
+  std::set<int> gone() const;
+  [[noreturn]] void fail() const;
+
+  const Decision& group_;
+  const int rank_;
+  Acceptor& acceptor_;
+  const Ask ask_;
+  const ServeStore serve_store_;
+  const RegroupOptions options_;
+  std::vector<Seen> seen_;
+  std::optional<nlohmann::json> found_;
+};
+
+}  // namespace tessera::internal

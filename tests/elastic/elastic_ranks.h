@@ -1,0 +1,229 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <vector>
+
+#include <tessera/elastic.h>
+#include <tessera/tessera.h>
+#include "checkpoint/format/checksum.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::testing_support {
+
+// Ranks of an elastic run as forked processes, each of which trains a small model. The forking process must not start
+// threads.
+
+using std::chrono::milliseconds;
+
+enum class Wrapper { kDdp, kOss, kFsdp };
+
+struct Training {
+  Wrapper wrapper = Wrapper::kFsdp;
+  int64_t steps = 12;
+  int64_t save_every = 0;  // steps between two checkpoints on disk; 0: none
+  // From then on, stopped ranks are continued.
+  milliseconds wake_after = std::chrono::hours(1);
+};
+
+// A model, its optimizer and its sampler on one rank. A step depends on the state and on the sampler's items alone.
+class Trainer {
+ public:
+  Trainer(std::shared_ptr<Communicator> comm, const Training& training) : comm_(std::move(comm)) {
+    static std::mutex drawing;  // ranks of the reference are threads, which share the generator
+    std::unique_lock lock(drawing);
+    torch::manual_seed(1);
+    net_ = torch::nn::Sequential(torch::nn::Linear(8, 33), torch::nn::Tanh(), torch::nn::Linear(33, 8));
+    lock.unlock();
+    sampler_.emplace(40, comm_->rank(), comm_->size(), DistributedSamplerOptions{.batch_numel = 2, .seed = 3});
+    if (training.wrapper == Wrapper::kFsdp) {
+      fsdp_.emplace(net_, comm_, FsdpOptions{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      adam_ = std::make_unique<torch::optim::Adam>(fsdp_->parameters(), 1e-2);
+    } else {
+      ddp_.emplace(net_, comm_);
+      if (training.wrapper == Wrapper::kOss)
+        adam_ = std::make_unique<OSS<torch::optim::Adam>>(net_->parameters(), torch::optim::AdamOptions(1e-2), comm_);
+      else
+        adam_ = std::make_unique<torch::optim::Adam>(net_->parameters(), 1e-2);
+    }
+  }
+
+  TrainingState state() {
+    return fsdp_ ? TrainingState{*fsdp_, *adam_, *sampler_} : TrainingState{*ddp_, *adam_, *sampler_};
+  }
+
+  void step() {
+    std::vector<float> items;
+    for (const int64_t item : sampler_->next()) items.push_back(static_cast<float>(item));
+    const auto x = torch::tensor(items).unsqueeze(1) * torch::linspace(0.01, 0.08, 8);
+    adam_->zero_grad();
+    const auto y = fsdp_ ? (*fsdp_)(x) : (*ddp_)(x);
+    torch::mse_loss(y, x.sin()).backward();
+    adam_->step();
+  }
+
+  // A checksum of all parameters. Collective.
+  std::string parameters() {
+    std::string bytes;
+    const auto add = [&](const at::Tensor& tensor) {
+      const auto whole = tensor.detach().contiguous();
+      bytes.append(static_cast<const char*>(whole.data_ptr()), whole.nbytes());
+    };
+    if (!fsdp_) {
+      for (const auto& parameter : net_->parameters()) add(parameter);
+    } else {
+      const auto scope = fsdp_->summon_full_params();
+      for (const auto& parameter : net_->parameters()) add(parameter);
+    }
+    return internal::to_hex(internal::checksum(bytes));
+  }
+
+ private:
+  const std::shared_ptr<Communicator> comm_;
+  torch::nn::Sequential net_ = nullptr;
+  std::optional<DistributedSampler> sampler_;
+  std::optional<FullyShardedDataParallel<torch::nn::Sequential>> fsdp_;
+  std::optional<DistributedDataParallel<torch::nn::Sequential>> ddp_;
+  std::unique_ptr<torch::optim::Optimizer> adam_;
+};
+
+// What a rank writes of each group that it has trained in: "<generation> <world> <first step>".
+struct Segment {
+  int64_t generation = 0;
+  int world = 0;
+  int64_t step = 0;
+};
+
+// Called by each rank after a step, in generation 0 and later ones.
+using Fault = std::function<void(int rank, int64_t generation, int64_t step)>;
+
+inline void be_rank(const TemporaryFolder& folder, int rank, int world, const Training& training,
+                    ElasticOptions options, const Fault& fault) {
+  at::set_num_threads(1);
+  const std::string name = std::to_string(rank);
+  set_warning_handler(
+      [&](const std::string& text) { std::ofstream(folder / ("warnings-" + name), std::ios::app) << text << "\n"; });
+  Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank, world, options);
+  elastic.run([&](ElasticRun& run) {
+    Trainer trainer(run.comm(), training);
+    run.restore(trainer.state());
+    std::ofstream(folder / ("segments-" + name), std::ios::app)
+        << run.generation() << " " << run.comm()->size() << " " << run.step() << "\n";
+    while (run.step() < training.steps) {
+      trainer.step();
+      run.commit({{"of_step", run.step() + 1}});
+      if (training.save_every > 0 && run.step() % training.save_every == 0)
+        save_checkpoint((folder / "saved" / ("step-" + std::to_string(run.step()))).string(), trainer.state(),
+                        {{"step", run.step()}}, {.keep_last = 2});
+      if (fault) fault(rank, run.generation(), run.step());
+    }
+    const std::string parameters = trainer.parameters();
+    std::ofstream(folder / ("parameters-" + name), std::ios::binary | std::ios::trunc) << parameters;
+  });
+}
+
+inline pid_t run_in_child(const std::function<void()>& body) {
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  int code = 0;
+  try {
+    body();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "rank: %s\n", error.what());
+    code = 1;
+  }
+  std::fflush(nullptr);
+  ::_exit(code);
+}
+
+inline std::vector<int> run_ranks_as_processes(const TemporaryFolder& folder, int world, const Training& training,
+                                               const ElasticOptions& options, const Fault& fault) {
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < world; ++rank)
+    pids.push_back(run_in_child([&] { be_rank(folder, rank, world, training, options, fault); }));
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<int> codes;
+  for (const pid_t pid : pids) {
+    int status = 0;
+    bool has_ended = false;
+    while (!has_ended && std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
+      has_ended = ::waitpid(pid, &status, WNOHANG) == pid;
+      if (!has_ended) std::this_thread::sleep_for(milliseconds(5));
+      if (std::chrono::steady_clock::now() - start < training.wake_after) continue;
+      for (const pid_t other : pids)
+        if (other >= pid) ::kill(other, SIGCONT);
+    }
+    if (!has_ended) {
+      ADD_FAILURE() << "rank " << codes.size() << " hangs";
+      ::kill(pid, SIGKILL);
+      ::waitpid(pid, &status, 0);
+    }
+    codes.push_back(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+  }
+  return codes;
+}
+
+inline std::vector<Segment> segments_of(const TemporaryFolder& folder, int rank) {
+  std::vector<Segment> segments;
+  std::ifstream file(folder / ("segments-" + std::to_string(rank)));
+  for (Segment one; file >> one.generation >> one.world >> one.step;) segments.push_back(one);
+  return segments;
+}
+
+// The parameters of a run without deaths that changes its world at the same steps, by checkpoints on disk.
+inline std::string reference(const TemporaryFolder& folder, const std::vector<Segment>& segments,
+                             const Training& training) {
+  const auto result = folder / "reference";
+  const pid_t child = run_in_child([&] {
+    at::set_num_threads(1);
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const int64_t end = i + 1 < segments.size() ? segments[i + 1].step : training.steps;
+      run_ranks(segments[i].world, [&](std::shared_ptr<Communicator> comm) {
+        Trainer trainer(comm, training);
+        if (i > 0 && segments[i].step > 0)
+          load_checkpoint((folder / ("step-" + std::to_string(segments[i].step))).string(), trainer.state());
+        for (int64_t step = segments[i].step; step < end; ++step) trainer.step();
+        if (end > 0 && i + 1 < segments.size())
+          save_checkpoint((folder / ("step-" + std::to_string(end))).string(), trainer.state());
+        const std::string parameters = trainer.parameters();
+        if (comm->rank() == 0) std::ofstream(result, std::ios::binary | std::ios::trunc) << parameters;
+      });
+    }
+  });
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  return file_bytes(result);
+}
+
+inline std::string warnings_of(const TemporaryFolder& folder, int world) {
+  std::string all;
+  for (int rank = 0; rank < world; ++rank) all += file_bytes(folder / ("warnings-" + std::to_string(rank)));
+  return all;
+}
+
+inline ElasticOptions quick_options() {
+  ElasticOptions options;
+  options.copy_every = 3;
+  options.stopped_after = milliseconds(3000);
+  options.regroup_timeout = milliseconds(20000);
+  options.group.timeout = milliseconds(10000);
+  return options;
+}
+
+}  // namespace tessera::testing_support

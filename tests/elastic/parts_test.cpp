@@ -1,0 +1,339 @@
+// The parts of elastic training, without ranks or with threads as members.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <tessera/errors.h>
+#include "checkpoint/format/checksum.h"
+#include "elastic/copies.h"
+#include "elastic/part_copies.h"
+#include "elastic/peer_link.h"
+#include "elastic/regroup.h"
+
+namespace tessera::parts_test {
+using namespace internal;
+namespace {
+
+using std::chrono::milliseconds;
+
+TEST(ElasticPartners, AreOnOtherHostsAndSpreadEvenly) {
+  const std::vector<std::string> hosts{"a", "a", "b", "b", "c", "c"};
+  std::vector<int> loads(hosts.size(), 0);
+  for (int rank = 0; rank < 6; ++rank) {
+    const auto partners = partners_of(rank, hosts, 2);
+    ASSERT_EQ(partners.size(), 2U);
+    std::set<std::string> of_hosts{hosts[static_cast<size_t>(rank)]};
+    for (const int partner : partners) {
+      of_hosts.insert(hosts[static_cast<size_t>(partner)]);
+      ++loads[static_cast<size_t>(partner)];
+    }
+    EXPECT_EQ(of_hosts.size(), 3U) << rank;
+  }
+  EXPECT_EQ(loads, std::vector<int>(6, 2));
+}
+
+TEST(ElasticPartners, OfOneHostAreTheNextRanks) {
+  const std::vector<std::string> hosts(3, "a");
+  EXPECT_EQ(partners_of(0, hosts, 1), std::vector<int>{1});
+  EXPECT_EQ(partners_of(2, hosts, 1), std::vector<int>{0});
+  EXPECT_EQ(partners_of(1, hosts, 5), (std::vector<int>{2, 0}));
+  EXPECT_TRUE(partners_of(0, {"a"}, 1).empty());
+  EXPECT_TRUE(partners_of(0, hosts, 0).empty());
+  for (int world = 2; world < 8; ++world)
+    for (int rank = 0; rank < world; ++rank) {
+      std::vector<std::string> uneven(static_cast<size_t>(world), "a");
+      uneven.back() = "b";
+      const auto partners = partners_of(rank, uneven, 2);
+      EXPECT_EQ(partners.size(), static_cast<size_t>(std::min(2, world - 1)));
+      EXPECT_FALSE(std::ranges::count(partners, rank));
+    }
+}
+
+TEST(ElasticSteps, TheNewestCompleteOneIsChosen) {
+  // Members 0 and 1 of three: each holds its own part and that of the rank before it.
+  const std::vector<HeldStep> zero{{0, 10, 3, {0, 2}}, {0, 20, 3, {0}}}, one{{0, 10, 3, {0, 1}}, {0, 20, 3, {0, 1}}};
+  const auto step = newest_complete_step({zero, one});
+  EXPECT_EQ(step.step, 10);
+  EXPECT_EQ(step.world, 3);
+  EXPECT_EQ(step.holders, (std::vector<std::vector<int>>{{0, 1}, {1}, {0}}));
+  EXPECT_EQ(newest_complete_step({one}).world, 0);
+  EXPECT_EQ(newest_complete_step({}).world, 0);
+  // A later generation is newer, also at an earlier step.
+  EXPECT_EQ(newest_complete_step({zero, one, {{1, 5, 1, {0}}}}).step, 5);
+}
+
+TEST(ElasticQuorum, IsAMajorityOrAllThatAreNotDead) {
+  EXPECT_TRUE(is_quorum(3, {0, 1}, {}));
+  EXPECT_FALSE(is_quorum(3, {0}, {}));
+  EXPECT_FALSE(is_quorum(3, {0}, {1}));
+  EXPECT_TRUE(is_quorum(3, {0}, {1, 2}));
+  EXPECT_FALSE(is_quorum(4, {0, 1}, {}));
+  EXPECT_FALSE(is_quorum(4, {0, 1}, {2}));
+  EXPECT_TRUE(is_quorum(4, {0, 1}, {2, 3}));
+  EXPECT_FALSE(is_quorum(2, {}, {0, 1}));
+  // Any two quorums share a member, unless all members of one are dead.
+  for (int size = 1; size <= 5; ++size)
+    for (int a = 0; a < 1 << size; ++a)
+      for (int dead_a = 0; dead_a < 1 << size; ++dead_a)
+        for (int b = 0; b < 1 << size; ++b) {
+          const auto set = [&](int bits) {
+            std::set<int> members;
+            for (int i = 0; i < size; ++i)
+              if (bits >> i & 1) members.insert(i);
+            return members;
+          };
+          // b is a later quorum: none of its members was dead before, and all of `dead` is known.
+          for (const int dead_b : {dead_a, (1 << size) - 1 - b})
+            if ((a & dead_a) == 0 && (b & dead_b) == 0 && (a & b) == 0 && (dead_a & ~dead_b) == 0 &&
+                is_quorum(size, set(a), set(dead_a)) && is_quorum(size, set(b), set(dead_b))) {
+              EXPECT_EQ(a & ~dead_b, 0) << size << " " << a << " " << b;
+            }
+        }
+}
+
+CopiedFile file_of(const std::string& text, const CopiedFile* before = nullptr) {
+  CopiedFileWriter writer(4, static_cast<int64_t>(text.size()));
+  writer.append(text.data() + 4, static_cast<int64_t>(text.size()) - 4);
+  return writer.finish(text.substr(0, 4), before);
+}
+
+std::string random_bytes(size_t bytes, unsigned seed) {
+  std::string text(bytes, '\0');
+  for (char& c : text) c = static_cast<char>((seed = seed * 1664525 + 1013904223) >> 24);
+  return text;
+}
+
+TEST(ElasticCopies, UnchangedBlocksShareMemoryAndAreSentOnce) {
+  const size_t bytes = 3 * kCopyBlockBytes + 100;
+  std::string text = random_bytes(bytes, 1);
+  CopyStore own, partner;
+  const auto put = [&](CopyStore& store, int64_t step, CopiedFile file) {
+    auto part = std::make_shared<CopiedPart>();
+    part->world = 2;
+    part->description = "of step " + std::to_string(step);
+    part->files["rank-00000-0.safetensors"] = std::move(file);
+    store.put({0, step, 0}, part);
+    return part;
+  };
+  const auto first = put(own, 1, file_of(text));
+  text[static_cast<size_t>(kCopyBlockBytes) + 7] ^= 1;
+  const auto second = put(own, 2, file_of(text, &first->files.begin()->second));
+  EXPECT_EQ(own.bytes(), static_cast<int64_t>(bytes) + kCopyBlockBytes);
+
+  std::string received(bytes, '\0');
+  second->files.begin()->second.read(received.data(), static_cast<int64_t>(bytes), 0);
+  EXPECT_EQ(received, text);
+  EXPECT_THROW(second->files.begin()->second.read(received.data(), 2, static_cast<int64_t>(bytes) - 1),
+               std::out_of_range);
+
+  int blocks = 0;
+  const PeerServer server("127.0.0.1", "partner", [&]() -> PeerServer::Session {
+    auto receiver = std::make_shared<PartReceiver>(partner);
+    return [&, receiver](PeerMessage&& request) {
+      blocks += request.fields.at("op") == "block" ? 1 : 0;
+      return receiver->answer(std::move(request));
+    };
+  });
+  PeerConnection connection({"partner", "127.0.0.1", server.port(), "host"}, milliseconds(5000));
+  send_part(connection, {0, 1, 0}, *first, milliseconds(5000));
+  EXPECT_EQ(blocks, 4);
+  send_part(connection, {0, 2, 0}, *second, milliseconds(5000));
+  EXPECT_EQ(blocks, 5);
+  const auto copy = partner.find({0, 2, 0});
+  ASSERT_TRUE(copy);
+  EXPECT_EQ(copy->description, "of step 2");
+  copy->files.begin()->second.read(received.data(), static_cast<int64_t>(bytes), 0);
+  EXPECT_EQ(received, text);
+  EXPECT_EQ(partner.bytes(), own.bytes());
+  partner.keep_from(0, 2, false);
+  EXPECT_FALSE(partner.find({0, 1, 0}));
+  EXPECT_EQ(partner.bytes(), static_cast<int64_t>(bytes));
+}
+
+TEST(ElasticCopies, ADamagedOrIncompletePartIsNotHeld) {
+  CopyStore store;
+  PartReceiver receiver(store);
+  const std::string text = random_bytes(1000, 2);
+  const auto begin = [&] {
+    return receiver.answer({{{"op", "begin_part"},
+                             {"generation", 0},
+                             {"step", 1},
+                             {"owner", 0},
+                             {"world", 1},
+                             {"description", ""},
+                             {"files", {{"f", {{"bytes", 1000}, {"sums", to_hex(checksum(text))}}}}}},
+                            {}});
+  };
+  EXPECT_EQ(begin().fields.at("needed").at("f").size(), 1U);
+  EXPECT_THROW(receiver.answer({{{"op", "end_part"}}, {}}), std::runtime_error);
+  std::string damaged = text;
+  damaged[500] ^= 1;
+  begin();
+  EXPECT_THROW(receiver.answer({{{"op", "block"}, {"file", "f"}, {"index", 0}}, damaged}), std::runtime_error);
+  EXPECT_FALSE(store.find({0, 1, 0}));
+  receiver.answer({{{"op", "block"}, {"file", "f"}, {"index", 0}}, text});
+  receiver.answer({{{"op", "end_part"}}, {}});
+  EXPECT_TRUE(store.find({0, 1, 0}));
+}
+
+TEST(ElasticPeers, ADeadProcessIsToldFromASilentOne) {
+  Member member{"one", "127.0.0.1", 0, "host"};
+  {
+    const PeerServer server("127.0.0.1", "one", []() -> PeerServer::Session {
+      return [](PeerMessage&& request) -> PeerMessage {
+        if (request.fields.at("op") == "sleep") std::this_thread::sleep_for(milliseconds(400));
+        if (request.fields.at("op") == "fail") throw std::runtime_error("as asked");
+        return {{{"echo", request.bytes}}, {}};
+      };
+    });
+    member.port = server.port();
+    EXPECT_EQ(ask_member(member, {{{"op", "echo"}}, "text"}, milliseconds(5000)).fields.at("echo"), "text");
+    EXPECT_THROW(ask_member(member, {{{"op", "fail"}}, {}}, milliseconds(5000)), std::runtime_error);
+    try {
+      ask_member(member, {{{"op", "sleep"}}, {}}, milliseconds(50));
+      FAIL();
+    } catch (const PeerError& error) {
+      EXPECT_FALSE(error.is_gone()) << error.what();
+    }
+    // Another process at the port of one that has ended.
+    try {
+      ask_member({"two", "127.0.0.1", server.port(), "host"}, {{{"op", "echo"}}, {}}, milliseconds(5000));
+      FAIL();
+    } catch (const PeerError& error) {
+      EXPECT_TRUE(error.is_gone()) << error.what();
+    }
+  }
+  try {
+    ask_member(member, {{{"op", "echo"}}, {}}, milliseconds(5000));
+    FAIL();
+  } catch (const PeerError& error) {
+    EXPECT_TRUE(error.is_gone()) << error.what();
+  }
+}
+
+// Members that regroup as threads of this process.
+class Members {
+ public:
+  explicit Members(int count) : acceptors_(static_cast<size_t>(count)), servers_(static_cast<size_t>(count)) {
+    for (size_t i = 0; i < acceptors_.size(); ++i) {
+      const std::string id = "member-" + std::to_string(i);
+      servers_[i] = std::make_unique<PeerServer>("127.0.0.1", id, [this, i]() -> PeerServer::Session {
+        return [this, i](PeerMessage&& request) -> PeerMessage {
+          if (is_silent_[i]) std::this_thread::sleep_for(milliseconds(2000));
+          return {acceptors_[i].answer(request.fields), {}};
+        };
+      });
+      group_.members.push_back({id, "127.0.0.1", servers_[i]->port(), "host"});
+      acceptors_[i].begin(0);
+    }
+  }
+
+  void kill(int member) { servers_[static_cast<size_t>(member)].reset(); }
+  void silence(int member) { is_silent_[static_cast<size_t>(member)] = true; }
+  Acceptor& acceptor(int member) { return acceptors_[static_cast<size_t>(member)]; }
+
+  // Returns the decision of a member, or its error.
+  std::string regroup(int member, milliseconds timeout = milliseconds(10000), int least_ranks = 1) {
+    acceptor(member).arrive(0, {{0, 6, static_cast<int>(group_.members.size()), {member}}});
+    Regroup next(
+        group_, member, acceptor(member),
+        [](const Member& to, const nlohmann::json& request, milliseconds patience) {
+          return ask_member(to, {request, {}}, patience).fields;
+        },
+        [](Decision& decision) { decision.store_port = 1; },
+        {.stopped_after = milliseconds(600), .timeout = timeout, .least_ranks = least_ranks});
+    try {
+      const Decision decision = next.run();
+      std::string text = "generation " + std::to_string(decision.generation) + ":";
+      for (const Member& one : decision.members) text += " " + one.id.substr(7);
+      return text + ", step " + std::to_string(decision.step.step);
+    } catch (const CommError& error) {
+      return error.what();
+    }
+  }
+
+  // Regroups these members at once, each after a delay.
+  std::vector<std::string> regroup_all(const std::vector<int>& members) {
+    std::vector<std::string> results(members.size());
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < members.size(); ++i)
+      threads.emplace_back([&, i] {
+        std::this_thread::sleep_for(milliseconds(7 * ((members[i] * 5) % 4)));
+        results[i] = regroup(members[i]);
+      });
+    for (auto& thread : threads) thread.join();
+    return results;
+  }
+
+ private:
+  Decision group_;
+  std::vector<Acceptor> acceptors_;
+  std::map<size_t, std::atomic<bool>> is_silent_;
+  std::vector<std::unique_ptr<PeerServer>> servers_;
+};
+
+TEST(ElasticRegroup, SurvivorsAgree) {
+  for (const int dead : {0, 1, 3}) {
+    Members members(4);
+    members.kill(dead);
+    std::vector<int> alive{0, 1, 2, 3};
+    std::erase(alive, dead);
+    const auto results = members.regroup_all(alive);
+    std::string expected = "generation 1:";
+    for (const int member : alive) expected += " " + std::to_string(member);
+    for (const auto& result : results) EXPECT_EQ(result, expected + ", step -1") << dead;
+  }
+}
+
+TEST(ElasticRegroup, AllMayGoOnTogether) {
+  Members members(3);
+  for (const auto& result : members.regroup_all({0, 1, 2})) EXPECT_EQ(result, "generation 1: 0 1 2, step 6");
+}
+
+TEST(ElasticRegroup, ASilentMemberIsLeftOutByAMajorityOnly) {
+  Members three(3);
+  three.silence(0);
+  for (const auto& result : three.regroup_all({1, 2})) EXPECT_EQ(result, "generation 1: 1 2, step -1");
+  Members two(2);
+  two.silence(0);
+  const std::string error = two.regroup(1, milliseconds(1500));
+  EXPECT_NE(error.find("could not regroup within 1500 ms"), std::string::npos) << error;
+  EXPECT_NE(error.find("do not answer or did not leave the group: 0"), std::string::npos) << error;
+}
+
+TEST(ElasticRegroup, AMemberThatComesLateLearnsTheDecision) {
+  Members members(3);
+  const auto results = members.regroup_all({0, 1});  // member 2 answers, but does not leave the group in time
+  for (const auto& result : results) EXPECT_EQ(result, "generation 1: 0 1, step -1");
+  EXPECT_EQ(members.regroup(2), "generation 1: 0 1, step -1");
+}
+
+TEST(ElasticRegroup, AnAcceptedValueSurvivesItsProposer) {
+  Members members(3);
+  // Member 0 got a value accepted by itself and by member 1, and died before it told anybody.
+  Decision decided{.generation = 1};
+  decided.members = {{"member-9", "127.0.0.1", 1, "host"}};
+  for (const int member : {0, 1}) {
+    members.acceptor(member).answer({{"op", "prepare"}, {"generation", 0}, {"ballot", 3}});
+    members.acceptor(member).answer({{"op", "accept"}, {"generation", 0}, {"ballot", 3}, {"value", to_json(decided)}});
+  }
+  members.kill(0);
+  for (const auto& result : members.regroup_all({1, 2})) EXPECT_EQ(result, "generation 1: 9, step -1");
+}
+
+TEST(ElasticRegroup, ARetiredMemberCountsAsEndedAndFewerThanTheLeastAreRefused) {
+  Members members(2);
+  members.acceptor(0).retire();
+  EXPECT_EQ(members.regroup(1), "generation 1: 1, step -1");
+  Members others(2);
+  others.kill(0);
+  const std::string error = others.regroup(1, milliseconds(500), 2);
+  EXPECT_NE(error.find("at least 2 ranks"), std::string::npos) << error;
+}
+
+}  // namespace
+}  // namespace tessera::parts_test
