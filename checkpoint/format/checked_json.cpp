@@ -6,6 +6,7 @@
 
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
+#include "core/runtime/lfs_pointer.h"
 
 namespace tessera::internal {
 
@@ -70,6 +71,7 @@ bool is_count(const json& value) {
 }
 
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
+  if (const std::string problem = lfs_problem(text); !problem.empty()) throw CheckpointError(where + ": " + problem);
   TreeBuilder builder(where, max_depth);
   json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();

@@ -8,7 +8,7 @@
 
 #include <tessera/errors.h>
 #include "checkpoint/format/box.h"
-#include "checkpoint/format/lfs_pointer.h"
+#include "core/runtime/lfs_pointer.h"
 
 namespace tessera::internal {
 namespace {

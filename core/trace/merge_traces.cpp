@@ -15,6 +15,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/runtime/lfs_pointer.h"
 #include "core/trace/trace_file.h"
 
 namespace fs = std::filesystem;
@@ -124,6 +125,8 @@ class Merge {
       refuse_trace("cannot read ", path, ": expected a file that TESSERA_TRACE has made");
     if (begin_of_file(input.path, kMergedBegin.size()) == kMergedBegin)
       refuse_trace(path, " is a merged trace; give the traces that it was made of");
+    if (const std::string problem = lfs_problem(begin_of_file(path, 64)); !problem.empty())
+      refuse_trace(path, " ", problem);
     if (begin_of_file(input.path, kTraceBegin.size()) != kTraceBegin)
       refuse_trace(path, " is not a trace: expected one that TESSERA_TRACE has made, which begins with ", kTraceBegin);
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {

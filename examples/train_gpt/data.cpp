@@ -10,6 +10,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "core/runtime/lfs_pointer.h"
+
 namespace train_gpt {
 namespace {
 
@@ -100,6 +102,7 @@ std::string read_bytes(const fs::path& path) {
   if (!file) fail(path, "cannot be read");
   std::string bytes(fs::file_size(path), '\0');
   if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path, "cannot be read to its end");
+  if (const std::string problem = tessera::internal::lfs_problem(bytes); !problem.empty()) fail(path, problem);
   return bytes;
 }
 

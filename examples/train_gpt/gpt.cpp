@@ -9,6 +9,7 @@
 #include <cmath>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -18,6 +19,7 @@
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/save/outcome.h"
+#include "core/runtime/lfs_pointer.h"
 
 namespace train_gpt {
 namespace {
@@ -254,7 +256,10 @@ GptOptions read_gpt2_options(const fs::path& directory) {
   std::ifstream file(directory / "config.json");
   const std::string where = (directory / "config.json").string();
   if (!file) throw CheckpointError(where + " cannot be read");
-  const auto config = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  if (const std::string problem = tessera::internal::lfs_problem(text); !problem.empty())
+    throw CheckpointError(where + ": " + problem);
+  const auto config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!config.is_object() || config.value("model_type", "") != "gpt2")
     throw CheckpointError(where + " is not that of a GPT-2");
   const auto activation = config.value("activation_function", "gelu_new");

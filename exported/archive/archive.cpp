@@ -12,8 +12,8 @@
 #include <vector>
 
 #include <tessera/errors.h>
-#include "checkpoint/format/lfs_pointer.h"
 #include "core/runtime/crc32.h"
+#include "core/runtime/lfs_pointer.h"
 
 namespace tessera::internal {
 

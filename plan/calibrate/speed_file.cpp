@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include <tessera/plan/machine_speed.h>
+#include "core/runtime/lfs_pointer.h"
 
 namespace tessera {
 using namespace internal;
@@ -142,7 +144,9 @@ MachineSpeed read_speed(const std::filesystem::path& file) {
   std::ifstream stream(file);
   if (!stream) throw std::invalid_argument("speed file " + file.string() + ": it cannot be read");
   try {
-    return speed_of(json::parse(stream));
+    const std::string text(std::istreambuf_iterator<char>(stream), {});
+    if (const std::string problem = lfs_problem(text); !problem.empty()) throw std::invalid_argument(problem);
+    return speed_of(json::parse(text));
   } catch (const std::exception& error) {
     throw std::invalid_argument("speed file " + file.string() + ": " + error.what());
   }

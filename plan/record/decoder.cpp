@@ -13,12 +13,14 @@
 #include <charconv>
 #include <fstream>
 #include <initializer_list>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <utility>
 
 #include <tessera/checkpointed.h>
+#include "core/runtime/lfs_pointer.h"
 
 namespace tessera {
 using namespace internal;
@@ -125,7 +127,9 @@ class ConfigFile {
   explicit ConfigFile(const std::filesystem::path& file) : file_(file.string()) {
     std::ifstream stream(file);
     if (!stream) refuse(file_ + " cannot be read");
-    config_ = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
+    const std::string text(std::istreambuf_iterator<char>(stream), {});
+    if (const std::string problem = lfs_problem(text); !problem.empty()) refuse(file_ + " " + problem);
+    config_ = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (!config_.is_object()) refuse(file_ + " is not a JSON object, as Hugging Face's config.json is");
   }
 

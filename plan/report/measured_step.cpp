@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/runtime/lfs_pointer.h"
 #include "core/trace/trace_file.h"
 
 namespace tessera {
@@ -28,6 +29,8 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   std::vector<Span> spans;
   int64_t last_run = -1;
   std::string line;
+  if (const std::string problem = lfs_problem(begin_of_file(file.string(), 64)); !problem.empty())
+    refuse_trace(file, problem);
   if (!may_hold_trace(file.string())) refuse_trace(file, "is not a trace of TESSERA_TRACE");
   while (std::getline(stream, line)) {
     if (line.size() < 2) continue;  // the closing bracket

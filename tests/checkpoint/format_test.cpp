@@ -254,6 +254,7 @@ TEST(Format, HostileManifestsAreRefused) {
     expect("is not allowed", [&](json& m) { m["files"][0]["name"] = name; });
   expect("listed twice", [](json& m) { m["files"][0]["name"] = m["files"][1]["name"]; });
   expect("version 3", [](json& m) { m["version"] = 3; });
+  expect_contains(error_of<CheckpointError>([] { parse_manifest(kLfsPointer, "m"); }), "m: " + kLfsProblem);
   expect("'files' is not known", [](json& m) { m["version"] = 2; });
   expect("not tessera-checkpoint", [](json& m) { m["format"] = "other"; });
   expect("'tensors' is missing", [](json& m) { m.erase("tensors"); });

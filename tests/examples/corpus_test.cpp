@@ -9,6 +9,8 @@
 namespace train_gpt {
 namespace {
 
+using tessera::testing_support::kLfsPointer;
+using tessera::testing_support::kLfsProblem;
 using tessera::testing_support::TemporaryFolder;
 
 using namespace std::string_literals;
@@ -89,6 +91,8 @@ TEST(Corpus, ErrorsNameTheFileAndTheProblem) {
   EXPECT_NE(error_of(folder.write("empty.txt", "")).find("no text"), std::string::npos);
   EXPECT_NE(error_of(folder.write("empty/b.dat", "\0"s).parent_path()).find("no text"), std::string::npos);
   EXPECT_NE(error_of(folder.write("odd.bin", "abc")).find("odd number"), std::string::npos);
+  for (const char* name : {"pointer.txt", "pointer.bin", "pointer.json"})
+    EXPECT_NE(error_of(folder.write(name, kLfsPointer)).find(kLfsProblem), std::string::npos) << name;
   EXPECT_NE(error_of(folder.write("none.bin", "")).find("no tokens"), std::string::npos);
   EXPECT_NE(error_of(folder.write("v7.bin", llmc_header(7, 1) + "abcd")).find("version 7"), std::string::npos);
   EXPECT_NE(error_of(folder.write("cut.bin", llmc_header(1, 9) + "ab")).find("says 9"), std::string::npos);

@@ -48,15 +48,16 @@ TEST(Weights, ComeThroughLinksAndIndices) {
                      *load_exported(meta_archive(), {.weights = folder / "snapshot/model.safetensors.index.json"}));
 }
 
-// A clone without git-lfs has small texts in the place of large files.
 TEST(Weights, PointersOfGitLfsAreNamed) {
   const TemporaryFolder folder;
-  const std::string pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n";
-  const auto weights = folder.write("model.safetensors", pointer), archive = folder.write("model.pt2", pointer);
-  const std::string says = "is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`";
+  const auto weights = folder.write("model.safetensors", kLfsPointer), archive = folder.write("model.pt2", kLfsPointer);
   expect_contains(error_of<CheckpointError>([&] { load_exported(meta_archive(), {.weights = weights}); }),
-                  "model.safetensors: " + says);
-  expect_contains(error_of<ExportedError>([&] { load_exported(archive); }), "model.pt2: " + says);
+                  "model.safetensors: " + kLfsProblem);
+  expect_contains(error_of<ExportedError>([&] { load_exported(archive); }), "model.pt2: " + kLfsProblem);
+  const auto index = folder.write("model.safetensors.index.json", kLfsPointer);
+  for (const auto& given : {index, folder.path()})
+    expect_contains(error_of<CheckpointError>([&] { load_exported(meta_archive(), {.weights = given}); }),
+                    "model.safetensors.index.json: " + kLfsProblem);
 }
 
 TEST(Weights, NamesThatDoNotFitAreRefused) {

@@ -153,6 +153,16 @@ class Damage(unittest.TestCase):
                 with self.subTest(part=part):
                     self.refuse(self.change(edit), part)
 
+    def test_pointers_of_git_lfs_are_named(self):
+        for source in self.sound_sources()[1:]:
+            for file in sorted(path for path in source.rglob("*") if path.is_file()):
+                with self.subTest(file=file):
+                    whole = file.read_bytes()
+                    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+                    told = convert(*self.words(source, "ours"))
+                    self.assertIn(f"{file.name}: is a pointer of Git LFS", told)
+                    file.write_bytes(whole)
+
     def test_a_flipped_bit_of_a_tensor_is_found(self):
         for name, source in (("dcp", self.save_dcp() / "__0_0.distcp"), ("model.pt", self.path / "model.pt")):
             with self.subTest(name=name):

@@ -368,6 +368,9 @@ TEST(PlanModels, FromTextAndHuggingFace) {
   EXPECT_EQ(of(published[0].second).left_out, "dropout (resid_pdrop, embd_pdrop, attn_pdrop)");
   expect_contains(planned_decoder(of(published[0].second))->description(), "without dropout (resid_pdrop");
   expect_contains(error_of<std::invalid_argument>([&] { of(published[0].second, 2000); }), "1024 positions");
+  std::ofstream(file) << kLfsPointer;
+  expect_contains(error_of<std::invalid_argument>([&] { decoder_of_config(file, 0, 1); }),
+                  "config.json " + kLfsProblem);
   std::ofstream(file) << R"({"model_type": "t5"})";
   expect_contains(error_of<std::invalid_argument>([&] { decoder_of_config(file, 0, 1); }), "model_type is 't5'");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:depth=3"); }), "depth=3");

@@ -279,6 +279,7 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   expect_contains(refused("\"flop_per_byte\": 7.5", "\"flop_per_byte\": -1"),
                   "'operators.aten::mm.flop_per_byte' is -1");
   refused("{", "");
+  expect_contains(refused(good, kLfsPointer), kLfsProblem);
   expect_contains(error_of<std::invalid_argument>([&] { read_speed(folder.path() / "none.json"); }), "none.json");
   EXPECT_DOUBLE_EQ(bytes_per_s_of_text("3e12"), 3e12);
   EXPECT_DOUBLE_EQ(seconds_of_text("10us"), 10e-6);
@@ -346,6 +347,7 @@ TEST(MeasuredStep, IsTheMedianOfATrace) {
   expect_contains(refused(folder.path() / "none.json", 0), "none.json cannot be read");
   std::ofstream(folder.path() / "other.json") << "{}\n";
   expect_contains(refused(folder.path() / "other.json", 0), "is not a trace");
+  expect_contains(refused(folder.write("pointer.json", kLfsPointer), 0), "pointer.json " + kLfsProblem);
 }
 
 // Without a traced optimizer, the last backward of a step is unknown.

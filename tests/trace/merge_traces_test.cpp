@@ -153,6 +153,8 @@ TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
   ++files_;
   folder_.write("broken.json", "{}");
   expect_error({a_, at("broken.json")}, {"broken.json is not a trace"});
+  folder_.write("broken.json", kLfsPointer);
+  expect_error({a_, at("broken.json")}, {"broken.json " + kLfsProblem});
   folder_.write("broken.json", "");
   expect_error({at("broken.json")}, {"broken.json is not a trace"});
   folder_.write("broken.json", text + ",{\"name\":\n");

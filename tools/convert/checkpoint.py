@@ -33,6 +33,12 @@ class ConvertError(Exception):
     pass
 
 
+def refuse_pointer(beginning, where):
+    """Throws if a file begins as a clone without git-lfs has it."""
+    if beginning.startswith(b"version https://git-lfs"):
+        raise ConvertError(f"{where}: is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`")
+
+
 @dataclasses.dataclass
 class Tensor:
     """A tensor to load: `load()` returns it whole, or as consecutive pieces in memory order; must be called once."""
@@ -275,7 +281,9 @@ class Reader:
         except OSError:
             pass  # no locks on this file system
         with damage_named(self.folder / "tessera.json"):
-            self.manifest = json.loads(self.hold.read().decode())
+            text = self.hold.read()
+            refuse_pointer(text, self.folder / "tessera.json")
+            self.manifest = json.loads(text.decode())
             self.check_manifest()
             self.files = self.folder / self.manifest.get("folder", "")
         self.slices = {}  # by name: (file, offsets, shape, begin, checksums)
@@ -298,7 +306,10 @@ class Reader:
 
     def list_file(self, path):
         with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+            beginning = file.read(64)
+            refuse_pointer(beginning, path)
+            (length,) = struct.unpack("<Q", beginning[:8])
+            file.seek(8)
             text = file.read(length)
         header = json.loads(text)
         metadata = header.pop("__metadata__")

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import (BytesStorageMetadata, ChunkSt
                                                    TensorStorageMetadata)
 
 from . import untrusted
-from .checkpoint import ConvertError
+from .checkpoint import ConvertError, refuse_pointer
 
 
 def follow_one_another(size, chunks):
@@ -120,8 +120,11 @@ class Folder:
     def check_ranges(self, file, ranges):
         try:
             held = (self.path / file).stat().st_size
+            with open(self.path / file, "rb") as opened:
+                beginning = opened.read(64)
         except OSError:
             raise ConvertError(f"the file {file}, of '{ranges[0][2]}', is missing") from None
+        refuse_pointer(beginning, file)
         for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:]):
             if begin < end:
                 raise ConvertError(f"'{name}' and '{other}' have the same bytes of {file}")

@@ -6,7 +6,7 @@ import zipfile
 
 import torch
 
-from .checkpoint import ConvertError
+from .checkpoint import ConvertError, refuse_pointer
 
 CHUNK_BYTES = 1 << 20
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -46,6 +46,8 @@ def first_line(error):
 def load_metadata(path, trust=False):
     """Returns the object in a .metadata file. Its attributes are not checked."""
     with open(path, "rb") as file:
+        refuse_pointer(file.read(64), path)
+        file.seek(0)
         try:
             return (pickle.Unpickler if trust else MetadataUnpickler)(file).load()
         except ConvertError as error:
@@ -58,8 +60,7 @@ def check_archive(stream, where):
     """Compares the members of torch.save's zip with their CRC-32, which torch.load ignores. Returns whether it is a zip."""
     stream.seek(0)
     beginning = stream.read(64)
-    if beginning.startswith(b"version https://git-lfs"):
-        raise ConvertError(f"{where}: is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`")
+    refuse_pointer(beginning, where)
     is_zip = beginning.startswith(b"PK\3\4")
     stream.seek(0)
     if not is_zip:
