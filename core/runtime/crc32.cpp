@@ -30,9 +30,9 @@ constexpr Tables make_tables(uint32_t polynomial) {
 
 constexpr Tables kZip = make_tables(0xEDB88320U), kCastagnoli = make_tables(0x82F63B78U);
 
-uint32_t remainder(const Tables& all, std::string_view bytes) {
+uint32_t remainder(const Tables& all, std::string_view bytes, uint32_t before) {
   static_assert(std::endian::native == std::endian::little);
-  uint32_t crc = ~0U;
+  uint32_t crc = ~before;
   while (bytes.size() >= kSlices) {
     std::array<uint32_t, kSlices / 4> words{};
     std::memcpy(words.data(), bytes.data(), kSlices);
@@ -51,7 +51,7 @@ uint32_t remainder(const Tables& all, std::string_view bytes) {
 
 }  // namespace
 
-uint32_t crc32(std::string_view bytes) { return remainder(kZip, bytes); }
-uint32_t crc32c(std::string_view bytes) { return remainder(kCastagnoli, bytes); }
+uint32_t crc32(std::string_view bytes, uint32_t before) { return remainder(kZip, bytes, before); }
+uint32_t crc32c(std::string_view bytes) { return remainder(kCastagnoli, bytes, 0); }
 
 }  // namespace tessera::internal

@@ -1,12 +1,7 @@
 #include "exported/archive/archive.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
+#include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -16,30 +11,6 @@
 #include "core/runtime/lfs_pointer.h"
 
 namespace tessera::internal {
-
-// ---- mapping ------------------------------------------------------------------------------------
-
-std::shared_ptr<MappedFile> MappedFile::open(const std::filesystem::path& path) {
-  auto fail = [&](const std::string& what) -> void {
-    throw ExportedError(path.string() + ": " + what + ": " + std::generic_category().message(errno));
-  };
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // must not block on a pipe
-  if (descriptor < 0) fail("cannot be opened");
-  struct Close {
-    int descriptor;
-    ~Close() { ::close(descriptor); }
-  } close{descriptor};
-  struct stat status {};
-  if (::fstat(descriptor, &status) != 0) fail("cannot be looked at");
-  if (!S_ISREG(status.st_mode)) throw ExportedError(path.string() + ": is not a regular file");
-  if (status.st_size == 0) throw ExportedError(path.string() + ": is empty");
-  void* data = ::mmap(nullptr, static_cast<size_t>(status.st_size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
-                      descriptor, 0);
-  if (data == MAP_FAILED) fail("cannot be mapped");
-  return std::shared_ptr<MappedFile>(new MappedFile(static_cast<char*>(data), status.st_size));
-}
-
-MappedFile::~MappedFile() { ::munmap(data_, static_cast<size_t>(bytes_)); }
 
 // ---- zip ----------------------------------------------------------------------------------------
 // APPNOTE.TXT of PKWARE, sections 4.3 and 4.5.3.
@@ -52,18 +23,29 @@ constexpr size_t kLocalHeaderBytes = 30, kCentralHeaderBytes = 46, kEndBytes = 2
                  kLocator64Bytes = 20, kMaxCommentBytes = 65535;
 constexpr uint64_t kMaxMembers = 1'000'000;
 
-// Reads numbers at offsets of a text that may be too short.
+// Reads numbers at offsets of an archive that may be too short.
 class ZipReader {
  public:
-  ZipReader(std::string_view bytes, const std::string& where) : bytes_(bytes), where_(where) {}
+  ZipReader(const ReadBytes& read, int64_t bytes, const std::string& where)
+      : read_(read), bytes_(static_cast<uint64_t>(bytes)), where_(where) {}
 
   template <class Number>
-  Number number(uint64_t at) const {
+  Number number(uint64_t at) {
     return little_endian<Number>(part(at, sizeof(Number)));
   }
-  std::string_view part(uint64_t at, uint64_t count) const {
-    if (at > bytes_.size() || count > bytes_.size() - at) refuse("it ends early: it is truncated or damaged");
-    return bytes_.substr(at, count);
+  // The view is valid until the next read.
+  std::string_view part(uint64_t at, uint64_t count) {
+    require(at, count);
+    if (at < window_begin_ || at + count > window_begin_ + window_.size()) {
+      window_.resize(std::min(std::max(count, kWindowBytes), bytes_ - at));
+      window_begin_ = at;
+      read_(window_.data(), std::ssize(window_), static_cast<int64_t>(at));
+    }
+    return std::string_view(window_).substr(at - window_begin_, count);
+  }
+  // Throws if the archive does not have these bytes.
+  void require(uint64_t at, uint64_t count) const {
+    if (at > bytes_ || count > bytes_ - at) refuse("it ends early: it is truncated or damaged");
   }
   template <class Number>
   static Number little_endian(std::string_view bytes) {
@@ -72,22 +54,28 @@ class ZipReader {
       value = static_cast<Number>(value << 8 | static_cast<unsigned char>(bytes[i]));
     return value;
   }
-  uint64_t bytes() const { return bytes_.size(); }
+  uint64_t bytes() const { return bytes_; }
   [[noreturn]] void refuse(const std::string& reason) const { throw ExportedError(where_ + ": " + reason); }
 
  private:
-  std::string_view bytes_;
+  static constexpr uint64_t kWindowBytes = 4096;
+
+  const ReadBytes& read_;
+  const uint64_t bytes_;
   const std::string& where_;
+  std::string window_;
+  uint64_t window_begin_ = 0;
 };
 
 struct Directory {
   uint64_t begin = 0, bytes = 0, members = 0;
 };
 
-Directory find_directory(const ZipReader& zip) {
+Directory find_directory(ZipReader& zip) {
   if (zip.bytes() < kEndBytes) zip.refuse("it is too short to be a zip archive");
   uint64_t end = zip.bytes() - kEndBytes;
   const uint64_t first = end > kMaxCommentBytes ? end - kMaxCommentBytes : 0;
+  zip.part(first, zip.bytes() - first);  // one read
   while (zip.number<uint32_t>(end) != kEnd) {
     if (end == first) zip.refuse("it is not a zip archive, or is truncated: it has no end of a directory");
     --end;
@@ -100,7 +88,7 @@ Directory find_directory(const ZipReader& zip) {
     directory = {zip.number<uint64_t>(end64 + 48), zip.number<uint64_t>(end64 + 40), zip.number<uint64_t>(end64 + 32)};
   }
   if (directory.members > kMaxMembers) zip.refuse("it has " + std::to_string(directory.members) + " members");
-  zip.part(directory.begin, directory.bytes);
+  zip.require(directory.begin, directory.bytes);
   return directory;
 }
 
@@ -111,7 +99,7 @@ struct CentralEntry {
 };
 
 // The extra field has the numbers that exceed 32 bits, in this order.
-void read_zip64(const ZipReader& zip, std::string_view extra, CentralEntry& entry) {
+void read_zip64(ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);
     const size_t count = ZipReader::little_endian<uint16_t>(extra.substr(2));
@@ -128,7 +116,7 @@ void read_zip64(const ZipReader& zip, std::string_view extra, CentralEntry& entr
   }
 }
 
-CentralEntry read_entry(const ZipReader& zip, uint64_t& at) {
+CentralEntry read_entry(ZipReader& zip, uint64_t& at) {
   if (zip.part(at, kCentralHeaderBytes).empty() || zip.number<uint32_t>(at) != kCentralHeader)
     zip.refuse("its directory is damaged");
   const size_t name_bytes = zip.number<uint16_t>(at + 28), extra_bytes = zip.number<uint16_t>(at + 30),
@@ -139,24 +127,24 @@ CentralEntry read_entry(const ZipReader& zip, uint64_t& at) {
   read_zip64(zip, zip.part(at + kCentralHeaderBytes + name_bytes, extra_bytes), entry);
   if ((flags & 1) != 0) zip.refuse("'" + entry.name + "' is encrypted");
   if (method != 0 || entry.bytes != entry.compressed_bytes)
-    zip.refuse("'" + entry.name + "' is compressed: torch.export stores members as they are, and they are mapped");
+    zip.refuse("'" + entry.name + "' is compressed: torch.export stores members as they are");
   at += kCentralHeaderBytes + name_bytes + extra_bytes + comment_bytes;
   return entry;
 }
 
-ArchiveMember find_member(const ZipReader& zip, const CentralEntry& entry) {
+ArchiveMember find_member(ZipReader& zip, const CentralEntry& entry) {
   if (zip.part(entry.header, kLocalHeaderBytes).empty() || zip.number<uint32_t>(entry.header) != kLocalHeader)
     zip.refuse("'" + entry.name + "' does not lie where the directory says");
   const uint64_t begin = entry.header + kLocalHeaderBytes + zip.number<uint16_t>(entry.header + 26) +
                          zip.number<uint16_t>(entry.header + 28);
-  zip.part(begin, entry.bytes);
+  zip.require(begin, entry.bytes);
   return {static_cast<int64_t>(begin), static_cast<int64_t>(entry.bytes), entry.crc32};
 }
 
 }  // namespace
 
-std::map<std::string, ArchiveMember> read_zip(std::string_view archive, const std::string& where) {
-  const ZipReader zip(archive, where);
+std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t archive_bytes, const std::string& where) {
+  ZipReader zip(read, archive_bytes, where);
   const Directory directory = find_directory(zip);
   std::map<std::string, ArchiveMember> members;
   std::vector<std::pair<int64_t, int64_t>> taken;
@@ -175,22 +163,63 @@ std::map<std::string, ArchiveMember> read_zip(std::string_view archive, const st
 
 // ---- the archive --------------------------------------------------------------------------------
 
-void MemberChecks::check(const ArchiveMember& member, const std::string& name) {
-  const std::lock_guard lock(mutex_);
-  if (member.crc32 == 0 || checked_.contains(member.begin)) return;
-  const uint32_t found = crc32({file_->data() + member.begin, static_cast<size_t>(member.bytes)});
+namespace {
+
+File open_archive(const std::filesystem::path& path) {
+  std::error_code error;
+  const auto target = std::filesystem::is_symlink(path, error) ? std::filesystem::canonical(path, error) : path;
+  return File::open(error ? path : target, [](const FileFailure& failure) {
+    throw ExportedError(failure.path.string() + ": " +
+                        (failure.problem.empty() ? "cannot be opened or read: " + failure.reason() : failure.problem));
+  });
+}
+
+constexpr int64_t kPieceBytes = 1 << 18;  // is in the cache when its checksum is computed
+
+// Reads a member in pieces, each to the place of its beginning in the member. Returns the CRC-32.
+template <class PlaceOf>
+uint32_t read_pieces(const File& file, const ArchiveMember& member, PlaceOf place_of) {
+  uint32_t crc = 0;
+  for (int64_t begin = 0; begin < member.bytes; begin += kPieceBytes) {
+    const int64_t bytes = std::min(kPieceBytes, member.bytes - begin);
+    char* const piece = place_of(begin);
+    file.read(piece, bytes, member.begin + begin);
+    crc = crc32({piece, static_cast<size_t>(bytes)}, crc);
+  }
+  return crc;
+}
+
+void compare(const ArchiveMember& member, const std::string& name, uint32_t found) {
   if (found != member.crc32)
     throw ExportedError("'" + name + "' is damaged: its CRC-32 is " + std::to_string(found) + ", the archive has " +
                         std::to_string(member.crc32));
+}
+
+}  // namespace
+
+ArchiveFile::ArchiveFile(const std::filesystem::path& path) : file_(open_archive(path)) {}
+
+void ArchiveFile::read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const {
+  if (!is_checked || member.crc32 == 0) return read(to, member.bytes, member.begin);
+  compare(member, name, read_pieces(file_, member, [to](int64_t begin) { return static_cast<char*>(to) + begin; }));
+}
+
+void ArchiveFile::check_member(const ArchiveMember& member, const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  if (member.crc32 == 0 || checked_.contains(member.begin)) return;
+  std::string piece(static_cast<size_t>(std::min(kPieceBytes, member.bytes)), '\0');
+  compare(member, name, read_pieces(file_, member, [&](int64_t /*begin*/) { return piece.data(); }));
   checked_.insert(member.begin);
 }
 
 Archive::Archive(const std::filesystem::path& path)
-    : where_(path.string()), file_(MappedFile::open(path)), checks_(std::make_shared<MemberChecks>(file_)) {
-  const std::string_view bytes(file_->data(), static_cast<size_t>(file_->bytes()));
-  if (const std::string problem = lfs_problem(bytes.substr(0, 64)); !problem.empty())
+    : where_(path.string()), file_(std::make_shared<ArchiveFile>(path)) {
+  std::string beginning(static_cast<size_t>(std::min<int64_t>(file_->bytes(), 64)), '\0');
+  file_->read(beginning.data(), std::ssize(beginning), 0);
+  if (const std::string problem = lfs_problem(beginning); !problem.empty())
     throw ExportedError(where_ + ": " + problem);
-  const auto members = read_zip(bytes, where_);
+  const auto members = read_zip([this](void* to, int64_t bytes, int64_t position) { file_->read(to, bytes, position); },
+                                file_->bytes(), where_);
   // All members are in one folder, named like the file at the time of the export.
   const std::string_view first = members.empty() ? std::string_view() : std::string_view(members.begin()->first);
   const std::string folder(first.substr(0, first.find('/') + 1));
@@ -206,10 +235,11 @@ const ArchiveMember& Archive::member(const std::string& name) const {
   return found->second;
 }
 
-std::string_view Archive::text(const std::string& name) const {
+std::string Archive::text(const std::string& name) const {
   const ArchiveMember& own = member(name);
-  checks_->check(own, name);
-  return {file_->data() + own.begin, static_cast<size_t>(own.bytes)};
+  std::string text(static_cast<size_t>(own.bytes), '\0');
+  file_->read_member(own, name, text.data(), true);
+  return text;
 }
 
 std::vector<std::string> Archive::names(const std::string& prefix, const std::string& suffix) const {

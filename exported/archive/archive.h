@@ -2,35 +2,17 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
+#include "core/runtime/file.h"
+
 namespace tessera::internal {
-
-// A file's bytes in memory, paged in by the kernel. A write changes this process's copy of the page, never the file.
-// Keeps no file descriptor open.
-class MappedFile {
- public:
-  // Maps a regular file; follows symbolic links, of which the caches of model hubs consist. Throws ExportedError.
-  static std::shared_ptr<MappedFile> open(const std::filesystem::path& path);
-  ~MappedFile();
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
-
-  char* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  MappedFile(char* data, int64_t bytes) : data_(data), bytes_(bytes) {}
-  char* const data_;
-  const int64_t bytes_;
-};
 
 // The position of a member in a zip archive, and its checksum.
 struct ArchiveMember {
@@ -39,21 +21,31 @@ struct ArchiveMember {
   uint32_t crc32 = 0;  // 0: not recorded (torch.serialization.set_crc32_options(False))
 };
 
+// Reads so many bytes at a position, completely, or throws.
+using ReadBytes = std::function<void(void* to, int64_t bytes, int64_t position)>;
+
 // Returns the members of a zip archive, zip64 included, that are stored uncompressed and unencrypted, as torch.save and
 // torch.export write them. Otherwise throws ExportedError that starts with `where`; so too for duplicate names and for
 // members that exceed the archive or overlap.
-std::map<std::string, ArchiveMember> read_zip(std::string_view archive, const std::string& where);
+std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t archive_bytes, const std::string& where);
 
-// Compares members of an archive with their CRC-32, each once. Thread-safe.
-class MemberChecks {
+// An open archive. Reads are complete or throw ExportedError that names the file. It is not mapped: if another process
+// truncates a mapped file, an access ends this one by SIGBUS. Thread-safe.
+class ArchiveFile {
  public:
-  explicit MemberChecks(std::shared_ptr<MappedFile> file) : file_(std::move(file)) {}
+  // Opens a regular file; follows symbolic links, of which the caches of model hubs consist. Throws ExportedError.
+  explicit ArchiveFile(const std::filesystem::path& path);
 
-  // Reads the whole member. Throws ExportedError that names it if it is damaged.
-  void check(const ArchiveMember& member, const std::string& name);
+  int64_t bytes() const { return file_.bytes(); }
+  void read(void* to, int64_t bytes, int64_t position) const { file_.read(to, bytes, position); }
+  // Reads a whole member, and compares it with its CRC-32 if `is_checked`. Throws ExportedError that names the member
+  // if it is damaged.
+  void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
+  // Reads a whole member and compares it with its CRC-32, once.
+  void check_member(const ArchiveMember& member, const std::string& name);
 
  private:
-  const std::shared_ptr<MappedFile> file_;
+  const File file_;
   std::mutex mutex_;
   std::set<int64_t> checked_;  // beginnings
 };
@@ -70,16 +62,14 @@ class Archive {
   // Returns a member by its name below the archive's top folder. Throws ExportedError if it does not exist.
   const ArchiveMember& member(const std::string& name) const;
   // Returns the bytes of a member, checked.
-  std::string_view text(const std::string& name) const;
+  std::string text(const std::string& name) const;
   // Names of members with this prefix and suffix.
   std::vector<std::string> names(const std::string& prefix, const std::string& suffix) const;
-  const std::shared_ptr<MappedFile>& file() const { return file_; }
-  const std::shared_ptr<MemberChecks>& checks() const { return checks_; }
+  const std::shared_ptr<ArchiveFile>& file() const { return file_; }
 
  private:
   std::string where_;
-  std::shared_ptr<MappedFile> file_;
-  std::shared_ptr<MemberChecks> checks_;
+  std::shared_ptr<ArchiveFile> file_;
   std::map<std::string, ArchiveMember> members_;
 };
 

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 
-#include <cstring>
 #include <set>
 #include <utility>
 
@@ -101,30 +100,32 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
 
 // ---- the archive's own --------------------------------------------------------------------------
 
-WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor,
-                       std::shared_ptr<MemberChecks> checks, std::shared_ptr<std::atomic<int64_t>> bytes_read) {
+WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
+                       std::shared_ptr<std::atomic<int64_t>> bytes_read) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-  const char* first = file->data() + tensor.storage.begin + tensor.offset * element_bytes;
-  return {tensor.dtype, [file, first, element_bytes, storage = tensor.storage, name = tensor.storage_name,
-                         checks = std::move(checks), bytes_read = std::move(bytes_read)](Range elements, void* target) {
-            if (checks && elements.begin == 0) checks->check(storage, name);
+  const int64_t first = tensor.storage.begin + tensor.offset * element_bytes;
+  return {tensor.dtype, [file, first, element_bytes, storage = tensor.storage, name = tensor.storage_name, is_checked,
+                         bytes_read = std::move(bytes_read)](Range elements, void* target) {
+            if (is_checked && elements.begin == 0) file->check_member(storage, name);
             const int64_t bytes = elements.numel() * element_bytes;
-            std::memcpy(target, first + elements.begin * element_bytes, static_cast<size_t>(bytes));
+            file->read(target, bytes, first + elements.begin * element_bytes);
             *bytes_read += bytes;
           }};
 }
 
-at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor) {
+at::Tensor StorageReader::read(const ExportedTensor& tensor) {
   const auto options = at::TensorOptions(at::kCPU).dtype(tensor.dtype);
   if (numel_of(tensor.sizes) == 0) return at::empty_strided(tensor.sizes, tensor.strides, options);
-  const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-  char* data = file->data() + tensor.storage.begin + tensor.offset * element_bytes;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(element_bytes) == 0;
-  if (is_aligned) return at::from_blob(data, tensor.sizes, tensor.strides, [file](void*) {}, options);
-  const int64_t extent = *extent_of(tensor);
-  const at::Tensor copy = at::empty({extent}, options);
-  std::memcpy(copy.mutable_data_ptr(), data, static_cast<size_t>(extent * element_bytes));
-  return copy.as_strided(tensor.sizes, tensor.strides);
+  std::weak_ptr<at::Tensor>& known = storages_[tensor.storage.begin];
+  std::shared_ptr<at::Tensor> storage = known.lock();
+  if (!storage) {
+    storage = std::make_shared<at::Tensor>(at::empty({tensor.storage.bytes}, options.dtype(at::kByte)));
+    file_->read_member(tensor.storage, tensor.storage_name, storage->mutable_data_ptr(), is_checked_);
+    known = storage;
+  }
+  char* const first = static_cast<char*>(storage->mutable_data_ptr()) +
+                      tensor.offset * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  return at::from_blob(first, tensor.sizes, tensor.strides, [storage](void* /*first*/) {}, options);
 }
 
 // ---- safetensors --------------------------------------------------------------------------------

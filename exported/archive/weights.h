@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/layout/deferred.h"
@@ -44,13 +45,23 @@ struct WeightSource {
   ReadElements read;
 };
 
-// Reads from the archive; the tensor must have values and no holes. With `checks`, a read of the first element also
+// Reads from the archive; the tensor must have values and no holes. If `is_checked`, a read of the first element also
 // verifies the checksum of the whole storage. So if ranks read parts of a tensor, one of them verifies it.
-WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor,
-                       std::shared_ptr<MemberChecks> checks, std::shared_ptr<std::atomic<int64_t>> bytes_read);
+WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
+                       std::shared_ptr<std::atomic<int64_t>> bytes_read);
 
-// Returns a tensor whose memory is the mapped file, or a copy if that is not aligned.
-at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor);
+// Reads whole storages of an archive. Tensors of one storage share its memory, as in Python.
+class StorageReader {
+ public:
+  StorageReader(std::shared_ptr<ArchiveFile> file, bool is_checked) : file_(std::move(file)), is_checked_(is_checked) {}
+
+  at::Tensor read(const ExportedTensor& tensor);
+
+ private:
+  const std::shared_ptr<ArchiveFile> file_;
+  const bool is_checked_;
+  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // by beginning in the archive; kept by their tensors
+};
 
 // The tensors of a safetensors file, of an index of several files, or of a folder.
 class WeightFiles {

@@ -192,7 +192,8 @@ class ProgramBuilder {
       : archive_(path),
         record_(ExportRecord::read(archive_)),
         options_(options),
-        program_(std::make_unique<ExportedProgram>()) {
+        program_(std::make_unique<ExportedProgram>()),
+        storages_(archive_.file(), !options.unchecked) {
     modules_[""] = &root;
     program_->device = options.device;
   }
@@ -436,12 +437,11 @@ class ProgramBuilder {
     if (has_holes) tensor.strides = row_major_strides(tensor.sizes);
     if (auto source = find_source(tensor, names)) return tensor_from(*source, tensor, dtype, is_later);
     if (!tensor.has_values()) return {};
-    const auto checks = options_.unchecked ? nullptr : archive_.checks();
     if (is_later && !has_holes)
-      return tensor_from(read_from(archive_.file(), tensor, checks, program_->bytes_read), tensor, dtype, is_later);
-    if (checks) checks->check(tensor.storage, tensor.storage_name);
-    const at::Tensor mapped = map_tensor(archive_.file(), exported);
-    return (has_holes ? mapped.contiguous() : mapped).to(options_.device, dtype);
+      return tensor_from(read_from(archive_.file(), tensor, !options_.unchecked, program_->bytes_read), tensor, dtype,
+                         is_later);
+    const at::Tensor values = storages_.read(exported);
+    return (has_holes ? values.contiguous() : values).to(options_.device, dtype);
   }
 
   at::Tensor tensor_from(WeightSource source, const ExportedTensor& tensor, at::ScalarType dtype, bool is_later) const {
@@ -615,6 +615,7 @@ class ProgramBuilder {
   const ExportRecord record_;
   const ExportedOptions& options_;
   std::unique_ptr<ExportedProgram> program_;
+  StorageReader storages_;
   std::string model_;
   bool is_user_input_ = false;
   std::map<std::string, std::string> classes_;

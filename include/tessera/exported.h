@@ -97,7 +97,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // A text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
-  // Bytes of weights read from files so far, without mapped weights that are not deferred.
+  // Bytes of weights read from files so far, without weights of the archive that are not deferred.
   int64_t weight_bytes_read() const;
 
   // Parameters that the graph uses only as weights of aten.linear, for quantize_linears().

@@ -60,6 +60,19 @@ TEST(Weights, PointersOfGitLfsAreNamed) {
                     "model.safetensors.index.json: " + kLfsProblem);
 }
 
+// Another process truncates the archive after it was opened.
+TEST(Weights, OfAFileThatShrinksAreAnErrorThatNamesIt) {
+  const TemporaryFolder folder;
+  const auto file = folder.write("model.pt2", file_bytes(data_file("norms.pt2")));
+  const auto read = load_exported(file);
+  const auto later = deferred([&] { return load_exported(file); });
+  std::filesystem::resize_file(file, 1);
+  expect_same_values(*load_exported(data_file("norms.pt2")), *read);
+  const std::string error = error_of<ExportedError>([&] { materialize(*later); });
+  expect_contains(error, file.string());
+  expect_contains(error, "ends at byte ");
+}
+
 TEST(Weights, NamesThatDoNotFitAreRefused) {
   const auto other = [](const std::string& fqn) { return fqn == "norm.bias" ? std::string("norm.other") : fqn; };
   expect_contains(error_of<ExportedError>([&] {

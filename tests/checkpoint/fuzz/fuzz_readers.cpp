@@ -66,7 +66,12 @@ void read_header(const std::string& text) {
 // Members are inside the archive and do not overlap.
 void read_archive(const std::string& text) {
   std::vector<std::pair<int64_t, int64_t>> ranges;
-  for (const auto& [name, member] : read_zip(text, "a")) ranges.emplace_back(member.begin, member.begin + member.bytes);
+  const ReadBytes read = [&](void* to, int64_t bytes, int64_t position) {
+    if (position < 0 || bytes < 0 || position + bytes > std::ssize(text)) __builtin_trap();
+    std::memcpy(to, text.data() + position, static_cast<size_t>(bytes));
+  };
+  for (const auto& [name, member] : read_zip(read, std::ssize(text), "a"))
+    ranges.emplace_back(member.begin, member.begin + member.bytes);
   std::sort(ranges.begin(), ranges.end());
   int64_t end = 0;
   for (const auto& [from, to] : ranges) {
