@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune attack loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -87,28 +87,20 @@ finetune: setup
 	  --ids out/finetune/ids.safetensors --characters --prompt 'And Jesus said ' --out out/finetune $(FINETUNE)
 	@tools/python.sh examples/finetune/finetune.py check out/finetune
 
-# Kills one of several saving processes at a random moment, 300 times; another number of processes resumes each time.
-kill: setup
+# Attacks jobs and readers of files for MINUTES, drawn from SEED: kills, stops, cut links, faults of the disk, damaged
+# files, fuzzers. Each failure is printed with the command that repeats it.
+MINUTES ?= 3
+attack: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
-	@$(compile) checkpoint_tests
-	@TESSERA_KILL_ROUNDS=300 $(BUILD)/tests/checkpoint/checkpoint_tests --gtest_filter=CheckpointKilled.OneOfSeveralProcessesAtATime
+	@$(compile) attack_job attack_faults fuzz_readers exported_tests
+	@tests/attack/attack.py $(BUILD) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-# Fuzzes the readers of checkpoints and archives with damaged and hostile input, and with graphs changed at random, for
-# a minute each.
-FUZZ_SECONDS ?= 60
-fuzz: setup
-	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
-	@$(compile) fuzz_readers exported_tests
-	@$(BUILD)/tests/checkpoint/fuzz/run $(FUZZ_SECONDS)
-	@TESSERA_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BUILD)/tests/exported/exported_tests --gtest_filter='Archive.Graphs*'
-
-# Runs LOOPS random training loops by every wrapper, from seed SEED.
+# Runs LOOPS random training loops by every wrapper, from seed SEED, 1 by default.
 LOOPS ?= 200
-SEED  ?= 1
 loops: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
 	@$(compile) loops_tests
-	@TESSERA_LOOP_PROGRAMS=$(LOOPS) TESSERA_LOOP_SEED=$(SEED) $(BUILD)/tests/loops/loops_tests --gtest_brief=1 --gtest_filter='*Drawn.*'
+	@TESSERA_LOOP_PROGRAMS=$(LOOPS) TESSERA_LOOP_SEED=$(or $(SEED),1) $(BUILD)/tests/loops/loops_tests --gtest_brief=1 --gtest_filter='*Drawn.*'
 
 # Runs the tests on the simulated accelerator with other delays for each seed. A failure prints its seed.
 SEEDS ?= 11 12 13 14 15 16 17 18

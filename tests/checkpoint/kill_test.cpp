@@ -101,22 +101,6 @@ TEST(CheckpointKilled, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
   EXPECT_GT(found, rounds / 2) << "the children hardly ever got as far as a save";
 }
 
-// Checks that the newest checkpoint is complete and all its values, optimizer state included, are equal; returns the
-// value.
-double value_of_newest(const std::filesystem::path& folder) {
-  const auto latest = latest_checkpoint(folder);
-  if (!latest) return 0;
-  const auto problems = verify_checkpoint(*latest);
-  EXPECT_TRUE(problems.empty()) << *latest << ": " << problems.at(0);
-  const SavedTensors saved = find_tensors(*latest);
-  SliceReader reader(saved);
-  const double value = read_manifest(*latest).extra["value"].get<double>();
-  for (const auto& [name, tensor] : saved.tensors)
-    EXPECT_TRUE(reader.read(name, whole_box(tensor.shape)).eq(value).all().item<bool>()) << *latest << " " << name;
-  EXPECT_EQ(saved.tensors.size(), 6U) << "two parameters, two moments of each";
-  return value;
-}
-
 // Makes this forked process the rank.
 std::shared_ptr<Communicator> join(int rank, int world, int port, std::chrono::milliseconds timeout) {
   ::setenv("RANK", std::to_string(rank).c_str(), 1);
@@ -126,88 +110,6 @@ std::shared_ptr<Communicator> join(int rank, int world, int port, std::chrono::m
   ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
   at::set_num_threads(1);
   return init({.timeout = timeout});
-}
-
-// Runs one rank in its own process: resumes from the newest checkpoint and saves until another rank is lost.
-void save_until_alone(const std::filesystem::path& folder, int rank, int world, int port) {
-  const auto comm = join(rank, world, port, std::chrono::seconds(4));
-  FullyShardedDataParallel fsdp(torch::nn::Linear(24, 24), comm);
-  torch::optim::Adam adam(fsdp.parameters(), torch::optim::AdamOptions(0.1));
-  const auto loaded = load_newest_checkpoint(folder, fsdp, adam);
-  int value = loaded ? loaded->extra["value"].get<int>() : 0;
-  // Visits the parameters and their moments.
-  auto for_each_tensor = [&](const std::function<void(const at::Tensor&)>& visit) {
-    for (const auto& shard : fsdp.parameters()) {
-      auto& state = static_cast<torch::optim::AdamParamState&>(*adam.state().at(shard.unsafeGetTensorImpl()));
-      for (const auto& tensor : {shard.detach(), state.exp_avg(), state.exp_avg_sq()}) visit(tensor);
-      if (state.step() != value) ::_exit(4);
-    }
-  };
-  if (loaded)
-    for_each_tensor([&](const at::Tensor& tensor) {
-      if (!tensor.eq(value).all().item<bool>()) ::_exit(3);
-    });
-  for (;;) {
-    const at::NoGradGuard no_grad;
-    ++value;
-    for (auto& shard : fsdp.parameters()) shard.mutable_grad() = torch::ones_like(shard);
-    adam.step();
-    for_each_tensor([&](const at::Tensor& tensor) { tensor.fill_(value); });
-    const auto name = folder / ("step-" + std::to_string(value % 5));
-    if (value % 2 == 0) {
-      save_checkpoint(name, fsdp, adam, {{"value", value}}, {.keep_last = 2});
-    } else {
-      save_checkpoint_async(name, fsdp, adam, {{"value", value}}, {.keep_last = 2}).wait();
-    }
-  }
-}
-
-// The other ranks end by themselves, and another number of ranks loads the last checkpoint.
-TEST(CheckpointKilled, OneOfSeveralProcessesAtATime) {
-  const TemporaryFolder folder;
-  std::mt19937 random(11);
-  const char* asked = std::getenv("TESSERA_KILL_ROUNDS");
-  const int rounds = asked == nullptr ? 6 : std::atoi(asked);
-  double last = 0;
-  for (int round = 0; round < rounds; ++round) {
-    const int world = 2 + static_cast<int>(random() % 3), port = free_port();
-    std::vector<pid_t> children;
-    for (int rank = 0; rank < world; ++rank) {
-      children.push_back(::fork());
-      if (children.back() != 0) continue;
-      try {
-        save_until_alone(folder.path(), rank, world, port);
-      } catch (const std::exception&) {
-        ::_exit(1);  // the others are lost
-      }
-    }
-    const auto began = std::chrono::steady_clock::now();
-    while (value_of_newest(folder.path()) == last &&
-           std::chrono::steady_clock::now() - began < std::chrono::seconds(20))
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 60000));
-    const size_t victim = random() % children.size();
-    ::kill(children[victim], SIGKILL);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-    for (size_t rank = 0; rank < children.size(); ++rank) {
-      int status = 0;
-      while (::waitpid(children[rank], &status, WNOHANG) == 0) {
-        if (std::chrono::steady_clock::now() > end) {
-          ADD_FAILURE() << "round " << round << ": rank " << rank << " of " << world << " hangs without rank "
-                        << victim;
-          ::kill(children[rank], SIGKILL);
-        }
-        std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      }
-      if (rank != victim) {
-        EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 1) << "round " << round;
-      }
-    }
-    const double value = value_of_newest(folder.path());
-    EXPECT_GE(value, last) << "round " << round;
-    last = value;
-  }
-  EXPECT_GT(last, rounds) << "hardly anything was saved";
 }
 
 // A waiting rank detects the death before the group's timeout, which is minutes in production.

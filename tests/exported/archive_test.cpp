@@ -437,7 +437,7 @@ void change_part(Changed& archive, std::mt19937_64& random) {
 }
 
 // A changed graph throws its own error when loaded or run, or an operator throws. Tries some hundred changes, or for
-// the seconds that `make fuzz` sets.
+// the seconds that `make attack` sets.
 TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
   const Warnings not_shown;
   const char* text = std::getenv("TESSERA_FUZZ_SECONDS");

@@ -1,5 +1,5 @@
-// The subset of libFuzzer's command line that `make fuzz` uses, for compilers without libFuzzer. Mutates the corpus at
-// random for -max_total_time seconds; does not measure coverage.
+// The subset of libFuzzer's command line that `make attack` uses, for compilers without libFuzzer. Mutates the corpus
+// at random (-seed) for -max_total_time seconds; does not measure coverage.
 //
 //   fuzzer -max_total_time=60 CORPUS_DIR
 
@@ -51,11 +51,14 @@ std::string change(std::string text, const std::vector<std::string>& corpus, std
 
 int main(int argc, char** argv) {
   int seconds = 60;
+  uint64_t seed = 0;
   std::vector<std::string> corpus;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word.starts_with("-max_total_time=")) {
       seconds = std::stoi(word.substr(16));
+    } else if (word.starts_with("-seed=")) {
+      seed = std::stoull(word.substr(6));
     } else if (!word.starts_with("-")) {
       for (const auto& entry : std::filesystem::directory_iterator(word)) {
         std::ifstream file(entry.path(), std::ios::binary);
@@ -64,7 +67,7 @@ int main(int argc, char** argv) {
     }
   }
   if (corpus.empty()) return std::fprintf(stderr, "fuzzer: no corpus\n"), 2;
-  std::mt19937_64 random(20);
+  std::mt19937_64 random(seed);
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
   int64_t runs = 0;
   for (; std::chrono::steady_clock::now() < end; ++runs) {
