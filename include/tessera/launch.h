@@ -122,13 +122,13 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 // group must not be used by another thread while this group is. A failure aborts a NCCL process group. Otherwise as
 // above.
 template <class Group>
-requires std::is_base_of_v<c10d::ProcessGroup, Group> std::shared_ptr<Communicator> communicator_from(
-    const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
+  requires std::is_base_of_v<c10d::ProcessGroup, Group>
+std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
   return internal::communicator_from_group(group, std::move(options));
 }
 template <class Group>
-requires std::is_base_of_v<c10d::Backend, Group> std::shared_ptr<Communicator> communicator_from(
-    const c10::intrusive_ptr<Group>& backend, GroupOptions options = {}) {
+  requires std::is_base_of_v<c10d::Backend, Group>
+std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& backend, GroupOptions options = {}) {
   return internal::communicator_from_backend(backend, std::move(options));
 }
 

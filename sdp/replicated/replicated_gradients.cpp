@@ -82,8 +82,7 @@ void ReplicatedGradients::install() {
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  step_check_.emplace(while_alive(
-      self, [](auto& owner) { owner.require_averages(); }, [] {}));
+  step_check_.emplace(while_alive(self, [](auto& owner) { owner.require_averages(); }, [] {}));
   refresh_trainable();
 }
 

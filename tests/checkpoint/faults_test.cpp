@@ -109,9 +109,7 @@ extern "C" int fsync(int fd) {
     std::this_thread::sleep_for(std::chrono::milliseconds(slow_ms));
   if (is_of(failing_rank)) return errno = EIO, -1;
   return observed([&] { return static_cast<int>(::syscall(SYS_fsync, fd)); },
-                  [&] {
-                    return FileCall{FileCall::kSync, path};
-                  });
+                  [&] { return FileCall{FileCall::kSync, path}; });
 }
 
 extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position) {
@@ -131,17 +129,13 @@ extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position
 extern "C" int ftruncate(int fd, off_t bytes) noexcept {
   if (is_interrupted()) return errno = EINTR, -1;
   return observed([&] { return static_cast<int>(::syscall(SYS_ftruncate, fd, bytes)); },
-                  [&] {
-                    return FileCall{FileCall::kResize, path_of(fd), "", "", bytes};
-                  });
+                  [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", bytes}; });
 }
 
 extern "C" int fallocate(int fd, int mode, off_t position, off_t bytes) {
   if (is_interrupted()) return errno = EINTR, -1;
   return observed([&] { return static_cast<int>(::syscall(SYS_fallocate, fd, mode, position, bytes)); },
-                  [&] {
-                    return FileCall{FileCall::kResize, path_of(fd), "", "", position + bytes};
-                  });
+                  [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", position + bytes}; });
 }
 
 extern "C" int open(const char* path, int flags, ...) {
@@ -161,9 +155,7 @@ extern "C" int open(const char* path, int flags, ...) {
 
 extern "C" int mkdir(const char* path, mode_t mode) noexcept {
   return observed([&] { return static_cast<int>(::syscall(SYS_mkdirat, AT_FDCWD, path, mode)); },
-                  [&] {
-                    return FileCall{FileCall::kMakeFolder, path};
-                  });
+                  [&] { return FileCall{FileCall::kMakeFolder, path}; });
 }
 
 extern "C" int unlinkat(int fd, const char* path, int flags) noexcept {
@@ -493,10 +485,7 @@ TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
                 if (comm->rank() == 1) return rank_1(coordinator);
                 coordinator.hurry();
                 Heartbeat heartbeat;
-                told = coordinator
-                           .finish(
-                               {}, heartbeat, [] {}, [] {})
-                           .error;
+                told = coordinator.finish({}, heartbeat, [] {}, [] {}).error;
               },
               {.timeout = timeout});
     return told;
@@ -504,11 +493,7 @@ TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
   const auto works_long = [](SaveCoordinator& coordinator) {
     Heartbeat heartbeat;
     const auto own = coordinator.work(heartbeat, [] { std::this_thread::sleep_for(std::chrono::milliseconds(2200)); });
-    EXPECT_EQ(coordinator
-                  .finish(
-                      own, heartbeat, [] {}, [] {})
-                  .error,
-              "");
+    EXPECT_EQ(coordinator.finish(own, heartbeat, [] {}, [] {}).error, "");
   };
   EXPECT_EQ(rank_0_is_told(std::chrono::milliseconds(2400), works_long), "");
   const auto began = std::chrono::steady_clock::now();
@@ -531,11 +516,7 @@ TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
               }
               SaveCoordinator coordinator(comm, "save/1", "saving a");
               Heartbeat heartbeat;
-              EXPECT_EQ(coordinator
-                            .finish(
-                                {}, heartbeat, [] {}, [] {})
-                            .error,
-                        "saving a: rank 1: mine");
+              EXPECT_EQ(coordinator.finish({}, heartbeat, [] {}, [] {}).error, "saving a: rank 1: mine");
             },
             {.timeout = std::chrono::minutes(1)});
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));

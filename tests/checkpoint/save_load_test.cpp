@@ -433,22 +433,18 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     nlohmann::json deep = 1;
     for (int i = 0; i < 40; ++i) deep = nlohmann::json::array({deep});
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      save_checkpoint(folder / "a", model, {{"text", "\xff"}});
-                    }),
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }),
                     "JSON");
     const double infinity = std::numeric_limits<double>::infinity();
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      save_checkpoint(folder / "a", model, {{"losses", {2.5, infinity}}});
-                    }),
-                    "`extra/losses/1` is inf");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"losses", {2.5, infinity}}}); }),
+        "`extra/losses/1` is inf");
     expect_contains(
         error_of<std::invalid_argument>([&] { auto save = save_checkpoint_async(folder / "a", model, std::nan("")); }),
         "`extra` is nan");
     // Values that would change or be lost.
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      save_checkpoint(folder / "a", model, {{"key", nlohmann::json::binary({1, 2})}});
-                    }),
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { save_checkpoint(folder / "a", model, {{"key", nlohmann::json::binary({1, 2})}}); }),
                     "`extra/key` is binary");
     expect_contains(error_of<std::invalid_argument>(
                         [&] { save_checkpoint(folder / "a", model, nlohmann::json::parse("{", nullptr, false)); }),
