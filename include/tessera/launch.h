@@ -86,10 +86,10 @@ std::shared_ptr<Communicator> init(InitOptions options = {});
 struct GroupOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA. "mpi", for communicator_from_mpi() on
   // CPU: all bytes travel by MPI. A process group takes "" alone.
-  std::string backend;
+  std::string backend{};
   // Empty: the CPU; with "nccl", or a process group that has no backend for CPU tensors, CUDA. CUDA without an index
   // means the calling thread's current device.
-  std::optional<at::Device> device;
+  std::optional<at::Device> device{};
   // How long an operation waits for the other ranks, and how long ranks wait to find each other.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // See InitOptions.

@@ -1,5 +1,7 @@
 // Trains a small model on two ranks, and checks that it has learned and that both ranks agree.
 
+#include <tessera/exported.h>
+#include <tessera/plan.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
@@ -38,13 +40,21 @@ void name_options() {
   static_cast<void>(tessera::InitOptions{.process = {.cache_memory = false}});
   static_cast<void>(tessera::SummonOptions{.writeback = false, .rank0_only = true});
   static_cast<void>(tessera::StateDictOptions{.rank0_only = true});
-  static_cast<void>(tessera::SaveOptions{});
   static_cast<void>(tessera::LoadOptions{.strict = false});
   static_cast<void>(tessera::DistributedSamplerOptions{.batch_numel = 8, .seed = 1});
   static_cast<void>(tessera::StepInBackwardOptions{.speculative = true});
   static_cast<void>(tessera::EmaOptions{.decay = 0.999});
   static_cast<void>(tessera::QuantizeOptions{.lora = {.rank = 16, .alpha = 32}});
   static_cast<void>(tessera::GradScalerOptions{.initial_scale = 8.0});
+  static_cast<void>(tessera::FsdpOptions{.wire = {.parameters = tessera::WireFormat::kInt8Blocks}});
+  static_cast<void>(tessera::GroupOptions{.backend = "mpi"});
+  static_cast<void>(tessera::SaveOptions{.keep_last = 3});
+  static_cast<void>(tessera::SaveFullOptions{.max_file_bytes = int64_t{1} << 30});
+  static_cast<void>(tessera::ActivationOffloadOptions{.host_limit_bytes = int64_t{1} << 30});
+  static_cast<void>(tessera::EventWriter::Options{.flush_every = std::chrono::seconds(1)});
+  static_cast<void>(tessera::ExportedOptions{.device = at::kCPU, .weights = "model.safetensors"});
+  static_cast<void>(tessera::DryRunOptions{.world_size = 64, .rank = 17});
+  static_cast<void>(tessera::DecoderOptions{.layers = 2});
 }
 
 // Fits y = sin(3 x), each rank on half of the interval, and returns {first, last loss}.
