@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests the packages of the preset `release` (or PRESET). The .tar.gz and the .deb of cpack must hold equal files. From
 # both, the command `tessera` must run, and a consumer must find the package, build and run; so too from the Conan
-# package. Installs only in a temporary folder. Conan comes from PyPI, in .deps/conan, and uses no remote.
+# package. clang must compile the consumer and the installed headers without a warning. Installs only in a temporary
+# folder; clang comes from Debian, and Conan from PyPI, in .deps/conan, where it uses no remote.
 #
 #   tools/check_packages.sh create    also lets Conan build its own copy of the tree: minutes more
 set -euo pipefail
@@ -39,6 +40,15 @@ cmake -S tests/consumer -B "$work/consumer" -G Ninja -DCMAKE_PREFIX_PATH="$work/
 cmake --build "$work/consumer" -j "$jobs" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
 for program in peak ranks consumer; do "$work/consumer/$program"; done
 say "the archive serves find_package, and its command runs"
+
+# The installed headers are not system headers here, so that their own warnings count.
+tools/setup.sh clang
+mpi=$(sed -n 's/^TESSERA_openmpi_INCLUDE_DIR:PATH=\(\/.*\)/\1/p' "$build/CMakeCache.txt")
+[ -n "$mpi" ] || say "no Open MPI: clang does not check <tessera/mpi.h> (tools/setup.sh installs it)"
+clang++ -std=c++20 -fsyntax-only -DNDEBUG -Wall -Wextra -Wpedantic -Wshadow -Werror -I "$work/tar/include" \
+  -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
+  ${mpi:+-isystem "$mpi" -include tessera/mpi.h} tests/consumer/main.cpp
+say "$(clang++ --version | head -n 1) compiles the headers and the documented options without a warning"
 
 conan="$root/.deps/conan"
 [ -e "$conan/complete" ] || {

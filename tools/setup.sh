@@ -7,11 +7,12 @@
 #   tools/setup.sh             everything, with the libtorch that Tessera builds with
 #   tools/setup.sh 2.15.0      adds another libtorch, .deps/torch-2.15.0, for -DCMAKE_PREFIX_PATH=
 #   tools/setup.sh docs        only the dependencies of the API reference
+#   tools/setup.sh clang       only clang++, which compiles the public headers in `make packages`: a download of 40 MB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch_version=${1:-2.11.0}
-[[ $torch_version =~ ^([0-9]+\.[0-9]+\.[0-9]+|docs)$ ]] || { sed -n 's/^#   tools/tools/p' "$0" >&2; exit 2; }
+[[ $torch_version =~ ^([0-9]+\.[0-9]+\.[0-9]+|docs|clang)$ ]] || { sed -n 's/^#   tools/tools/p' "$0" >&2; exit 2; }
 deps="$PWD/.deps"
 torch_dir="$deps/torch-$torch_version"
 runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH looks
@@ -29,6 +30,7 @@ installed() { [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null)" = "
 # Accepts a tool from elsewhere (a python3 or cmake in /usr/local).
 present() {
   case "$1" in
+    clang) command -v clang++ >/dev/null || installed "$1" ;;
     g++ | cmake | unzip | python3 | ccache | doxygen) command -v "$1" >/dev/null || installed "$1" ;;
     ninja-build) command -v ninja >/dev/null || installed "$1" ;;
     python3-pip) python3 -m pip --version >/dev/null 2>&1 || installed "$1" ;;
@@ -112,6 +114,12 @@ if [ "${1:-}" = docs ]; then
   packages=(doxygen)
   install_packages
   command -v doxygen >/dev/null || { say "there is no doxygen"; exit 1; }
+  exit
+fi
+if [ "${1:-}" = clang ]; then
+  packages=(clang)
+  install_packages
+  command -v clang++ >/dev/null || { say "there is no clang++"; exit 1; }
   exit
 fi
 # Concurrently, because each mostly waits for its server. Installs the tools for downloads first.
