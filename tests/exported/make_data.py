@@ -2,7 +2,7 @@
 
 Each NAME.pt2 has a NAME.safetensors: "input.*"; from a step in the mode of the export (seed 5, so that dropout draws
 equal numbers) "output.*" by leaf, "grad.*" of the loss, and "buffer.*" afterwards; "eval.*" are eval()'s outputs.
-Archives are rewritten without unused parts, to keep them small.
+Archives are rewritten without unused parts, to keep them small. llama.pt2 has no results: programs only train it.
 
 `make_data.py --of-version` makes some of them again with the torch that runs it, as NAME_2.9 and so on: for the oldest
 and the newest supported version, each in its own environment (torch==2.9.1 safetensors).
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import subprocess
 import sys
 import zipfile
 
@@ -296,6 +297,17 @@ def make(name, model, inputs, shapes, *, weights=True, training=True, **options)
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 
 
+def make_llama():
+    """The archive of the guide's command, of a tiny model. The documentation's snippets train it (tests/readme)."""
+    path = DATA / "llama.pt2"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 32}
+    settings = [f"--set={name}={size}" for name, size in sizes.items()]
+    subprocess.run([sys.executable, ROOT / "tools/export_model.py", "config:llama", path, "--no-weights", *settings],
+                   check=True)
+    shrink(path)
+
+
 def main():
     global suffix
     if "--of-version" in sys.argv:
@@ -325,6 +337,8 @@ def main():
     make("guarded", Guarded(), {"y": {"rows": torch.randn(3, 4)}, "x": torch.randn(5, 4)}, {"y": {"rows": auto}, "x": auto})
     make("random", Random(), {"x": torch.randn(6, 4)}, {"x": {0: batch}})
     make("recurrent", Recurrent(), {"x": torch.randn(3, 4)}, {"x": {0: batch}})
+    if not suffix:
+        make_llama()
 
 
 if __name__ == "__main__":
