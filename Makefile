@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune attack loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune attack elastic-chaos loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -94,6 +94,13 @@ attack: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
 	@$(compile) attack_job attack_faults fuzz_readers exported_tests
 	@tests/attack/attack.py $(BUILD) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# Injects FAULTS random faults into ranks of an elastic run, from seed SEED, 1 by default. A failure prints its seed.
+FAULTS ?= 1000
+elastic-chaos: setup
+	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
+	@$(compile) elastic_tests
+	@TESSERA_CHAOS_FAULTS=$(FAULTS) TESSERA_CHAOS_SEED=$(or $(SEED),1) $(BUILD)/tests/elastic/elastic_tests --gtest_filter='ElasticChaos.*'
 
 # Runs LOOPS random training loops by every wrapper, from seed SEED, 1 by default.
 LOOPS ?= 200

@@ -117,12 +117,17 @@ std::vector<HeldStep> CopyStore::held() const {
   return held;
 }
 
-void CopyStore::keep_from(int64_t generation, int64_t step, bool newer_too) {
-  const std::pair kept(generation, step);
+void CopyStore::free_before(int64_t generation, int64_t step) {
   const std::lock_guard lock(mutex_);
   std::erase_if(parts_, [&](const auto& entry) {
-    const std::pair own(entry.first.generation, entry.first.step);
-    return own < kept || (newer_too && own != kept);
+    return std::pair(entry.first.generation, entry.first.step) < std::pair(generation, step);
+  });
+}
+
+void CopyStore::free_after(int64_t generation, int64_t step) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(parts_, [&](const auto& entry) {
+    return std::pair(entry.first.generation, entry.first.step) > std::pair(generation, step);
   });
 }
 

@@ -70,8 +70,11 @@ class CopyStore {
   // The newest held part of an owner in a generation; null if there is none.
   std::shared_ptr<const CopiedPart> newest(int64_t generation, int owner) const;
   std::vector<HeldStep> held() const;
-  // Frees the parts of all other steps: of a step that is known to be complete, older ones; with `newer`, all others.
-  void keep_from(int64_t generation, int64_t step, bool newer_too);
+  // Frees the parts of all steps before this one, which is known to be complete.
+  void free_before(int64_t generation, int64_t step);
+  // Frees the parts of all steps after this one, from which the ranks go on. Older ones stay until a copy of the new
+  // group is complete, because the chosen step may have one holder of a part left.
+  void free_after(int64_t generation, int64_t step);
   // The bytes of distinct blocks.
   int64_t bytes() const;
 

@@ -234,7 +234,10 @@ void ElasticState::regroup() {
       [this](Decision& decision) { serve_store(decision); },
       {.stopped_after = options_.stopped_after,
        .timeout = options_.regroup_timeout,
-       .least_ranks = options_.least_ranks});
+       .least_ranks = options_.least_ranks,
+       .was_stopped = [this] {
+         return server_->was_stopped(options_.stopped_after, 2 * (options_.group.timeout + options_.stopped_after));
+       }});
   Decision decision = next.run();
   const auto is_in = [](const std::vector<Member>& members, const Member& one) {
     return std::ranges::find(members, one) != members.end();
@@ -251,11 +254,11 @@ void ElasticState::regroup() {
   rank_ = static_cast<int>(std::ranges::find(decision.members, self_) - decision.members.begin());
   if (rank_ == 0)
     warn(c10::str(change_->lost.empty() ? "no rank" : ranks_text(change_->lost), " of ", change_->world_before,
-                  " was lost (", change_->reason, "); ", decision.members.size(), " ranks go on ",
+                  change_->lost.size() > 1 ? " were lost (" : " was lost (", change_->reason, "); ", decision.members.size(), " ranks go on ",
                   decision.step.world > 0 ? c10::str("from step ", decision.step.step, " in memory")
                                           : std::string("without a step that is complete in memory")));
   group_ = std::move(decision);
-  if (group_.step.world > 0) copies_.keep_from(group_.step.generation, group_.step.step, /*newer_too=*/true);
+  if (group_.step.world > 0) copies_.free_after(group_.step.generation, group_.step.step);
   acceptor_.begin(group_.generation);
 }
 
@@ -319,6 +322,7 @@ json ElasticRunState::restore_from_memory() {
   Manifest manifest;
   on_all_ranks(*comm_, what, [&] { manifest = manifest_of(text, folder.path()); });
   load_state(manifest, state_objects_of(*state_), {}, what);
+  all_.note_complete_copy();
   step_ = step.step;
   return manifest.extra.is_null() ? json::object() : manifest.extra;
 }
@@ -340,13 +344,19 @@ std::optional<json> ElasticRunState::restore_from_disk() {
 json ElasticRunState::restore(const TrainingState& state) {
   if (state_) throw std::logic_error("ElasticRun::restore() was called twice; expected one list of all objects");
   state_.emplace(state);
-  if (all_.group().step.world > 0) return restore_from_memory();
-  if (auto extra = restore_from_disk()) return *extra;
-  // Held parts are of a step that other ranks may have gone on from, and ended with: training must not begin again.
-  const at::Tensor are_held = at::full({1}, change_ && all_.copies().bytes() > 0 ? 1 : 0,
+  std::optional<json> extra;
+  if (all_.group().step.world > 0) extra = restore_from_memory();
+  if (!extra) extra = restore_from_disk();
+  if (extra) {
+    // The lost ranks' copies and parts are missing from the restored step: another death must not lose it.
+    if (change_) start_copy(*extra);
+    return *extra;
+  }
+  // The lost step was complete once: training must not silently begin again.
+  const at::Tensor are_lost = at::full({1}, change_ && all_.has_had_copies() ? 1 : 0,
                                        at::TensorOptions().dtype(at::kInt).device(comm_->device()));
-  comm_->all_reduce(are_held, ReduceOp::kMax, "whether copies are lost").wait();
-  if (comm_->to_host(are_held, "whether copies are lost").item<int>() == 1)
+  comm_->all_reduce(are_lost, ReduceOp::kMax, "whether copies are lost").wait();
+  if (comm_->to_host(are_lost, "whether copies are lost").item<int>() == 1)
     throw CheckpointError(
         "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
@@ -364,7 +374,8 @@ void ElasticRunState::end_copy() {
       at::full({1}, error.empty() ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(comm_->device()));
   comm_->all_reduce(are_copied, ReduceOp::kMin, "whether a step is copied").wait();
   if (comm_->to_host(are_copied, "whether a step is copied").item<int>() == 1) {
-    all_.copies().keep_from(name.generation, name.step, /*newer_too=*/false);
+    all_.copies().free_before(name.generation, name.step);
+    all_.note_complete_copy();
   } else if (!error.empty() && !std::exchange(has_warned_, true)) {
     warn(c10::str("rank ", comm_->rank(), " could not copy its part of step ", name.step, ": ", error,
                   "; the step before stays in memory"));
@@ -384,6 +395,10 @@ void ElasticRunState::commit(const json& extra) {
   ++step_;
   report_resumed();
   if (step_ % all_.options().copy_every != 0) return;
+  start_copy(extra);
+}
+
+void ElasticRunState::start_copy(const json& extra) {
   end_copy();
   copy_ = std::make_unique<PartCopy>(all_.copies(), PartName{generation(), step_, comm_->rank()}, comm_->size(),
                                      id_of_step(all_.run_id(), generation(), step_), state_objects_of(*state_), extra,

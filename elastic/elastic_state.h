@@ -37,6 +37,9 @@ class ElasticState {
   const std::string& own_id() const { return self_.id; }
   // Equal on all ranks.
   const std::string& run_id() const { return run_id_; }
+  // Whether a step has been complete in memory, as far as this rank knows.
+  bool has_had_copies() const { return has_had_copies_; }
+  void note_complete_copy() { has_had_copies_ = true; }
   at::Tensor& staging_memory() { return staging_memory_; }
 
  private:
@@ -64,6 +67,7 @@ class ElasticState {
   std::optional<ElasticChange> change_;
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
+  bool has_had_copies_ = false;
   // Stores that this process serves, of this group and of the one before, whose last readers may be late.
   c10::intrusive_ptr<c10d::Store> store_, store_before_;
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
@@ -90,6 +94,7 @@ class ElasticRunState {
  private:
   nlohmann::json restore_from_memory();
   std::optional<nlohmann::json> restore_from_disk();
+  void start_copy(const nlohmann::json& extra);
   void end_copy();
   void report_resumed();
 

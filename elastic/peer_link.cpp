@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -25,6 +26,7 @@ using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
 constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31;
+constexpr milliseconds kTurn{100}, kLeastStop{1000};  // of the thread that accepts connections
 constexpr milliseconds kNoDeadline = std::chrono::hours(24 * 365);
 
 struct FrameHead {
@@ -240,6 +242,15 @@ PeerServer::~PeerServer() {
 
 void PeerServer::accept_connections() {
   while (!ends_) {
+    pollfd entry{listening_, POLLIN, 0};
+    ::poll(&entry, 1, static_cast<int>(kTurn.count()));
+    {
+      const std::lock_guard lock(mutex_);
+      const auto now = Clock::now();
+      const auto pause = now - std::exchange(last_turn_, now);
+      if (pause >= kLeastStop) stops_.push_back({now, pause});
+    }
+    if (entry.revents == 0) continue;
     const int descriptor = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
     if (descriptor < 0) {
       if (ends_ || (errno != EINTR && errno != ECONNABORTED && errno != EMFILE && errno != ENFILE)) return;
@@ -252,6 +263,13 @@ void PeerServer::accept_connections() {
     const std::lock_guard lock(mutex_);
     connections_.emplace(descriptor, std::thread([this, descriptor] { serve(descriptor); }));
   }
+}
+
+bool PeerServer::was_stopped(milliseconds least, milliseconds recent) const {
+  const std::lock_guard lock(mutex_);
+  const auto now = Clock::now(), since = now - recent;
+  if (now - last_turn_ >= least + kTurn) return true;  // the thread has not run since
+  return std::ranges::any_of(stops_, [&](const Stop& stop) { return stop.length >= least && stop.end >= since; });
 }
 
 void PeerServer::join_ended() {

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "core/runtime/guarded_by.h"
 
@@ -84,6 +85,8 @@ class PeerServer {
   PeerServer& operator=(const PeerServer&) = delete;
 
   int port() const { return port_; }
+  // Returns whether this process was stopped for at least `least`, and continued within the last `recent`.
+  bool was_stopped(std::chrono::milliseconds least, std::chrono::milliseconds recent) const;
 
  private:
   void accept_connections();
@@ -95,7 +98,14 @@ class PeerServer {
   int listening_ = -1;
   int port_ = 0;
   std::atomic<bool> ends_ = false;
-  std::mutex mutex_;
+  // The times in which the accepting thread did not run: a second or more.
+  struct Stop {
+    std::chrono::steady_clock::time_point end;
+    std::chrono::steady_clock::duration length;
+  };
+  mutable std::mutex mutex_;
+  std::vector<Stop> stops_ TESSERA_GUARDED_BY(mutex_);
+  std::chrono::steady_clock::time_point last_turn_ TESSERA_GUARDED_BY(mutex_) = std::chrono::steady_clock::now();
   std::map<int, std::thread> connections_ TESSERA_GUARDED_BY(mutex_);  // by descriptor
   std::map<int, bool> has_ended_ TESSERA_GUARDED_BY(mutex_);
   std::thread acceptor_;

@@ -157,6 +157,7 @@ void Regroup::look_at(int member) { request(member, {{"op", "look"}}); }
 
 std::set<int> Regroup::gone() const {
   std::set<int> gone;
+  if (was_stopped()) return gone;
   for (size_t i = 0; i < seen_.size(); ++i)
     if (seen_[i].is_gone) gone.insert(static_cast<int>(i));
   return gone;
@@ -192,6 +193,11 @@ Decision Regroup::run(const std::vector<Member>& joiners) {
       if (seen_[static_cast<size_t>(member)].has_answered) leader = member;
     }
     if (found_) break;
+    const auto ended = std::ranges::count_if(seen_, [](const Seen& seen) { return seen.is_gone; });
+    if (2 * ended >= size && was_stopped())
+      throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size) + " was stopped, and " +
+                      std::to_string(ended) + " of the other ranks have ended meanwhile; expected more than half of " +
+                      "the ranks to live, because the others may have gone on without this one");
     if (leader == rank_) {
       for (int member = rank_ + 1; member < size && !found_; ++member) look_at(member);
       if (found_) break;

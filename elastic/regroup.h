@@ -72,6 +72,9 @@ struct RegroupOptions {
   std::chrono::milliseconds stopped_after{0};  // a member that is silent, or does not arrive, for that long is left out
   std::chrono::milliseconds timeout{0};        // of the whole regroup
   int least_ranks = 1, most_ranks = 0;
+  // Whether this process was stopped: the others may have gone on without it and ended. Proofs of death do not count
+  // then. Null: it was not.
+  std::function<bool()> was_stopped = nullptr;
 };
 
 // Finds the next group of a member, on the training loop's thread.
@@ -103,6 +106,7 @@ class Regroup {
   std::optional<nlohmann::json> propose(const std::vector<Member>& joiners);
   std::optional<nlohmann::json> request(int member, nlohmann::json fields);
   std::set<int> gone() const;
+  bool was_stopped() const { return options_.was_stopped && options_.was_stopped(); }
   [[noreturn]] void fail() const;
 
   const Decision& group_;

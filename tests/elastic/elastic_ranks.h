@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -102,14 +103,15 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> adam_;
 };
 
-// What a rank writes of each group that it has trained in: "<generation> <world> <first step>".
+// What a rank writes of each group that it has trained in: "<generation> <world> <first step> <last step before>".
 struct Segment {
   int64_t generation = 0;
   int world = 0;
   int64_t step = 0;
+  int64_t last_before = 0;
 };
 
-// Called by each rank after a step, in generation 0 and later ones.
+// Called by each rank after a step, and with step 0 when a group begins.
 using Fault = std::function<void(int rank, int64_t generation, int64_t step)>;
 
 inline void be_rank(const TemporaryFolder& folder, int rank, int world, const Training& training,
@@ -119,13 +121,16 @@ inline void be_rank(const TemporaryFolder& folder, int rank, int world, const Tr
   set_warning_handler(
       [&](const std::string& text) { std::ofstream(folder / ("warnings-" + name), std::ios::app) << text << "\n"; });
   Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank, world, options);
+  int64_t last = 0;
   elastic.run([&](ElasticRun& run) {
     Trainer trainer(run.comm(), training);
     run.restore(trainer.state());
     std::ofstream(folder / ("segments-" + name), std::ios::app)
-        << run.generation() << " " << run.comm()->size() << " " << run.step() << "\n";
+        << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << last << "\n";
+    if (fault) fault(rank, run.generation(), 0);  // when the group begins
     while (run.step() < training.steps) {
       trainer.step();
+      last = run.step() + 1;
       run.commit({{"of_step", run.step() + 1}});
       if (training.save_every > 0 && run.step() % training.save_every == 0)
         save_checkpoint((folder / "saved" / ("step-" + std::to_string(run.step()))).string(), trainer.state(),
@@ -181,7 +186,7 @@ inline std::vector<int> run_ranks_as_processes(const TemporaryFolder& folder, in
 inline std::vector<Segment> segments_of(const TemporaryFolder& folder, int rank) {
   std::vector<Segment> segments;
   std::ifstream file(folder / ("segments-" + std::to_string(rank)));
-  for (Segment one; file >> one.generation >> one.world >> one.step;) segments.push_back(one);
+  for (Segment one; file >> one.generation >> one.world >> one.step >> one.last_before;) segments.push_back(one);
   return segments;
 }
 
@@ -192,14 +197,20 @@ inline std::string reference(const TemporaryFolder& folder, const std::vector<Se
   const pid_t child = run_in_child([&] {
     at::set_num_threads(1);
     for (size_t i = 0; i < segments.size(); ++i) {
-      const int64_t end = i + 1 < segments.size() ? segments[i + 1].step : training.steps;
+      const bool is_last = i + 1 == segments.size();
+      const int64_t end = is_last ? training.steps : segments[i + 1].last_before;
       run_ranks(segments[i].world, [&](std::shared_ptr<Communicator> comm) {
         Trainer trainer(comm, training);
-        if (i > 0 && segments[i].step > 0)
-          load_checkpoint((folder / ("step-" + std::to_string(segments[i].step))).string(), trainer.state());
-        for (int64_t step = segments[i].step; step < end; ++step) trainer.step();
-        if (end > 0 && i + 1 < segments.size())
-          save_checkpoint((folder / ("step-" + std::to_string(end))).string(), trainer.state());
+        const auto name_of = [&](int64_t step) { return (folder / ("step-" + std::to_string(step))).string(); };
+        if (i > 0 && segments[i].step > 0) load_checkpoint(name_of(segments[i].step), trainer.state());
+        for (int64_t step = segments[i].step; step < end;) {
+          trainer.step();
+          ++step;
+          // A later group begins there.
+          if (std::any_of(segments.begin() + static_cast<std::ptrdiff_t>(i) + 1, segments.end(),
+                          [&](const Segment& later) { return later.step == step; }))
+            save_checkpoint(name_of(step), trainer.state());
+        }
         const std::string parameters = trainer.parameters();
         if (comm->rank() == 0) std::ofstream(result, std::ios::binary | std::ios::trunc) << parameters;
       });

@@ -149,9 +149,12 @@ TEST(ElasticCopies, UnchangedBlocksShareMemoryAndAreSentOnce) {
   copy->files.begin()->second.read(received.data(), static_cast<int64_t>(bytes), 0);
   EXPECT_EQ(received, text);
   EXPECT_EQ(partner.bytes(), own.bytes());
-  partner.keep_from(0, 2, false);
+  partner.free_before(0, 2);
   EXPECT_FALSE(partner.find({0, 1, 0}));
   EXPECT_EQ(partner.bytes(), static_cast<int64_t>(bytes));
+  own.free_after(0, 1);
+  EXPECT_TRUE(own.find({0, 1, 0}));
+  EXPECT_FALSE(own.find({0, 2, 0}));
 }
 
 TEST(ElasticCopies, ADamagedOrIncompletePartIsNotHeld) {
@@ -237,7 +240,8 @@ class Members {
   Acceptor& acceptor(int member) { return acceptors_[static_cast<size_t>(member)]; }
 
   // Returns the decision of a member, or its error.
-  std::string regroup(int member, milliseconds timeout = milliseconds(10000), int least_ranks = 1) {
+  std::string regroup(int member, milliseconds timeout = milliseconds(10000), int least_ranks = 1,
+                      bool was_stopped = false) {
     acceptor(member).arrive(0, {{0, 6, static_cast<int>(group_.members.size()), {member}}});
     Regroup next(
         group_, member, acceptor(member),
@@ -245,7 +249,10 @@ class Members {
           return ask_member(to, {request, {}}, patience).fields;
         },
         [](Decision& decision) { decision.store_port = 1; },
-        {.stopped_after = milliseconds(600), .timeout = timeout, .least_ranks = least_ranks});
+        {.stopped_after = milliseconds(600),
+         .timeout = timeout,
+         .least_ranks = least_ranks,
+         .was_stopped = [was_stopped] { return was_stopped; }});
     try {
       const Decision decision = next.run();
       std::string text = "generation " + std::to_string(decision.generation) + ":";
@@ -323,6 +330,14 @@ TEST(ElasticRegroup, AnAcceptedValueSurvivesItsProposer) {
   }
   members.kill(0);
   for (const auto& result : members.regroup_all({1, 2})) EXPECT_EQ(result, "generation 1: 9, step -1");
+}
+
+TEST(ElasticRegroup, AStoppedMemberDoesNotGoOnAloneAfterTheOthersHaveEnded) {
+  Members members(3);
+  members.kill(0);
+  members.kill(1);
+  const std::string error = members.regroup(2, milliseconds(10000), 1, /*was_stopped=*/true);
+  EXPECT_NE(error.find("rank 2 of 3 was stopped, and 2 of the other ranks have ended"), std::string::npos) << error;
 }
 
 TEST(ElasticRegroup, ARetiredMemberCountsAsEndedAndFewerThanTheLeastAreRefused) {
