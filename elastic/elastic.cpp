@@ -3,6 +3,7 @@
 #include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -11,6 +12,7 @@
 #include "core/launch/rendezvous.h"
 #include "core/launch/require.h"
 #include "core/launch/shared_cores.h"
+#include "core/launch/spawn_surviving.h"
 #include "core/trace/trace.h"
 #include "elastic/elastic_state.h"
 
@@ -54,6 +56,12 @@ Elastic::Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Elas
 }
 
 Elastic::~Elastic() = default;
+
+int spawn_elastic(int world, int argc, char** argv, int least_ranks, std::chrono::milliseconds grace) {
+  require(least_ranks >= 1 && least_ranks <= std::max(world, 1), "tessera::spawn_elastic: least_ranks is ", least_ranks,
+          "; expected 1 to the number of ranks, ", world);
+  return spawn_surviving(world, argc, argv, grace, least_ranks);
+}
 
 void Elastic::run(const std::function<void(ElasticRun& run)>& body) {
   state_->run(body, [](ElasticRunState& state) { return ElasticRun(state); });

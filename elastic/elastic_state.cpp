@@ -254,7 +254,8 @@ void ElasticState::regroup() {
   rank_ = static_cast<int>(std::ranges::find(decision.members, self_) - decision.members.begin());
   if (rank_ == 0)
     warn(c10::str(change_->lost.empty() ? "no rank" : ranks_text(change_->lost), " of ", change_->world_before,
-                  change_->lost.size() > 1 ? " were lost (" : " was lost (", change_->reason, "); ", decision.members.size(), " ranks go on ",
+                  change_->lost.size() > 1 ? " were lost (" : " was lost (", change_->reason, "); ",
+                  decision.members.size(), " ranks go on ",
                   decision.step.world > 0 ? c10::str("from step ", decision.step.step, " in memory")
                                           : std::string("without a step that is complete in memory")));
   group_ = std::move(decision);

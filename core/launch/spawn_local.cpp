@@ -37,6 +37,7 @@
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
 #include "core/launch/require.h"
+#include "core/launch/spawn_surviving.h"
 #include "core/memory/container_limits.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
@@ -296,8 +297,8 @@ void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c
 class Ranks {
  public:
   Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket,
-        std::chrono::milliseconds grace)
-      : grace_(grace), pids_(programs.size(), 0) {
+        std::chrono::milliseconds grace, int least_ranks)
+      : grace_(grace), least_ranks_(least_ranks), pids_(programs.size(), 0) {
     int fds[2];
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
     reports_fd_ = fds[0];
@@ -323,10 +324,10 @@ class Ranks {
     ::close(reports_fd_);
   }
 
-  // Blocks until all ranks have ended; returns the exit code for main(). Calls back when a rank has ended without
-  // error.
-  int supervise(int signals_fd, std::function<void(int rank)> ended_well) {
-    ended_well_ = std::move(ended_well);
+  // Blocks until all ranks have ended; returns the exit code for main(). Calls back when a rank has ended and the
+  // others go on.
+  int supervise(int signals_fd, std::function<void(int rank)> ended) {
+    ended_ = std::move(ended);
     for (bool goes_on = true; goes_on;) {
       pollfd fds[] = {{reports_fd_, POLLIN, 0}, {signals_fd, POLLIN, 0}};
       ::poll(fds, std::size(fds), kPollIntervalMs);
@@ -370,7 +371,12 @@ class Ranks {
   void note_end(const Report& report) {
     const int status = report.status;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-    if (code == 0 && !code_) ended_well_(report.rank);
+    ended_well_ += code == 0 ? 1 : 0;
+    const bool others_go_on = code == 0 || alive() + ended_well_ >= least_ranks_;
+    if (others_go_on && !code_) ended_(report.rank);
+    if (code != 0 && others_go_on && !code_)
+      return say(
+          c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status), "; the others go on"));
     // Later failures are consequences of the first, or of our signals. SIGUSR1 is a warning, after which ranks may
     // fail.
     const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
@@ -405,7 +411,9 @@ class Ranks {
   }
 
   const std::chrono::milliseconds grace_;
-  std::function<void(int rank)> ended_well_;
+  const int least_ranks_;  // with fewer that run or have ended without error, all are ended
+  std::ptrdiff_t ended_well_ = 0;
+  std::function<void(int rank)> ended_;
   std::vector<pid_t> pids_;  // by rank; 0: ended
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
@@ -417,6 +425,10 @@ class Ranks {
 }  // namespace
 
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace) {
+  return spawn_surviving(world, argc, argv, grace, world);
+}
+
+int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::milliseconds grace, int least_ranks) {
   if (world < 1)
     throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
   if (grace < grace.zero() || grace > kLongestTimeout)
@@ -449,7 +461,7 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
     programs.push_back({path.c_str(), arguments.data(), pointers.back().data()});
   }
   const BlockedSignals signals;
-  Ranks ranks(programs, signals, socket, grace);
+  Ranks ranks(programs, signals, socket, grace, least_ranks);
   const auto store = serve(socket);  // after the fork, which copies no threads
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {

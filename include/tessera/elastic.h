@@ -73,6 +73,13 @@ class ElasticState;
 class ElasticRunState;
 }  // namespace internal
 
+// spawn_local() for an elastic run: if a rank fails, prints its error, and leaves the others running while at least
+// `least_ranks` run or have ended without error. Returns 0 in the end if so; else ends the ranks, and returns the exit
+// code of the rank whose failure was one too many. Throws as spawn_local(), and std::invalid_argument unless
+// `least_ranks` is 1 to `world`.
+int spawn_elastic(int world, int argc, char** argv, int least_ranks = 1,
+                  std::chrono::milliseconds grace = std::chrono::seconds(30));
+
 // One group of an elastic run, on one rank. Must be used by the thread that runs the body, and not after it.
 class ElasticRun {
  public:

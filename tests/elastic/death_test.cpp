@@ -2,8 +2,12 @@
 // parameters must have the bits of a run that loads a checkpoint of the same step at the same worlds.
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -140,6 +144,53 @@ TEST(ElasticDeath, FewerThanTheLeastRanksAreRefused) {
     kill_at(rank, generation, step, {1}, 8);
   });
   EXPECT_EQ(codes, (std::vector<int>{1, 137, 1}));
+}
+
+// A rank of the next test, which a launcher has started: rank 1 is killed, and the others must have the same
+// parameters.
+TEST(ElasticJob, DISABLED_Rank) {
+  ASSERT_TRUE(launched());
+  const std::string rank = std::getenv("RANK");
+  at::set_num_threads(1);
+  Elastic elastic(quick_options());
+  std::string parameters;
+  elastic.run([&](ElasticRun& run) {
+    Trainer trainer(run.comm(), {});
+    run.restore(trainer.state());
+    while (run.step() < 12) {
+      trainer.step();
+      run.commit();
+      if (rank == "1" && run.generation() == 0 && run.step() == 8) ::kill(::getpid(), SIGKILL);
+    }
+    parameters = trainer.parameters();
+    EXPECT_EQ(run.accumulation(), run.generation() == 0 ? 1 : 2);  // three halves, rounded up
+  });
+  std::ofstream(std::filesystem::path(std::getenv("TESSERA_TEST_OUTPUT")) / ("parameters-" + rank)) << parameters;
+}
+
+// Returns the exit code of spawn_elastic() for three ranks.
+int spawn_job(const TemporaryFolder& folder, int least_ranks) {
+  const pid_t child = run_in_child([&] {
+    ::setenv("TESSERA_TEST_OUTPUT", folder.path().c_str(), 1);
+    std::vector<std::string> arguments{"elastic_tests", "--gtest_filter=ElasticJob.DISABLED_Rank",
+                                       "--gtest_also_run_disabled_tests", "--gtest_brief=1"};
+    std::vector<char*> argv;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    ::_exit(spawn_elastic(3, static_cast<int>(argv.size()), argv.data(), least_ranks));
+  });
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WEXITSTATUS(status);
+}
+
+TEST(ElasticDeath, SpawnElasticLeavesTheOthersRunning) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(spawn_job(folder, 2), 0);
+  EXPECT_EQ(file_bytes(folder / "parameters-0").size(), 16U);
+  EXPECT_EQ(file_bytes(folder / "parameters-0"), file_bytes(folder / "parameters-2"));
+  const TemporaryFolder other;
+  EXPECT_EQ(spawn_job(other, 3), 128 + SIGKILL);
+  EXPECT_THROW(spawn_elastic(3, 0, nullptr, 4), std::invalid_argument);
 }
 
 TEST(ElasticDeath, OneOfTwoGoesOnAlone) {
