@@ -108,6 +108,7 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},
                                offload.grads,
                                [this](const at::Tensor& parameter) { return label_of(parameter); }});
+  restore_options(param_groups_, 0, groups);
   adopt_groups_from(0);
 }
 
@@ -223,6 +224,7 @@ OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& grou
 
 void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
+  restore_options(param_groups_, param_groups_.size() - 1, {group});
   try {
     require_shardable(parameters_of(param_groups_), *comm_, "OSS");
     adopt_groups_from(param_groups_.size() - 1);

@@ -4,9 +4,14 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <torch/optim.h>
 
+#include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
+#include <typeindex>
+#include <typeinfo>
 
 #include <tessera/host_results.h>
 #include "core/comm/agreement.h"
@@ -110,6 +115,21 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
     flags = have.mutable_data_ptr<uint8_t>();
   }
   return std::vector<bool>(flags, flags + count);
+}
+
+void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
+                     const std::vector<torch::optim::OptimizerParamGroup>& added) {
+  using namespace torch::optim;
+  const std::array merged{std::type_index(typeid(AdagradOptions)), std::type_index(typeid(AdamOptions)),
+                          std::type_index(typeid(AdamWOptions)),   std::type_index(typeid(LBFGSOptions)),
+                          std::type_index(typeid(RMSpropOptions)), std::type_index(typeid(SGDOptions))};
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (!added[i].has_options()) continue;
+    const OptimizerOptions &given = added[i].options(), &now = groups[first + i].options();
+    const std::type_index type = typeid(given);
+    if (type == typeid(now) && std::ranges::find(merged, type) != merged.end()) continue;
+    groups[first + i].set_options(given.clone());
+  }
 }
 
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {

@@ -238,5 +238,62 @@ TEST(Complex, SyncBatchNormRefusesThem) {
   });
 }
 
+double lr_of(const torch::optim::Optimizer& optimizer, size_t group) {
+  return optimizer.param_groups()[group].options().get_lr();
+}
+
+struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {
+  explicit OwnOptions(double lr) : lr_(lr) {}
+  double get_lr() const override { return lr_; }
+  void set_lr(double lr) override { lr_ = lr; }
+  double lr_;
+};
+// Steps by the options of each group, as a program's own optimizer would.
+struct OwnOptimizer : torch::optim::Optimizer {
+  explicit OwnOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                        OwnOptions defaults = OwnOptions(1))
+      : Optimizer(groups, std::make_unique<OwnOptions>(defaults)) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    const at::NoGradGuard no_grad;
+    for (const auto& group : param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (parameter.grad().defined()) at::Tensor(parameter).add_(parameter.grad(), -group.options().get_lr());
+    return {};
+  }
+};
+
+// libtorch 2.15 gives a group of such options the optimizer's defaults.
+TEST(GroupOptions, StayThoseOfTheGroup) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const auto parameter = [] { return torch::ones({4}).set_requires_grad(true); };
+    const auto group = [](const at::Tensor& of, auto options) {
+      return torch::optim::OptimizerParamGroup({of}, std::make_unique<decltype(options)>(options));
+    };
+    Lion lion({group(parameter(), LionOptions(0.5)), {{parameter()}}}, LionOptions(0.25));
+    lion.add_param_group(group(parameter(), LionOptions(0.75)));
+    OSS<Lion> of_lion({group(parameter(), LionOptions(0.5)), {{parameter()}}}, LionOptions(0.25), comm);
+    of_lion.add_param_group(group(parameter(), LionOptions(0.75)));
+    for (const torch::optim::Optimizer* optimizer :
+         {static_cast<torch::optim::Optimizer*>(&lion), static_cast<torch::optim::Optimizer*>(&of_lion)}) {
+      EXPECT_EQ(lr_of(*optimizer, 0), 0.5);
+      EXPECT_EQ(lr_of(*optimizer, 1), 0.25);
+      EXPECT_EQ(lr_of(*optimizer, 2), 0.75);
+    }
+    const at::Tensor own = parameter();
+    OSS<OwnOptimizer> of_own({group(own, OwnOptions(0.5))}, OwnOptions(0.25), comm);
+    own.mutable_grad() = torch::ones({4});
+    of_own.step();
+    EXPECT_TRUE(torch::equal(own.detach(), torch::full({4}, 0.5)));
+    // libtorch's own options are merged by libtorch: a value that is the class's default may become the optimizer's.
+    const auto adam = [&] {
+      return std::vector{group(parameter(), torch::optim::AdamOptions(1e-3).weight_decay(0.1))};
+    };
+    const auto defaults = torch::optim::AdamOptions(0.5);
+    EXPECT_EQ(lr_of(OSS<torch::optim::Adam>(adam(), defaults, comm), 0),
+              lr_of(torch::optim::Adam(adam(), defaults), 0));
+    EXPECT_THROW(Lion({group(parameter(), torch::optim::AdamOptions())}), std::invalid_argument);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::dtypes_test

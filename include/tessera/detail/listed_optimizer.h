@@ -32,6 +32,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
   // elementwise.
   explicit ListedOptimizer(Groups groups, Options defaults = Options())
       : Optimizer(groups, std::make_unique<Options>(defaults)) {
+    restore_options(param_groups_, 0, groups);
     check();
   }
   explicit ListedOptimizer(std::vector<at::Tensor> parameters, Options defaults = Options())
@@ -43,6 +44,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {
+    restore_options(param_groups_, 0, groups);
     check();
   }
   explicit ListedOptimizer(const ModelShards& model, Options defaults = Options())

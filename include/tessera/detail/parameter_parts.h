@@ -64,11 +64,17 @@ at::Tensor in_memory_order(const at::Tensor& dense);
 // Returns `tensor`, or a copy of it with these strides, dtype and device unchanged.
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 
+// Gives the groups from `first` on the options that they were added with. libtorch 2.15 replaces options of classes
+// other than its own by the optimizer's defaults. Options of its own classes stay as it has merged them.
+void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
+                     const std::vector<torch::optim::OptimizerParamGroup>& added);
+
 // Calls libtorch's add_param_group() and removes the group again if `check` throws.
 template <class Check>
 void add_checked_group(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,
                        Check check) {
   optimizer.add_param_group(group);
+  restore_options(optimizer.param_groups(), optimizer.param_groups().size() - 1, {group});
   try {
     check();
   } catch (...) {
