@@ -25,7 +25,7 @@ using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
-constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31;
+constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31, kMostGrowth = uint64_t{1} << 20;
 constexpr milliseconds kTurn{100}, kLeastStop{1000};  // of the thread that accepts connections
 constexpr milliseconds kNoDeadline = std::chrono::hours(24 * 365);
 
@@ -98,16 +98,25 @@ void send_message(int descriptor, const PeerMessage& message, const Deadline& de
   send_all(descriptor, message.bytes.data(), message.bytes.size(), deadline);
 }
 
-// `patience` starts with the first byte if `waits`.
+// Memory grows as bytes arrive: a stranger's header must not claim it.
+std::string receive_text(int descriptor, uint64_t bytes, const Deadline& deadline) {
+  std::string text;
+  while (text.size() < bytes) {
+    const size_t begin = text.size();
+    text.resize(std::min<uint64_t>(bytes, begin + kMostGrowth));
+    receive_all(descriptor, text.data() + begin, text.size() - begin, deadline);
+  }
+  return text;
+}
+
+// `first` is the deadline of the header.
 PeerMessage receive_message(int descriptor, const Deadline& first, const Deadline& deadline) {
   FrameHead head;
   receive_all(descriptor, &head, sizeof(head), first);
   if (head.magic != kMagic || head.field_bytes > kMostFieldBytes || head.bytes > kMostBytes) throw Disconnected();
   PeerMessage message;
-  std::string fields(head.field_bytes, '\0');
-  receive_all(descriptor, fields.data(), fields.size(), deadline);
-  message.bytes.resize(head.bytes);
-  receive_all(descriptor, message.bytes.data(), message.bytes.size(), deadline);
+  const std::string fields = receive_text(descriptor, head.field_bytes, deadline);
+  message.bytes = receive_text(descriptor, head.bytes, deadline);
   message.fields = json::parse(fields, nullptr, /*allow_exceptions=*/false);
   if (!message.fields.is_object()) throw Disconnected();
   return message;
