@@ -83,7 +83,7 @@ int spawn_elastic(int world, int argc, char** argv, int least_ranks = 1,
 // One group of an elastic run, on one rank. Must be used by the thread that runs the body, and not after it.
 class ElasticRun {
  public:
-  const std::shared_ptr<Communicator>& comm() const;
+  const std::shared_ptr<Communicator>& comm() const;  // the current group
   // Completed steps: 0 at first, and that of the restored state after restore().
   int64_t step() const;
   // Backward passes of each rank in one step. With kKeep: the first world size divided by the current one, rounded up.
