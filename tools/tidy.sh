@@ -17,11 +17,11 @@ build, wanted = sys.argv[1], sys.argv[2:]
 files, flags = {"train": [], "files": [], "tools": []}, {}
 for entry in json.load(open(f"{build}/compile_commands.json")):
     folder = os.path.relpath(entry["file"]).split("/")[0]
-    if folder not in ("core", "offload", "optim", "checkpoint", "oss", "fsdp", "sdp", "exported", "plan", "tools"):
+    if folder not in ("core", "offload", "optim", "checkpoint", "oss", "fsdp", "sdp", "exported", "elastic", "plan", "tools"):
         continue
     if "cmake_pch" in entry["file"]:
         continue
-    part = "tools" if folder == "tools" else "files" if folder in ("checkpoint", "exported", "plan") else "train"
+    part = "tools" if folder == "tools" else "files" if folder in ("checkpoint", "elastic", "exported", "plan") else "train"
     if not wanted or folder in wanted:
         files[part].append(entry["file"])
     words = shlex.split(entry["command"])

@@ -174,14 +174,14 @@ File open_archive(const std::filesystem::path& path) {
   });
 }
 
-constexpr int64_t kPieceBytes = 1 << 18;  // is in the cache when its checksum is computed
+constexpr int64_t kReadAtOnce = 1 << 18;  // is in the cache when its checksum is computed
 
 // Reads a member in pieces, each to the place of its beginning in the member. Returns the CRC-32.
 template <class PlaceOf>
 uint32_t read_pieces(const File& file, const ArchiveMember& member, PlaceOf place_of) {
   uint32_t crc = 0;
-  for (int64_t begin = 0; begin < member.bytes; begin += kPieceBytes) {
-    const int64_t bytes = std::min(kPieceBytes, member.bytes - begin);
+  for (int64_t begin = 0; begin < member.bytes; begin += kReadAtOnce) {
+    const int64_t bytes = std::min(kReadAtOnce, member.bytes - begin);
     char* const piece = place_of(begin);
     file.read(piece, bytes, member.begin + begin);
     crc = crc32({piece, static_cast<size_t>(bytes)}, crc);
@@ -207,7 +207,7 @@ void ArchiveFile::read_member(const ArchiveMember& member, const std::string& na
 void ArchiveFile::check_member(const ArchiveMember& member, const std::string& name) {
   const std::lock_guard lock(mutex_);
   if (member.crc32 == 0 || checked_.contains(member.begin)) return;
-  std::string piece(static_cast<size_t>(std::min(kPieceBytes, member.bytes)), '\0');
+  std::string piece(static_cast<size_t>(std::min(kReadAtOnce, member.bytes)), '\0');
   compare(member, name, read_pieces(file_, member, [&](int64_t /*begin*/) { return piece.data(); }));
   checked_.insert(member.begin);
 }
