@@ -104,6 +104,7 @@ void start_ticking() noexcept {
   if (is_ticking().exchange(true)) return;
   // In a child of fork().
   if (alarms_owner.exchange(::getpid()) != ::getpid()) RunAlarms::of_process = new RunAlarms(RunAlarms::of_process);
+  tick();  // the process may be stopped before the thread runs
   sigset_t all, before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // handlers of the program run in the program's threads
