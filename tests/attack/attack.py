@@ -173,7 +173,8 @@ class Run:
         ready, _, _ = select.select([self.reader.stdout], [], [], ANSWER_S)
         require(ready, f"reading {path} hangs")
         answer = self.reader.stdout.readline()
-        require(answer, f"reading {path} ended the process by {name_of(self.reader.wait()) if not answer else ''}")
+        if not answer:
+            raise Failure(f"reading {path} ended the process by {name_of(self.reader.wait())}")
         kind = answer.split(" ", 1)[0]
         require(kind in ("values", "refused"), f"reading {path}: an error of another kind: {answer.strip()}")
         return answer.strip()
@@ -295,7 +296,7 @@ def cut(run):
         subprocess.run(["ip", "-n", hosts.names[victim], "link", "set", "veth0", "down"], check=True)
         job.end_of(range(world))
         others = [rank for rank in range(world) if rank != victim]
-        if world > 2 and victim != 0:  # of two, each misses the other; without rank 0's store, nobody knows more
+        if world > 2 and victim != 0:  # of two, each names the other; without rank 0's store, no rank can name the victim
             job.name(victim, others)
     run.check_newest(job.folder, reported(job.ranks[0].output()))
 

@@ -4,9 +4,8 @@
 //   TESSERA_FAULTS_SEED      of the draws, which also depend on RANK
 //   TESSERA_FAULTS_EINTR     percent of calls that fail with EINTR
 //   TESSERA_FAULTS_SHORT     percent of reads and writes that transfer a part
-//   TESSERA_FAULTS_NUMBER    the call that fails, counted from 1, with the errno TESSERA_FAULTS_ERROR; with
-//   TESSERA_FAULTS_LASTING=1
-//                            all after it fail too
+//   TESSERA_FAULTS_NUMBER    the call that fails, counted from 1, with the errno TESSERA_FAULTS_ERROR
+//   TESSERA_FAULTS_LASTING   1: all later calls fail, too
 //   TESSERA_FAULTS_READS     1: only calls that read count for NUMBER; 0: only calls that change files
 
 #include <fcntl.h>
@@ -56,7 +55,6 @@ uint64_t draw() {
 
 bool is_below(const char* path) { return !faults().folder.empty() && std::string(path).rfind(faults().folder, 0) == 0; }
 
-// `is_folder_too`: also for a folder, which fsync() takes.
 bool is_below(int fd) {
   if (faults().folder.empty()) return false;
   char path[4096];

@@ -1,12 +1,13 @@
 // The job that attack.py attacks, and the reader of files that it damages.
 //
-//   attack_job train FOLDER SAVES   one rank, in a launcher's environment: resumes from the newest checkpoint of a
-//   folder
-//                                   and saves SAVES times
-//   attack_job spawn RANKS FOLDER SAVES   the same, by spawn_local()
-//   attack_job make FOLDER          writes sound files of all formats, for damage
-//   attack_job read                 answers each line "<format> <path>" of stdin by "values <hash> <value> <rest>" or
-//                                   "refused <error>"
+//   attack_job train FOLDER SAVES
+//     One rank, in a launcher's environment: resumes from the newest checkpoint of a folder, and saves SAVES times.
+//   attack_job spawn RANKS FOLDER SAVES
+//     The same, by spawn_local().
+//   attack_job make FOLDER
+//     Writes sound files of all formats, for damage.
+//   attack_job read
+//     Answers each line "<format> <path>" of stdin by "values <hash> <value> <rest>" or "refused <error>".
 //
 // Ranks print "loaded <value>", "saved <value>" and "refused <error>" of a failed save. All tensors of a checkpoint of
 // `train`, optimizer state included, have the value of its last save. Exit code 3: a loaded checkpoint has other
@@ -29,6 +30,7 @@
 #include <tessera/exported.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/checksum.h"
+#include "tests/support/adam_moments.h"
 
 namespace {
 
@@ -56,16 +58,8 @@ struct Trained {
     adam.step();
   }
 
-  // Visits the shards and their moments.
   void for_each_tensor(const std::function<void(const at::Tensor&)>& visit) {
-    for (const auto& shard : fsdp.parameters()) {
-      visit(shard.detach());
-      const auto found = adam.state().find(shard.unsafeGetTensorImpl());
-      if (found == adam.state().end()) continue;
-      auto& state = static_cast<torch::optim::AdamParamState&>(*found->second);
-      visit(state.exp_avg());
-      visit(state.exp_avg_sq());
-    }
+    tessera::testing_support::for_each_shard_and_moment(fsdp.parameters(), adam, visit);
   }
 
   void expect_all(int value) {

@@ -9,6 +9,7 @@
 
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
+#include "tests/support/adam_moments.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
@@ -156,23 +157,13 @@ struct Model {
   void set(double value) {
     for (auto& shard : fsdp.parameters()) shard.mutable_grad() = torch::ones_like(shard);
     adam.step();
-    for_each_tensor([&](const at::Tensor& tensor) { tensor.fill_(value); });
+    for_each_shard_and_moment(fsdp.parameters(), adam, [&](const at::Tensor& tensor) { tensor.fill_(value); });
   }
   bool is(double value) {
     bool all = true;
-    for_each_tensor([&](const at::Tensor& tensor) { all = all && tensor.eq(value).all().item<bool>(); });
+    for_each_shard_and_moment(fsdp.parameters(), adam,
+                              [&](const at::Tensor& tensor) { all = all && tensor.eq(value).all().item<bool>(); });
     return all;
-  }
-  void for_each_tensor(const std::function<void(const at::Tensor&)>& visit) {
-    const at::NoGradGuard no_grad;
-    for (const auto& shard : fsdp.parameters()) {
-      visit(shard.detach());
-      const auto found = adam.state().find(shard.unsafeGetTensorImpl());
-      if (found == adam.state().end()) continue;
-      auto& state = static_cast<torch::optim::AdamParamState&>(*found->second);
-      visit(state.exp_avg());
-      visit(state.exp_avg_sq());
-    }
   }
   FullyShardedDataParallel<torch::nn::Linear> fsdp;
   torch::optim::Adam adam;

@@ -38,6 +38,13 @@ struct WithClone : Net {
   std::shared_ptr<Copyable> inner = std::make_shared<Copyable>();
 };
 
+// Returns a wrapper around another model, whose gradients are all 0.25 already.
+std::unique_ptr<Trainer> another_with_gradients(Trainer& run) {
+  const Model model = another_mlp();
+  for (at::Tensor& parameter : model->parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.25);
+  return run.another(model);
+}
+
 TEST_P(Wrapping, AModuleClonedBetweenSteps) {
   auto model = [] { return seeded(14, []() -> Model { return std::make_shared<WithClone>(); }); };
   play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual, .model = model},
@@ -105,9 +112,7 @@ TEST_P(Wrapping, GradientsFromBeforeWrappingStay) {
 // Also where backward reduces before it accumulates.
 TEST_P(Wrapping, GradientsFromBeforeWrappingStayThroughReductions) {
   play(GetParam(), {}, [](Trainer& run) {
-    const Model model = another_mlp();
-    for (at::Tensor& parameter : model->parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.25);
-    const auto other = run.another(model);
+    const auto other = another_with_gradients(run);
     other->loss(0).backward();
     {
       auto scope = other->no_sync();
@@ -121,9 +126,7 @@ TEST_P(Wrapping, GradientsFromBeforeWrappingStayThroughReductions) {
 
 TEST_P(Wrapping, GradientsFromBeforeWrappingAreSteppedAlone) {
   play(GetParam(), {}, [](Trainer& run) {
-    const Model model = another_mlp();
-    for (at::Tensor& parameter : model->parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.25);
-    const auto other = run.another(model);
+    const auto other = another_with_gradients(run);
     other->optimizer().step();
     run.note_state(*other);
     other->model->zero_grad();
