@@ -13,6 +13,7 @@ import pickle
 import random
 import runpy
 import shutil
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -172,6 +173,16 @@ class Damage(unittest.TestCase):
                 data[data.index(self.state["model"]["a"].numpy().tobytes()) + 50] ^= 4
                 source.write_bytes(data)
                 self.refuse(self.path / name, "is damaged: Bad CRC-32")
+
+    def test_a_file_that_becomes_shorter_while_it_is_read_ends_in_one_line(self):
+        file = self.path / "model.pt"
+        torch.save({"a": torch.ones(1 << 20)}, file)
+        program = ("import os, pathlib, sys; sys.path.insert(0, sys.argv[1]); from convert import untrusted\n"
+                   "file = pathlib.Path(sys.argv[2]); state = untrusted.load_file(file, False)\n"
+                   "os.truncate(file, 4096); print(state['a'].sum())")
+        done = subprocess.run([sys.executable, "-c", program, CONVERT.parent, file], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout, done.stderr),
+                         (1, "", f"tessera-convert: {file}: became shorter while it was read\n"))
 
     def test_damaged_folders_end_in_one_line(self):
         """Damages files of folders in all formats. A conversion that succeeds must equal that of the sound folder."""

@@ -1,7 +1,11 @@
 """Reads pickles and archives of torch that may be damaged or hostile."""
 
+import ctypes
 import io
+import os
 import pickle
+import signal
+import sys
 import zipfile
 
 import torch
@@ -9,6 +13,7 @@ import torch
 from .checkpoint import ConvertError, refuse_pointer
 
 CHUNK_BYTES = 1 << 20
+handlers = []  # of signals: ctypes does not hold them
 METADATA = "torch.distributed.checkpoint.metadata"
 OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -134,7 +139,23 @@ def load_stream(stream, where, trust):
 
 
 def load_file(path, trust):
-    """Memory-maps the file if possible, so that a tensor takes memory only when it is read."""
+    """Memory-maps the file if possible, so that a tensor takes memory only when it is read. If the file becomes shorter
+    meanwhile, ends the process with an error."""
     with open(path, "rb") as file:
         is_zip = check_archive(file, path)
+    end_if_cut(path)
     return load(path, path, trust, mmap=is_zip)
+
+
+def end_if_cut(path):
+    """Ends the process if a later read of mapped memory is beyond the end of its file. Python's own signal handlers never
+    run then, because the read is repeated."""
+    line = f"tessera-convert: {path}: became shorter while it was read\n".encode()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def end(_number):
+        os.write(sys.stderr.fileno(), line)
+        os._exit(1)
+
+    ctypes.CDLL(None).signal(signal.SIGBUS, end)
+    handlers.append(end)
