@@ -44,6 +44,12 @@ std::string name_of_rank() {
   return "";
 }
 
+// In one call, so that the lines of ranks do not mix.
+void print_line(const std::string& text) {
+  const std::string line = c10::str(program_invocation_short_name, ": ", name_of_rank(), text, "\n");
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+}
+
 // Prints the error on one line, unless another rank has printed its own, and ends the process.
 [[noreturn]] void end_with_one_line(const std::exception_ptr& error) noexcept {
   // Of several threads, the first one ends the process.
@@ -52,14 +58,20 @@ std::string name_of_rank() {
   call_with_timeout(kLongestEnd, [text = text_of(error)] {
     std::cout.flush();
     std::fflush(stdout);
-    if (Watchdog::is_first_to_tell()) {
-      const std::string line = c10::str(program_invocation_short_name, ": ", name_of_rank(), text, "\n");
-      [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
-    }
+    if (Watchdog::is_first_to_tell()) print_line(text);
     Watchdog::publish_failure_of_process(text);
     return true;
   });
   std::_Exit(1);
+}
+
+// Whether it is the C++ library's own handler. It prints in several calls, so that the texts of ranks mix.
+bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
+#ifdef __GLIBCXX__
+  return handler == &__gnu_cxx::__verbose_terminate_handler;
+#else
+  return false;
+#endif
 }
 
 [[noreturn]] void tell_and_terminate() noexcept {
@@ -73,7 +85,10 @@ std::string name_of_rank() {
       return true;
     });
   }
-  if (before != nullptr) before();
+  if (const auto error = std::current_exception(); error && is_verbose(before))
+    call_with_timeout(kLongestEnd, [text = text_of(error)] { return print_line("uncaught exception: " + text), true; });
+  else if (before != nullptr)
+    before();
   std::abort();
 }
 

@@ -155,7 +155,9 @@ TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
     EXPECT_TRUE(contains(output, "tessera: rank " + std::to_string(c.rank) + " (pid ")) << output;
     EXPECT_TRUE(contains(output, c.line)) << output;
     EXPECT_EQ(program.printed("tessera: rank "), 1) << "the others are consequences\n" << output;
-    EXPECT_EQ(contains(output, "rank has thrown this"), c.mode == "throw") << output;
+    const auto error = c10::str("launch_program: rank ", c.rank, " of 3: uncaught exception: rank has thrown this\n");
+    EXPECT_EQ(contains(output, error), c.mode == "throw") << output;
+    EXPECT_FALSE(contains(output, "terminate called")) << output;
     EXPECT_TRUE(all_gone(output, 3));
   }
 }
