@@ -247,7 +247,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
     for (const auto& local : tensors)
       all.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});
     layout = plan_full_files(file, all, options, tag);
-    synchronize(comm.device());
+    await_current_stream(comm.device());
     if (comm.rank() == 0) drafts.emplace(layout, file).create();
   });
   stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank()), [&](int64_t) { heartbeat.beat(); }); });

@@ -187,8 +187,8 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
     check_extra(plan_.extra);
-    // The writing thread uses streams of its own.
-    synchronize(comm_->device());
+    // The writing thread has another current stream.
+    await_current_stream(comm_->device());
   });
   on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] { write_part(); });
   on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] {

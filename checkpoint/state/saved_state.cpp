@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -17,6 +16,7 @@
 #include "checkpoint/format/safetensors_header.h"
 #include "core/model/module_state.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/stream_uses.h"
 #include "offload/disk/disk_pager.h"
 
 namespace tessera::internal {
@@ -318,8 +318,8 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
   return pieces;
 }
 
-void synchronize(at::Device device) {
-  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+void await_current_stream(at::Device device) {
+  if (!device.is_cpu()) current_stream(device).synchronize();
 }
 
 GeneratorStates generator_states(at::Device device) {

@@ -90,8 +90,9 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
 // Returns the pieces that this rank must write. Each element is written by one replica; replicas share the work evenly.
 std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank);
 
-// Blocks until the device has finished all submitted work. A thread with its own streams needs this.
-void synchronize(at::Device device);
+// Blocks until the current stream has finished all submitted work, before another thread reads results of that work.
+// Other streams of a program go on.
+void await_current_stream(at::Device device);
 
 // Get and set the default generators' states: of present devices, and of the lengths used here.
 GeneratorStates generator_states(at::Device device);
