@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Holds the documentation to the tree: links lead somewhere, errors that are quoted are still thrown and those that are
-thrown are quoted, what stands in a table under "Tessera" has names that exist, and the API reference has every header
-that a program sees.
+"""Compares the documentation with the tree. Links must have a target. Quoted errors must exist in the code, and errors of
+the libraries must be quoted. Names in a table's column "Tessera" must exist. The API reference must have every public
+header.
 
-In a table with a column that begins with "error" or "the error", `code` is what an error says, with `...` for what
-differs. Each piece between must be made of texts of the libraries, the tools, the tests' consumer or the CMake files,
-three at most, since errors are put together from such. The other way round, one text of each error of the libraries has
-to be in what is quoted, unless the error says what was expected; tools/errors_without_entry has the other exceptions. Names, as `std::logic_error`, are passed over, and what autograd
-says is its own: autograd's `code`.
+In a table with a column that begins with "error" or "the error", `code` quotes an error, with `...` for the parts that
+differ. Each piece between must consist of at most three texts of the libraries, the tools, the tests' consumer or the
+CMake files, because code joins errors from such texts. One text of each error of the libraries must be quoted, unless the
+error states the expected value; tools/errors_without_entry lists the other exceptions. Names such as `std::logic_error`
+are skipped, and so are errors of autograd: autograd's `code`.
 
 With --headers it checks nothing and prints the headers of the API reference, for tools/docs.sh.
 """
@@ -101,7 +101,7 @@ def call_at(text, begin):
 
 
 def thrown_in(path):
-    """(line number, texts) of what a file throws."""
+    """Yields the line number and the texts of each error that a file throws."""
     code = re.sub(r'(^|[^:"])//.*', r"\1", path.read_text(encoding="utf-8"))
     for found in THROWS.finditer(code):
         call = re.sub(r'"\s*\n\s*"', "", call_at(code, found.start()))

@@ -179,7 +179,7 @@ def check(tree, recorded):
 
 
 def update(tree, recorded):
-    """Lowers figures; records moves. Returns what was not recorded because it would raise a figure."""
+    """Lowers figures; records moves. Returns the changes that it did not record because they would raise a figure."""
     measured = measure(tree, recorded)
     ratchet.lower(recorded["structure"], measured)
     recorded["core_path"] = [tree.find(name) or name for name in recorded["core_path"]]

@@ -253,7 +253,7 @@ Names expected_changes(const ProcessSetup& setup) {
 
 constexpr int kSkipped = 77;
 
-// What a launched rank has changed while its group lives, and after.
+// Compares the process of a launched rank before, during and after the life of its group.
 int check_init(const ProcessSetup& setup) {
   const State before = state_of_process();
   const long threads = thread_count();

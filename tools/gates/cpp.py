@@ -124,7 +124,7 @@ class Reader:
                 words.append(token)
 
     def open_brace(self, words, namespaces, owner):
-        """Reads what a brace opens; returns the words that the declaration goes on with."""
+        """Reads the block after a brace; returns the words of the declaration so far, if it continues after the block."""
         head = head_of_type(words)
         if words[:1] == ["namespace"] or words[:2] == ["inline", "namespace"]:
             inner = [word for word in words if word not in ("namespace", "inline", "::")]
@@ -206,7 +206,7 @@ def is_forward(words):
 
 
 def add_method(words, owner):
-    """Constructors, destructors and what is defaulted or deleted do not count."""
+    """Does not count constructors, destructors, and defaulted or deleted functions."""
     position = words.index("()")
     name = words[position - 1]
     own = owner.name.split("::")[-1]
