@@ -17,6 +17,7 @@
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/outcome.h"
+#include "checkpoint/save/save_job.h"
 #include "core/comm/agreement.h"
 #include "core/comm/group_process.h"
 #include "core/comm/guest/text_exchange.h"
@@ -220,6 +221,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
   lost_at_ = Clock::now();
   // Members that have not seen it fail, too.
   if (comm) comm->abort(c10::str("rank ", rank_, " leaves the group: ", reason));
+  if (comm) SaveJob::hurry_save_of(comm);
   change_ = ElasticChange{.reason = first_line_of(reason), .world_before = static_cast<int>(group_.members.size())};
   return Outcome::kLost;
 }

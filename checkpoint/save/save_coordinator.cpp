@@ -15,8 +15,9 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int kSmallWorld = 4;  // up to this world size rank 0 reads every rank's description
-constexpr int kMostMissed = 5;  // beats; after that no rank is at work, and no store answers
+constexpr int kSmallWorld = 4;     // up to this world size rank 0 reads every rank's description
+constexpr int kMostMissed = 5;     // beats; after that no rank is at work, and no store answers
+constexpr double kLateBeat = 1.2;  // beats; after that no living rank is at work
 
 }  // namespace
 
@@ -39,7 +40,8 @@ std::chrono::milliseconds SaveCoordinator::beat_every() const {
   return std::min(comm_->timeout() / 8, 20 * longest_pause());
 }
 
-void SaveCoordinator::hurry() {
+void SaveCoordinator::hurry(bool all_ranks_leave) {
+  if (all_ranks_leave) is_left_ = true;
   hurries_ = true;
   notes_.limit_patience(kMostMissed * beat_every());
 }
@@ -79,8 +81,9 @@ void SaveCoordinator::await(const std::function<bool()>& ready, const std::strin
     const int64_t sum = notes_.add("alive", 0);
     if (sum != std::exchange(last_sum, sum)) last_change = RunClock::now();
     const auto silence = RunClock::now() - last_change;
-    const bool gives_up = hurries_ && silence > kMostMissed * beat_every();
-    const int ended = silence > patience * kMostMissed * beat_every() ? notes_.ended_rank() : -1;
+    const bool gives_up = hurries_ && silence > (is_left_ ? kLateBeat : kMostMissed) * beat_every();
+    const int ended =
+        silence > (hurries_ ? kLateBeat : patience * kMostMissed) * beat_every() ? notes_.ended_rank() : -1;
     if (ended >= 0) throw CheckpointError(what_for + ": the process of rank " + std::to_string(ended) + " has ended");
     if (gives_up || silence > patience * comm_->timeout())
       throw CheckpointError(what_for + (gives_up ? " before the save was given up" : " in time"));

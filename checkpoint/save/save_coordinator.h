@@ -44,8 +44,9 @@ class SaveCoordinator {
   Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
                  const std::function<void()>& commit);
 
-  // From now on, waits for another rank only while it sends heartbeats, not for the group's timeout.
-  void hurry();
+  // From now on, waits for another rank only while it sends heartbeats, not for the group's timeout. If all ranks leave
+  // the group, one missing heartbeat is enough.
+  void hurry(bool all_ranks_leave = false);
 
  private:
   void leave_outcome(const Outcome& outcome);
@@ -63,7 +64,7 @@ class SaveCoordinator {
   const std::string what_;
   const Subgroups subgroups_;
   StoreMailbox notes_;
-  std::atomic<bool> hurries_ = false;
+  std::atomic<bool> hurries_ = false, is_left_ = false;
 };
 
 }  // namespace tessera::internal

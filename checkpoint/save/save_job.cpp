@@ -105,6 +105,12 @@ void SaveJob::await_save_before(const std::shared_ptr<Communicator>& comm) {
   if (job) job->join();
 }
 
+void SaveJob::hurry_save_of(const std::shared_ptr<Communicator>& comm) {
+  std::shared_ptr<SaveJob> job;
+  with_group_saves(comm, [&](const GroupSaves& saves) { job = saves.job.lock(); });
+  if (job) job->hurry(/*all_ranks_leave=*/true);
+}
+
 SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();

@@ -48,9 +48,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void wait();
 
   // Stops the thread from waiting for lost ranks for long.
-  void hurry() {
-    if (coordinator_) coordinator_->hurry();
+  void hurry(bool all_ranks_leave = false) {
+    if (coordinator_) coordinator_->hurry(all_ranks_leave);
   }
+  // The same for the save in flight of a broken group, which all ranks leave. Its handle may outlive the group's use.
+  static void hurry_save_of(const std::shared_ptr<Communicator>& comm);
 
  private:
   SaveJob(std::filesystem::path dir, std::shared_ptr<Communicator> comm, const SaveOptions& options);
