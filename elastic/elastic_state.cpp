@@ -13,6 +13,7 @@
 #include <utility>
 
 #include <tessera/checkpoint.h>
+#include <tessera/distributed_sampler.h>
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/load/find_checkpoints.h"
@@ -70,6 +71,14 @@ std::string describe(const ElasticOptions& options) {
                   ", batch ", static_cast<int>(options.batch), ", stopped_after ", options.stopped_after.count(),
                   " ms, regroup_timeout ", options.regroup_timeout.count(), " ms, checkpoints ",
                   options.checkpoints.string());
+}
+
+// A sampler for the ranks of the first group would leave out the items of lost ranks.
+void require_of_group(const DistributedSampler& sampler, const Communicator& comm) {
+  require(sampler.world_size() == 1 || (sampler.world_size() == comm.size() && sampler.rank() == comm.rank()),
+          "ElasticRun::restore(): a DistributedSampler is for rank ", sampler.rank(), " of ", sampler.world_size(),
+          ", and this is rank ", comm.rank(), " of ", comm.size(),
+          " of the current group; expected a sampler made in the body for run.comm()->rank() and run.comm()->size()");
 }
 
 void check(const ElasticOptions& options, int size) {
@@ -325,8 +334,8 @@ json ElasticRunState::restore_from_memory() {
   Manifest manifest;
   on_all_ranks(*comm_, what, [&] { manifest = manifest_of(text, folder.path()); });
   load_state(manifest, state_objects_of(*state_), {}, what);
-  all_.note_complete_copy();
   step_ = step.step;
+  if (step_ > 0) all_.note_complete_copy();
   return manifest.extra.is_null() ? json::object() : manifest.extra;
 }
 
@@ -346,13 +355,15 @@ std::optional<json> ElasticRunState::restore_from_disk() {
 
 json ElasticRunState::restore(const TrainingState& state) {
   if (state_) throw std::logic_error("ElasticRun::restore() was called twice; expected one list of all objects");
+  for (const auto& one : state.beside())
+    if (const auto* sampler = dynamic_cast<const DistributedSampler*>(one.get())) require_of_group(*sampler, *comm_);
   state_.emplace(state);
   std::optional<json> extra;
   if (all_.group().step.world > 0) extra = restore_from_memory();
   if (!extra) extra = restore_from_disk();
   if (extra) {
     // The lost ranks' copies and parts are missing from the restored step: another death must not lose it.
-    if (change_) start_copy(*extra);
+    start_copy(*extra);
     return *extra;
   }
   // The lost step was complete once: training must not silently begin again.
@@ -364,6 +375,8 @@ json ElasticRunState::restore(const TrainingState& state) {
         "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
   if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
+  // Objects that outlive the body, or are drawn otherwise the next time, begin again with these values.
+  start_copy(json::object());
   return json::object();
 }
 
@@ -378,7 +391,7 @@ void ElasticRunState::end_copy() {
   comm_->all_reduce(are_copied, ReduceOp::kMin, "whether a step is copied").wait();
   if (comm_->to_host(are_copied, "whether a step is copied").item<int>() == 1) {
     all_.copies().free_before(name.generation, name.step);
-    all_.note_complete_copy();
+    if (name.step > 0) all_.note_complete_copy();
   } else if (!error.empty() && !std::exchange(has_warned_, true)) {
     warn(c10::str("rank ", comm_->rank(), " could not copy its part of step ", name.step, ": ", error,
                   "; the step before stays in memory"));

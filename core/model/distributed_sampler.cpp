@@ -219,6 +219,8 @@ void DistributedSampler::set_epoch(int64_t epoch) {
   if (epoch != this->epoch()) position_->begin_at(epoch * position_->order.items_numel());
 }
 
+int DistributedSampler::rank() const { return static_cast<int>(position_->rank); }
+int DistributedSampler::world_size() const { return static_cast<int>(position_->world_size); }
 int64_t DistributedSampler::epoch() const { return position_->received.first / position_->order.items_numel(); }
 int64_t DistributedSampler::micro_batch() const { return position_->received.micro_batch; }
 

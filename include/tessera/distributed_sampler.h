@@ -98,6 +98,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // Begins an epoch; is a no-op if it is the current epoch, so that a resumed loop continues within it. Must be called
   // between loops over a loader. Only needed to skip or repeat epochs.
   void set_epoch(int64_t epoch);
+  int rank() const;              // as constructed
+  int world_size() const;        // as constructed
   int64_t epoch() const;         // of the next step's first item: after the last batch of an epoch, the next epoch
   int64_t micro_batch() const;   // micro-batches of this step received so far; 0 between steps: then call step()
   int64_t batches_left() const;  // that the loop over a loader has still to receive: 0 in and after its last iteration
