@@ -67,7 +67,7 @@ class Planner {
       auto& parameters = units_[unit].parameters;
       const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), unit, parameters.size());
       if (is_new) parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
-      const auto [owner, index] = known->second;
+      const auto [owner, index] = known->second;  // a tied weight has the first one's unit
       if (!is_new) units_[owner].parameters[index].aliases.push_back(name);
     }
     for (const auto& child : module.named_children()) collect(*child.value(), join_names(fqn, child.key()), unit);

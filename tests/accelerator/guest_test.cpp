@@ -49,7 +49,9 @@ std::vector<at::Tensor> train(Wrapper wrapper, Caller caller) {
     const c10::StreamGuard on_stream(own);  // also makes the stream's device current
     const c10::DeviceGuard again(on_device.current_device());
     const Current before = Current::now();
-    const auto check = [&](const char* call) { EXPECT_EQ(Current::now() == before, true) << call << ", rank " << rank; };
+    const auto check = [&](const char* call) {
+      EXPECT_EQ(Current::now() == before, true) << call << ", rank " << rank;
+    };
     auto model = std::make_shared<Surrogate>();
     model->to(device_of(rank));
     GroupOptions options{.device = device_of(rank), .timeout = std::chrono::seconds(60)};
@@ -57,11 +59,10 @@ std::vector<at::Tensor> train(Wrapper wrapper, Caller caller) {
     const auto comm = communicator_from(store, rank, kWorld, options);
     check("communicator_from()");
     EXPECT_EQ(comm->device(), device_of(rank));
-    const ZeroOptions zero_options{
-        .stage = wrapper == Wrapper::kDdp      ? 0
-                 : wrapper == Wrapper::kOssSdp ? 2
-                                               : 3,
-        .fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}};
+    const ZeroOptions zero_options{.stage = wrapper == Wrapper::kDdp      ? 0
+                                            : wrapper == Wrapper::kOssSdp ? 2
+                                                                          : 3,
+                                   .fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}};
     auto trained = zero<torch::optim::AdamW>(model, torch::optim::AdamWOptions(1e-2), comm, zero_options);
     check("the wrapper's constructor");
     for (int step = 0; step < 3; ++step) {

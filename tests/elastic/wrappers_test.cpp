@@ -125,8 +125,8 @@ std::string result_of_restarts(const TemporaryFolder& folder, const std::vector<
     for (int rank = 0; rank < now.world; ++rank)
       pids.push_back(run_in_child([&] {
         at::set_num_threads(1);
-        const auto store = c10::make_intrusive<c10d::FileStore>((folder / ("store-" + std::to_string(i))).string(),
-                                                                now.world);
+        const auto store =
+            c10::make_intrusive<c10d::FileStore>((folder / ("store-" + std::to_string(i))).string(), now.world);
         const auto comm = communicator_from(store, rank, now.world);
         const int accumulation =
             scenario.options.batch == ElasticBatch::kFollow ? 1 : (first_world + now.world - 1) / now.world;
@@ -360,9 +360,8 @@ class AccumulatingLoop : public Loop {
 TEST(ElasticWrappers, TheBatchIsKeptByAccumulationOrFollowsTheWorld) {
   for (const auto batch : {ElasticBatch::kKeep, ElasticBatch::kFollow}) {
     const TemporaryFolder folder;
-    Scenario scenario{.make = [](const Comm& comm, int accumulation) {
-                        return std::make_unique<AccumulatingLoop>(comm, accumulation);
-                      },
+    Scenario scenario{.make = [](const Comm& comm,
+                                 int accumulation) { return std::make_unique<AccumulatingLoop>(comm, accumulation); },
                       .world = 4,
                       .victims = {1, 3},
                       .steps = 12};
@@ -491,7 +490,9 @@ class GanLoop : public Loop {
     (-critic_net_->forward(generator_(x)).mean()).backward();
     of_generator_.step();
   }
-  std::string result() override { return sum_of_whole(generator_, *generator_net_) + sum_of(critic_net_->parameters()); }
+  std::string result() override {
+    return sum_of_whole(generator_, *generator_net_) + sum_of(critic_net_->parameters());
+  }
 
  private:
   torch::nn::Sequential generator_net_ = draw_net(1), critic_net_ = draw_net(2);
@@ -528,7 +529,8 @@ TEST(ElasticWrappers, StepInBackward) {
 class ExportedLoop : public Loop {
  public:
   explicit ExportedLoop(const Comm& comm)
-      : model_((torch::manual_seed(1), load_exported(std::filesystem::path(built(TESSERA_EXPORTED_DATA)) / "decoder.pt2"))),
+      : model_((torch::manual_seed(1),
+                load_exported(std::filesystem::path(built(TESSERA_EXPORTED_DATA)) / "decoder.pt2"))),
         fsdp_(model_, comm, {.auto_wrap = wrap_classes({"Block"})}),
         optimizer_(fsdp_.parameters(), torch::optim::AdamWOptions(1e-2)),
         sampler_(40, comm->rank(), comm->size(), {.seed = 3}) {}
@@ -559,9 +561,7 @@ std::unique_ptr<Loop> make_adam_loop(const Comm& comm, int) {
   return std::make_unique<AdamLoop>(comm, by_linear(), 1e-2);
 }
 
-TEST(ElasticWrappers, ALoopThatCatchesExceptionsOfItsSteps) {
-  expect_same({.make = make_adam_loop, .catches = true});
-}
+TEST(ElasticWrappers, ALoopThatCatchesExceptionsOfItsSteps) { expect_same({.make = make_adam_loop, .catches = true}); }
 
 // Saves to disk in the background after each step. The handle belongs to the body, or outlives it.
 class SavingLoop : public AdamLoop {
@@ -629,8 +629,8 @@ class OutsideLoop : public Loop {
 TEST(ElasticWrappers, ObjectsThatOutliveTheBodyAreRestored) {
   // Before the first copy of a step, too.
   for (const int64_t kill_after : {2, 8})
-    expect_same({.make = [](const Comm& comm, int) { return std::make_unique<OutsideLoop>(comm); },
-                 .kill_after = kill_after});
+    expect_same(
+        {.make = [](const Comm& comm, int) { return std::make_unique<OutsideLoop>(comm); }, .kill_after = kill_after});
 }
 
 // Most weights are frozen.

@@ -28,6 +28,7 @@ class NcclGroups : public NcclBackends {
 
  private:
   static c10::intrusive_ptr<c10d::ProcessGroupNCCL::Options> options(std::chrono::milliseconds timeout) {
+    // Of the stream on which c10d runs this group's collectives.
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = timeout + kBehindOurs;
     return options;
