@@ -39,6 +39,7 @@ int64_t tcp_descriptors(int size);
 struct NcclOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   bool registered_memory = false;  // see InitOptions
+  bool rank_order_sums = false;    // see InitOptions
   // The interval of heartbeats. A rank that misses ten of them counts as dead, and ends the waits of the others.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
   bool serves_store = false;                            // as above

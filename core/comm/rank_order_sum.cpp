@@ -2,6 +2,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 
@@ -102,6 +103,21 @@ void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int6
 void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
   reduce_over(out.mutable_data_ptr(), places_of(parts), out.scalar_type(), op,
               [&](auto body) { body(0, out.numel()); });
+}
+
+void add_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
+  const at::ScalarType dtype = at::toOpMathType(out.scalar_type());
+  at::Tensor sum = parts[0].to(dtype, /*non_blocking=*/true, /*copy=*/true);
+  for (size_t part = 1; part < parts.size(); ++part) sum.add_(parts[part]);
+  // The divisor is a tensor: CUDA multiplies by the rounded reciprocal of a number.
+  if (op == ReduceOp::kAverage) sum.div_(at::full({1}, static_cast<double>(parts.size()), sum.options()));
+  out.copy_(sum, /*non_blocking=*/true);
+}
+
+std::vector<int64_t> even_counts(int64_t numel, int size) {
+  std::vector<int64_t> counts(size, numel / size);
+  for (int rank = 0; rank < numel % size; ++rank) ++counts[rank];
+  return counts;
 }
 
 }  // namespace tessera::internal

@@ -58,7 +58,7 @@ at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d:
 
 // Throws std::invalid_argument for options that are wrong on their own.
 void check(const Guests& guests, const at::Device& device) {
-  const auto& [backend, given_device, timeout, peer_memory, registered_memory] = guests.options;
+  const auto& [backend, given_device, timeout, peer_memory, registered_memory, rank_order_sums] = guests.options;
   require(timeout > std::chrono::milliseconds::zero() && timeout <= kLongestTimeout, "GroupOptions::timeout is ",
           timeout.count(), " ms; expected more than 0 and at most a year");
   const bool is_known = backend.empty() || (!guests.group && (backend == "gloo" || backend == "nccl")) ||
@@ -72,12 +72,15 @@ void check(const Guests& guests, const at::Device& device) {
           "\" and GroupOptions::device is ", device, "; expected gloo or mpi with cpu, or nccl with cuda");
   require(device.is_cuda() || !registered_memory,
           "GroupOptions::registered_memory is NCCL's, and this group would not use NCCL");
+  require(
+      device.is_cuda() || !guests.group || !rank_order_sums,
+      "GroupOptions::rank_order_sums is set, but a process group of CPUs adds in an order of its own: leave it off");
 }
 
 std::string describe(const GroupOptions& options, const at::Device& device) {
   return c10::str("backend \"", options.backend, "\", device ", c10::DeviceTypeName(device.type(), true), ", timeout ",
                   options.timeout.count(), " ms, peer_memory ", options.peer_memory, ", registered_memory ",
-                  options.registered_memory);
+                  options.registered_memory, ", rank_order_sums ", options.rank_order_sums);
 }
 
 // The options, host and address of one rank.
@@ -159,8 +162,10 @@ std::shared_ptr<Communicator> make_group_of(Guests guests) {
   }
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::PrefixStore>("group", made.store);
   if (device.is_cuda()) {
-    NcclOptions nccl{
-        .timeout = options.timeout, .registered_memory = options.registered_memory, .serves_store = made.serves};
+    NcclOptions nccl{.timeout = options.timeout,
+                     .registered_memory = options.registered_memory,
+                     .rank_order_sums = options.rank_order_sums,
+                     .serves_store = made.serves};
     if (!guests.group) return make_nccl_communicator(store, guests.rank, guests.size, device, nccl);
     nccl.is_borrowed = true;
     return make_nccl_communicator(std::make_shared<BorrowedNccl>(guests.group->getBackend(at::kCUDA)), store,

@@ -99,6 +99,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   return nccl ? make_nccl_communicator(found.store, rank, size, device,
                                        {.timeout = options.timeout,
                                         .registered_memory = options.registered_memory,
+                                        .rank_order_sums = options.rank_order_sums,
                                         .serves_store = serves_store,
                                         .process_setup = effects})
               : make_gloo_communicator(found.store, rank, size,
@@ -147,9 +148,11 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
       if (nccl) {
         const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
         if (visible_cuda_devices() > 0) use_cuda_device(device);
-        comm = make_nccl_communicator(
-            store, rank, world, device,
-            {.timeout = options.timeout, .registered_memory = options.registered_memory, .process_setup = effects});
+        comm = make_nccl_communicator(store, rank, world, device,
+                                      {.timeout = options.timeout,
+                                       .registered_memory = options.registered_memory,
+                                       .rank_order_sums = options.rank_order_sums,
+                                       .process_setup = effects});
       } else {
         comm = make_gloo_communicator(store, rank, world,
                                       {.address = "127.0.0.1",

@@ -109,7 +109,8 @@ class CommunicatorBackend {
 // means even, with full = size() * shard.
 //
 // On gloo, reductions add in rank order, so results are the same on every run and for every operation. 16-bit types are
-// added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the operations are NCCL's.
+// added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the operations are NCCL's,
+// unless InitOptions::rank_order_sums is set.
 //
 // Ranks must wait for operations in one order, in a group and over all of their groups. If one rank waits in a group
 // and another one in the parent group, they deadlock. On gloo such waits end soon, with an error that names them,

@@ -69,6 +69,9 @@ struct InitOptions {
   // NCCL then needs no copies of its own, and uses the switch if there is one. Such memory belongs to the group until
   // it is destroyed. Throws std::invalid_argument if the driver or NCCL do not support it.
   bool registered_memory = false;
+  // With NCCL: sums and averages of floating types add in rank order, with gloo's bits, as they do on gloo in any case.
+  // 16-bit types are added in fp32 and rounded once. docs/gpu.md has the costs.
+  bool rank_order_sums = false;
   // The changes to the process.
   ProcessSetup process = {};
 };
@@ -95,6 +98,7 @@ struct GroupOptions {
   // See InitOptions.
   bool peer_memory = true;
   bool registered_memory = false;
+  bool rank_order_sums = false;  // not for a process group of CPUs, whose sums are its own
 };
 
 // Makes a group of the ranks that pass the same store: any c10d::Store that they share. The ranks meet in the store,

@@ -57,13 +57,18 @@ void expect_as_torch(int world, int64_t numel, at::ScalarType dtype, ReduceOp op
   reduce_in_rank_order_here(here, parts, op);
   EXPECT_TRUE(are_same(apart, expected));
   EXPECT_TRUE(are_same(here, expected));
+  if (at::isFloatingType(dtype) && (op == ReduceOp::kSum || op == ReduceOp::kAverage)) {
+    const at::Tensor added = torch::empty_like(parts[0]);
+    add_in_rank_order(added, parts, op);
+    EXPECT_TRUE(are_same(added, apart));
+  }
   for (size_t own = 0; own < parts.size(); ++own) {  // in place of each part
     std::vector<at::Tensor> copies;
     for (const at::Tensor& part : parts) copies.push_back(part.clone());
     reduce_in_rank_order(copies[own], copies, op);
     EXPECT_TRUE(are_same(copies[own], expected)) << "in part " << own;
     for (size_t other = 0; other < parts.size(); ++other)
-      if (other != own) EXPECT_TRUE(are_same(copies[other], parts[other])) << "part " << other;
+      EXPECT_TRUE(are_same(copies[other], other == own ? expected : parts[other])) << "part " << other;
   }
 }
 

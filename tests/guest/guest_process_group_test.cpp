@@ -154,6 +154,7 @@ TEST(GuestProcessGroup, RefusesWrongArguments) {
   EXPECT_THROW(communicator_from(c10::intrusive_ptr<c10d::Backend>()), std::invalid_argument);
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(0, 1);
   EXPECT_THROW(communicator_from(group, {.backend = "gloo"}), std::invalid_argument);
+  EXPECT_THROW(communicator_from(group, {.rank_order_sums = true}), std::invalid_argument);
 }
 
 }  // namespace

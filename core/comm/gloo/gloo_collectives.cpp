@@ -21,12 +21,6 @@ constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
 // With more ranks, the maximum or minimum of few integers spreads by doubling: its steps are sequential, but few.
 constexpr int kMostDirectRanks = 8;
 
-std::vector<int64_t> even_counts(int64_t numel, int size) {
-  std::vector<int64_t> counts(size, numel / size);
-  for (int rank = 0; rank < numel % size; ++rank) ++counts[rank];
-  return counts;
-}
-
 // Splits the concatenation of `pieces` by rank. Returns the segments of each rank, in order and not empty.
 std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pieces,
                                               const std::vector<int64_t>& counts) {

@@ -24,6 +24,7 @@
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
 #include "core/comm/nccl/nccl_queue.h"
+#include "core/comm/nccl/rank_order_reduction.h"
 #include "core/comm/store_client.h"
 #include "core/comm/store_mailbox.h"
 #include "core/comm/traffic.h"
@@ -55,6 +56,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
         backends_(std::move(backends)),
         store_(std::move(store)),
         group_(std::move(group)),
+        rank_order_(group_, device),
         watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size,
                {.interrupt = [this] { end("", false); }},
                {.beat_every = options.beat_every, .serves_store = options.serves_store}) {
@@ -147,6 +149,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<c10d::Backend> group_;
+  RankOrderReduction rank_order_;
   NcclQueue queue_;
   uint64_t sequence_ = 0;
   Watchdog watch_;
@@ -196,9 +199,12 @@ void NcclCommunicator::make_sendable(Collective& collective) const {
 Pending NcclCommunicator::start(Collective collective) {
   make_sendable(collective);
   const bool has_root = collective.kind == Collective::kReduce;
+  // Ranks with different options have different descriptions, so the watchdog names them.
+  const bool in_rank_order = options_.rank_order_sums && RankOrderReduction::applies_to(collective);
   const std::string description =
-      c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "", " (", collective.numel,
-               " elements)", label().empty() ? "" : " in the group of ", label());
+      c10::str(collective.description(), in_rank_order ? " in rank order" : "",
+               has_root ? c10::str(" to rank ", collective.root) : "", " (", collective.numel, " elements)",
+               label().empty() ? "" : " in the group of ", label());
   const SingleThreadChecker::Call call(single_thread_checker());
   if (!call.is_alone()) refuse_second_thread(*this, description);
   require_whole(description);
@@ -209,7 +215,7 @@ Pending NcclCommunicator::start(Collective collective) {
   Work work;
   try {
     c10::DeviceGuard guard(device());
-    work = launch(collective);
+    work = in_rank_order ? rank_order_.start(collective) : launch(collective);
   } catch (const std::exception& error) {
     require_whole(description);
     throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));

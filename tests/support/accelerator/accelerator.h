@@ -48,6 +48,8 @@ struct Settings {
   bool collectives_in_order = false;
   // A rank's group ends when its peers' groups do, by shutdown() or abort(), as NCCL's communicators may.
   bool groups_end_together = false;
+  // Reductions add in the order of a ring, so that results depend on the place of a value in its tensor, as NCCL's do.
+  bool sums_by_ring = false;
   // Plants a fault: drops the requests for which it returns true. `place` has the names of our functions on the call
   // stack, the innermost first. Is called by several threads.
   std::function<bool(Request request, std::string_view place)> leave_out = nullptr;

@@ -185,10 +185,28 @@ ReduceOp reduce_op(const c10d::ReduceOp& op) {
   }
 }
 
+// As a ring adds: rank after rank, from another first rank in each of as many chunks as ranks, rounding each sum.
+at::Tensor reduced_by_ring(const std::vector<at::Tensor>& parts, ReduceOp op) {
+  const auto size = static_cast<int64_t>(parts.size());
+  std::vector<std::vector<at::Tensor>> chunks;
+  for (const at::Tensor& part : parts) chunks.push_back(part.tensor_split(size));
+  at::Tensor all = at::empty_like(parts[0]);
+  std::vector<at::Tensor> sums = all.tensor_split(size);
+  const ReduceOp step = op == ReduceOp::kAverage ? ReduceOp::kSum : op;
+  for (int64_t chunk = 0; chunk < size; ++chunk) {
+    at::Tensor sum = chunks[chunk][chunk].clone();
+    for (int64_t hop = 1; hop < size && sum.numel() > 0; ++hop)
+      reduce_in_rank_order(sum, {sum, chunks[(chunk + hop) % size][chunk]}, step);
+    sums[chunk].copy_(op == ReduceOp::kAverage ? sum / static_cast<double>(size) : sum);
+  }
+  return all;
+}
+
 // Returns the reduction of part [begin, begin + numel) of each rank's first input.
 at::Tensor reduced(const std::vector<std::vector<at::Tensor>>& inputs, int64_t begin, int64_t numel, ReduceOp op) {
   std::vector<at::Tensor> parts;
   for (const auto& input : inputs) parts.push_back(input[0].view({-1}).narrow(0, begin, numel));
+  if (settings().sums_by_ring) return reduced_by_ring(parts, op);
   at::Tensor sum = parts[0].clone();
   if (numel > 0) reduce_in_rank_order(sum, parts, op);
   return sum;
@@ -391,6 +409,15 @@ Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std:
                    begin += own[from];
                  }
                });
+}
+
+Backend::Work Backend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                const c10d::AllToAllOptions&) {
+  std::vector<at::Tensor> to;
+  for (const at::Tensor& output : outputs) to.push_back(for_kernels(output));
+  return start("all-to-all", 0, inputs, outputs, [to, rank = rank_](const Inputs& all, const auto&) {
+    for (size_t from = 0; from < all.size(); ++from) copy_bytes(to[from], all[from][rank]);
+  });
 }
 
 c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,

@@ -4,7 +4,7 @@
 // matching collectives of all ranks. wait() blocks the current stream, not the host. Collectives are matched by their
 // order of issue: another collective, or another number of elements, is reported and hangs. abort() ends only this
 // rank's kernels; destruction without shutdown() or abort() aborts. Reductions add in rank order, like Tessera's on
-// gloo, so results can be compared bit for bit.
+// gloo, so results can be compared bit for bit; with Settings::sums_by_ring in the order of a ring.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -42,6 +42,8 @@ class Backend final : public c10d::Backend {
   Work reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) override;
   Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
                      std::vector<int64_t>& input_counts, const c10d::AllToAllOptions& options) override;
+  Work alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                const c10d::AllToAllOptions& options) override;
   // Returns a group of these ranks, null for the others. Is collective over this group.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <tessera/communicator.h>
+#include "core/comm/collective.h"
+
+namespace tessera::internal {
+
+// Reductions of a device group that add in rank order, for InitOptions::rank_order_sums. Ranks exchange shards of the
+// tensor by an all-to-all, in the tensor's dtype, and each rank adds the values of its shard on a stream of this
+// object. An all-reduce then sends the sums to all ranks. So each rank sends the bytes of a ring, and the results have
+// gloo's bits.
+//
+// The exchange proceeds in pieces, so its memory is at most kStagingBytes whatever the size of the tensor. Must be
+// called by one thread at a time.
+class RankOrderReduction {
+ public:
+  static constexpr int64_t kStagingBytes = 32 << 20;
+
+  RankOrderReduction(c10::intrusive_ptr<c10d::Backend> group, at::Device device)
+      : group_(std::move(group)), device_(device) {}
+
+  // Whether the result of the collective depends on the order of additions: a sum or an average of floating types. The
+  // backend's own all-reduce does not count.
+  static bool applies_to(const Collective& collective);
+
+  // Starts the collective, to which this class must apply. Its arguments must be complete (Collective). The current
+  // stream must be ordered after the writes of its tensors. Work::wait() orders the current stream after the results.
+  c10::intrusive_ptr<c10d::Work> start(const Collective& collective);
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> group_;
+  const at::Device device_;
+  std::optional<c10::Stream> stream_;  // of the additions; taken from libtorch's pool when needed
+};
+
+}  // namespace tessera::internal
