@@ -10,6 +10,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -55,9 +56,11 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   // One call for each dtype and device. Views of one buffer are separate tensors here.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
+  std::unordered_set<const c10::TensorImpl*> seen;  // a list may have a tied parameter under each of its names
   for (auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.grad().numel() == 0) continue;
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
       const at::Tensor values = writable_values(parameter);
       kinds[{values.scalar_type(), values.device().index()}].push_back(values);
     }

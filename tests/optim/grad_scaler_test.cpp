@@ -48,6 +48,20 @@ TEST(GradScaler, UnscalesGradientsOfNegativesOfTheirMemory) {
   });
 }
 
+// module->parameters() has a tied parameter under each of its names; OSS steps it once.
+TEST(GradScaler, UnscalesAParameterThatIsListedTwiceOnce) {
+  for (int world : {1, 2}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      auto weight = torch::ones({3}).set_requires_grad(true);
+      OSS<torch::optim::SGD> sgd(std::vector<at::Tensor>{weight, weight}, torch::optim::SGDOptions(1.0), comm);
+      ShardedGradScaler scaler(comm, {.initial_scale = 8});
+      weight.mutable_grad() = torch::full({3}, 8.0);
+      EXPECT_TRUE(scaler.step(sgd));
+      EXPECT_TRUE(torch::equal(weight, torch::zeros({3})));
+    });
+  }
+}
+
 // The overflow is in a part of the gradient that only one rank holds.
 TEST(GradScaler, AllRanksLeaveAStepOutTogether) {
   for (int world : {1, 2, 3}) {
