@@ -22,6 +22,10 @@ namespace {
 // Cuts are multiples of this where possible: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
+// A module's parameters may have been given other data (torch::load()). FullyShardedDataParallel copies them into the
+// shards when it is asked for these.
+void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
+
 }  // namespace
 
 // The model's shards and the averages.
@@ -116,6 +120,7 @@ at::Tensor Ema::source(const Average& average) {
 void Ema::update() {
   if (is_swapped_in_) throw std::logic_error("Ema::update() while the averages are swapped in");
   at::NoGradGuard no_grad;
+  take_new_values(model_);
   const auto n = static_cast<double>(updates());
   const double decay = options_.warmup ? std::min(options_.decay, (1 + n) / (10 + n)) : options_.decay;
   std::vector<at::Tensor> values, sources;
@@ -135,6 +140,7 @@ void Ema::update() {
 ScopeExit Ema::swap_in() {
   if (is_swapped_in_) throw std::logic_error("Ema::swap_in() while the averages are swapped in");
   at::NoGradGuard no_grad;
+  take_new_values(model_);
   is_swapped_in_ = true;
   std::vector<at::Tensor> own;
   for (const Average& average : averages_) own.push_back(average.shard.tensor.detach().clone());

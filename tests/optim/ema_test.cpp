@@ -135,6 +135,36 @@ TEST(Ema, AveragesWhatOwnersStepOnTheHostAndSendRounded) {
   }
 }
 
+// torch::load() gives the module's parameters other data, with no forward after it.
+TEST(Ema, AveragesValuesThatWereJustLoaded) {
+  for (const int stage : {0, 1, 2, 3}) {
+    on_ranks(2, [=](std::shared_ptr<Communicator> comm) {
+      auto net = seeded(5, [] { return Bare(); });
+      const auto first = copied(net->named_parameters());
+      auto others = seeded(6, [] { return Bare(); });
+      const auto loaded = copied(others->named_parameters());
+      std::stringstream file;
+      torch::save(others, file);
+      auto model = zero(net, torch::optim::SGDOptions(0.1), comm, {.stage = stage});
+      Ema updated(model, {.decay = 0.5}), kept(model, {.decay = 0.5});
+      torch::load(net, file);
+      updated.update();
+      for (Ema* ema : {&updated, &kept}) {
+        std::stringstream again(file.str());
+        torch::load(net, again);
+        auto averaged = ema->swap_in();
+        for (const auto& [name, value] : copied(model.full_state_dict())) {
+          const at::Tensor expected = ema == &kept ? first.at(name) : 0.5 * (first.at(name) + loaded.at(name));
+          EXPECT_TRUE(torch::allclose(value, expected, 1e-5, 1e-6)) << stage << " " << name;
+        }
+        averaged.leave();
+        for (const auto& [name, value] : copied(model.full_state_dict()))
+          EXPECT_TRUE(torch::equal(value, loaded.at(name))) << stage << " " << name << " afterwards";
+      }
+    });
+  }
+}
+
 TEST(Ema, ForgetsTheFirstValuesSoonWithWarmup) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(seeded(5, [] { return Bare(); }), comm);
