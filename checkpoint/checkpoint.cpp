@@ -179,7 +179,7 @@ std::string list_newest_first(Communicator& comm, const fs::path& folder) {
     for (size_t i = 0; i < whole.size(); ++i)
       all = whole[i].filename().string() + "/" + std::to_string(sequences[i]) + "/" + all;
     for (const auto& path : damaged) all = path.filename().string() + "//" + all;
-    if (all.empty()) require_no_checkpoint(folder);
+    if (all.empty()) require_folder_of_checkpoints(folder);
     return all;
   });
   return gather_results(comm, names, "looking for checkpoints in " + folder.string())[0];

@@ -141,7 +141,10 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
   }
 }
 
-void require_no_checkpoint(const fs::path& folder) {
+void require_folder_of_checkpoints(const fs::path& folder) {
+  std::error_code ignored;
+  if (!is_remote(folder) && fs::exists(fs::symlink_status(folder, ignored)) && !fs::is_directory(folder, ignored))
+    throw CheckpointError(folder.string() + ": is not a directory, expected a folder of checkpoints");
   if (!is_checkpoint(folder) || (!peek_sequence(folder) && contents_of(folder).ranks == 0)) return;
   throw CheckpointError(folder.string() +
                         ": is a checkpoint itself, expected a folder of checkpoints: load_checkpoint() loads it");
@@ -193,7 +196,7 @@ std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
   const auto [whole, damaged, sequences] = find_checkpoints(folder);
   if (!damaged.empty()) return damaged.back();
   if (!whole.empty()) return whole.back();
-  require_no_checkpoint(folder);
+  require_folder_of_checkpoints(folder);
   return std::nullopt;
 }
 

@@ -26,9 +26,9 @@ struct FoundCheckpoints {
 // Is correct while other jobs save to the folder and remove old checkpoints: if whole checkpoints were in the folder at
 // every moment, finds one that was.
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
-// Throws CheckpointError if the folder is itself a checkpoint. Callers that find no checkpoint in a folder call it,
-// because they would otherwise start training anew.
-void require_no_checkpoint(const std::filesystem::path& folder);
+// Throws CheckpointError if the folder is itself a checkpoint, or is a file or a link to nothing. Callers that find no
+// checkpoint in a folder call it, because they would otherwise start training anew.
+void require_folder_of_checkpoints(const std::filesystem::path& folder);
 
 // Returns the name of a save's folder in a remote checkpoint (its id), without the '/' of the listing; "" for any other
 // name.

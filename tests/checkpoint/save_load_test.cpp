@@ -870,6 +870,22 @@ TEST(Checkpoint, TheNewestInACheckpointIsRefusedByName) {
   });
 }
 
+// A run that begins anew there could lose the progress of an older one: its disk may not be mounted.
+TEST(Checkpoint, TheNewestInWhatIsNoFolderIsRefusedByName) {
+  const TemporaryFolder folder;
+  folder.write("file", "");
+  std::filesystem::create_symlink(folder / "unmounted", folder / "link");
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (const char* name : {"file", "link"})
+      for (const auto& error :
+           {error_of<CheckpointError>([&] { static_cast<void>(load_newest_checkpoint(folder / name, {model})); }),
+            error_of<CheckpointError>([&] { latest_checkpoint(folder / name); })})
+        expect_contains(error, (folder / name).string() + ": is not a directory");
+    EXPECT_FALSE(load_newest_checkpoint(folder / "unmounted", {model}));
+  });
+}
+
 // One unit is summoned; the other would be writable.
 TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   const TemporaryFolder folder;
