@@ -35,7 +35,7 @@ struct PartName {
 };
 struct CopiedPart {
   int world = 0;            // the size of the group
-  std::string description;  // what the manifest needs (describe_part())
+  std::string description;  // its entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
 };
 

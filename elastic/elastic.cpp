@@ -15,6 +15,7 @@
 #include "core/launch/spawn_surviving.h"
 #include "core/trace/trace.h"
 #include "elastic/elastic_state.h"
+#include "elastic/joining.h"
 
 namespace tessera {
 using namespace internal;
@@ -34,9 +35,17 @@ Elastic::Elastic(ElasticOptions options) {
   if (options.process.share_cores) share_cores(environment);
   Trace::set_rank_of_process(rank);
   const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
+  const std::string address = interface.empty() ? "" : interface_address(interface);
+  const auto folder = rendezvous_folder(options);
+  const bool must_join = c10::utils::check_env(kJoinVariable).value_or(false);
+  require(!must_join || !folder.empty(), "tessera::Elastic: ", kJoinVariable,
+          " is set, and ElasticOptions::rendezvous is empty; expected the folder of the run to join");
+  if (!folder.empty() && (must_join || is_alive(RunFile(folder)))) {
+    state_ = std::make_unique<ElasticState>(std::move(options), RunFile(folder), address);
+    return;
+  }
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
-  if (size > 1)
-    found = rendezvous(environment, interface.empty() ? "" : interface_address(interface), options.group.timeout);
+  if (size > 1) found = rendezvous(environment, address, options.group.timeout);
   state_ = std::make_unique<ElasticState>(std::move(options), found.store, rank, size, found.address);
 }
 
@@ -57,10 +66,18 @@ Elastic::Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Elas
 
 Elastic::~Elastic() = default;
 
-int spawn_elastic(int world, int argc, char** argv, int least_ranks, std::chrono::milliseconds grace) {
-  require(least_ranks >= 1 && least_ranks <= std::max(world, 1), "tessera::spawn_elastic: least_ranks is ", least_ranks,
-          "; expected 1 to the number of ranks, ", world);
-  return spawn_surviving(world, argc, argv, grace, least_ranks);
+int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& options) {
+  require(options.least_ranks >= 1 && options.least_ranks <= std::max(world, 1), "SpawnElasticOptions::least_ranks is ",
+          options.least_ranks, "; expected 1 to the number of ranks, ", world);
+  require(options.restarts >= 0, "SpawnElasticOptions::restarts is ", options.restarts, "; expected at least 0");
+  const RendezvousFolder folder;
+  const RunFile run(folder.path());
+  return spawn_surviving(world, argc, argv, options.grace,
+                         {.least_ranks = options.least_ranks,
+                          .restarts = options.restarts,
+                          .variables = {{kRendezvousVariable, folder.path().string()}},
+                          .restart_variables = {{kJoinVariable, "1"}},
+                          .may_restart = [&] { return run.exists(); }});
 }
 
 void Elastic::run(const std::function<void(ElasticRun& run)>& body) {

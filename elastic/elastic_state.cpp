@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include <tessera/checkpoint.h>
@@ -35,8 +36,10 @@ namespace {
 
 using nlohmann::json;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
+using Clock = std::chrono::steady_clock;  // of reports
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+constexpr milliseconds kEntryPause{5};
 
 std::string random_text() {
   std::random_device device;
@@ -65,12 +68,16 @@ std::string ranks_text(const std::vector<int>& ranks) {
 
 std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-// What all ranks must pass alike.
-std::string describe(const ElasticOptions& options) {
-  return c10::str("copy_every ", options.copy_every, ", copies ", options.copies, ", least_ranks ", options.least_ranks,
-                  ", batch ", static_cast<int>(options.batch), ", stopped_after ", options.stopped_after.count(),
-                  " ms, regroup_timeout ", options.regroup_timeout.count(), " ms, checkpoints ",
-                  options.checkpoints.string());
+// "rank 2 of 4 was lost (...), rank 3 joined; 4 ranks go on from step 120 in memory"
+std::string describe(const ElasticChange& change, const Decision& decision) {
+  std::string text;
+  if (!change.lost.empty() || change.joined.empty())
+    text = c10::str(change.lost.empty() ? "no rank" : ranks_text(change.lost), " of ", change.world_before,
+                    change.lost.size() > 1 ? " were lost (" : " was lost (", change.reason, ")");
+  if (!change.joined.empty()) text += c10::str(text.empty() ? "" : ", ", ranks_text(change.joined), " joined");
+  return c10::str(text, "; ", decision.members.size(), " ranks go on ",
+                  decision.step.world > 0 ? c10::str("from step ", decision.step.step, " in memory")
+                                          : std::string("without a step that is complete in memory"));
 }
 
 // A sampler for the ranks of the first group would leave out the items of lost ranks.
@@ -81,11 +88,28 @@ void require_of_group(const DistributedSampler& sampler, const Communicator& com
           " of the current group; expected a sampler made in the body for run.comm()->rank() and run.comm()->size()");
 }
 
+// The options that must be equal on all ranks.
+std::string describe(const ElasticOptions& options) {
+  return c10::str("copy_every ", options.copy_every, ", copies ", options.copies, ", least_ranks ", options.least_ranks,
+                  ", most_ranks ", options.most_ranks, ", batch ", static_cast<int>(options.batch), ", stopped_after ",
+                  options.stopped_after.count(), " ms, regroup_timeout ", options.regroup_timeout.count(),
+                  " ms, checkpoints ", options.checkpoints.string());
+}
+
+std::optional<RunFile> file_of(const ElasticOptions& options) {
+  const auto folder = rendezvous_folder(options);
+  return folder.empty() ? std::nullopt : std::optional<RunFile>(folder);
+}
+
+// `size` is the first world, or 0 in a process that joins.
 void check(const ElasticOptions& options, int size) {
   require(options.copy_every >= 1, "ElasticOptions::copy_every is ", options.copy_every, "; expected at least 1");
   require(options.copies >= 0, "ElasticOptions::copies is ", options.copies, "; expected at least 0");
-  require(options.least_ranks >= 1 && options.least_ranks <= size, "ElasticOptions::least_ranks is ",
+  require(options.least_ranks >= 1 && (size == 0 || options.least_ranks <= size), "ElasticOptions::least_ranks is ",
           options.least_ranks, "; expected 1 to the number of ranks, ", size);
+  require(options.most_ranks == 0 || options.most_ranks >= std::max(size, options.least_ranks),
+          "ElasticOptions::most_ranks is ", options.most_ranks, "; expected at least least_ranks and the number of ",
+          "first ranks, or 0 for that number");
   for (const auto time : {options.stopped_after, options.regroup_timeout})
     require(time > milliseconds::zero() && time <= kLongestTimeout,
             "ElasticOptions::stopped_after or regroup_timeout is ", time.count(),
@@ -96,7 +120,11 @@ void check(const ElasticOptions& options, int size) {
 
 ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int rank, int size,
                            const std::string& address)
-    : options_(std::move(options)), first_world_(size), effects_(std::in_place, options_.process), rank_(rank) {
+    : options_(std::move(options)),
+      first_world_(size),
+      effects_(std::in_place, options_.process),
+      file_(file_of(options_)),
+      rank_(rank) {
   const std::string who = "tessera::Elastic";
   const auto timeout = options_.group.timeout;
   const auto exchange = [&](const char* what, const std::function<std::string()>& own) {
@@ -113,17 +141,14 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
     require(first_line_of(hosts[i]) == first_line_of(hosts[0]), who, ": rank ", i, " passes ", first_line_of(hosts[i]),
             ", rank 0 ", first_line_of(hosts[0]), "; expected equal ElasticOptions on all ranks");
   const bool one_host = std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
-  self_.id = random_text();
-  self_.host = host_name();
-  self_.address = one_host ? "127.0.0.1" : address.empty() ? public_address() : address;
+  // Processes of other hosts may join by a folder that the program gives.
+  const bool stays_on_host = one_host && options_.rendezvous.empty();
+  // Containers of one machine may share its name, so loopback is the last choice.
+  self_.address = !address.empty() ? address : stays_on_host ? "127.0.0.1" : public_address();
   group_.generation = 0;
   group_.step = {};
   const auto members = exchange("members", [&] {
-    server_ = std::make_unique<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
-      auto receiver = std::make_shared<PartReceiver>(copies_);
-      return [this, receiver](PeerMessage&& request) { return answer(*receiver, std::move(request)); };
-    });
-    self_.port = server_->port();
+    start_server();
     if (rank == 0) serve_store(group_);
     return json{{"member", to_json(self_)}, {"address", group_.store_address}, {"port", group_.store_port}}.dump();
   });
@@ -132,15 +157,79 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   group_.store_address = first.at("address").get<std::string>();
   group_.store_port = first.at("port").get<int>();
   run_id_ = group_.members[0].id;
-  acceptor_.begin(0);
+  enter_group();
+}
+
+ElasticState::ElasticState(ElasticOptions options, const RunFile& file, const std::string& address)
+    : options_(std::move(options)), effects_(std::in_place, options_.process), file_(file), is_joining_(true) {
+  check(options_, 0);
+  self_.address = !address.empty() ? address : options_.rendezvous.empty() ? "127.0.0.1" : public_address();
+  start_server();
 }
 
 ElasticState::~ElasticState() = default;
+
+void ElasticState::start_server() {
+  self_.id = random_text();
+  self_.host = host_name();
+  server_ = std::make_unique<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
+    auto receiver = std::make_shared<PartReceiver>(copies_);
+    return [this, receiver](PeerMessage&& request) { return answer(*receiver, std::move(request)); };
+  });
+  self_.port = server_->port();
+}
+
+RunFacts ElasticState::facts() const { return {run_id_, first_world_, group_.generation, group_.members, false}; }
+
+void ElasticState::publish(bool has_ended) {
+  if (!file_ || rank_ != 0) return;
+  try {
+    RunFacts written = facts();
+    written.has_ended = has_ended;
+    file_->write(written, self_.id);
+  } catch (const std::exception& error) {  // the members can go on without others
+    warn(c10::str(error.what(), "; no other process can join the run"));
+  }
+}
+
+void ElasticState::enter_group() {
+  acceptor_.begin(group_.generation);
+  join_requests_.enter(facts(), group_, describe(options_));
+  publish(/*has_ended=*/false);
+}
+
+void ElasticState::leave_run() {
+  acceptor_.retire();
+  join_requests_.leave();
+}
+
+bool ElasticState::may_grow() const {
+  return static_cast<int>(group_.members.size()) < most_ranks() && !join_requests_.waiting().empty();
+}
+
+bool ElasticState::join() {
+  auto place =
+      Joiner(*file_, self_, describe(options_), options_.stopped_after, options_.regroup_timeout).await_place();
+  if (!place) return false;
+  lost_at_ = Clock::now();
+  is_joining_ = false;
+  run_id_ = place->facts.run_id;
+  first_world_ = place->facts.first_world;
+  group_ = std::move(place->group);
+  rank_ = static_cast<int>(std::ranges::find(group_.members, self_) - group_.members.begin());
+  change_ = ElasticChange{.lost = group_.lost,
+                          .joined = group_.joined,
+                          .reason = "this process has joined",
+                          .world_before = group_.world_before};
+  enter_group();
+  return true;
+}
 
 PeerMessage ElasticState::answer(PartReceiver& receiver, PeerMessage&& request) {
   const std::string op = request.fields.at("op").get<std::string>();
   if (op == "look" || op == "prepare" || op == "accept" || op == "decided")
     return {acceptor_.answer(request.fields), {}};
+  if (op == "join") return {join_requests_.answer(request.fields), {}};
   if (op == "begin_part" || op == "block" || op == "end_part") return receiver.answer(std::move(request));
   const json& fields = request.fields;
   const auto part = copies_.find(
@@ -172,9 +261,33 @@ void ElasticState::serve_store(Decision& decision) {
   decision.store_port = static_cast<c10d::TCPStore&>(*store_).getPort();
 }
 
+void ElasticState::await_members() {
+  const auto until = RunClock::now() + options_.group.timeout;
+  for (int other = 0; other < static_cast<int>(group_.members.size()); ++other) {
+    for (bool is_here = other == rank_; !is_here;) {
+      std::string state = "has not entered the new group in time";
+      try {
+        const json answer = ask_member(group_.members[static_cast<size_t>(other)],
+                                       {{{"op", "look"}, {"generation", group_.generation}}, {}}, kPromptAnswer)
+                                .fields;
+        if (answer.at("arrived").get<bool>() || answer.contains("retired") || answer.contains("decision"))
+          throw CommError(c10::str("rank ", other, " has left the new group"));
+        is_here = answer.at("takes_part").get<bool>();
+      } catch (const PeerError& error) {
+        if (error.is_gone()) throw CommError(c10::str("rank ", other, " has ended before it entered the new group"));
+        state = error.what();
+      }
+      if (is_here) break;
+      if (RunClock::now() >= until) throw CommError(c10::str("rank ", other, ": ", state));
+      std::this_thread::sleep_for(kEntryPause);
+    }
+  }
+}
+
 std::shared_ptr<Communicator> ElasticState::make_group() {
   const int size = static_cast<int>(group_.members.size());
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
+  if (group_.generation > 0) await_members();
   // A client, also in the process of the server: a group that serves its store waits for all ranks when it ends.
   StorePtr client;
   try {
@@ -218,12 +331,12 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
     // Errors of checkpoints, for example, may be consequences of a loss.
     reason = error.what();
     if (!comm || !has_lost_member()) {
-      acceptor_.retire();
+      leave_run();
       if (comm) comm->abort(reason);
       throw;
     }
   } catch (...) {
-    acceptor_.retire();
+    leave_run();
     if (comm) comm->abort("an exception that is no std::exception");
     throw;
   }
@@ -246,43 +359,41 @@ void ElasticState::regroup() {
       {.stopped_after = options_.stopped_after,
        .timeout = options_.regroup_timeout,
        .least_ranks = options_.least_ranks,
-       .was_stopped = [this] {
-         return server_->was_stopped(options_.stopped_after, 2 * (options_.group.timeout + options_.stopped_after));
-       }});
+       .most_ranks = most_ranks(),
+       .joiners = [this] { return join_requests_.waiting(); },
+       .was_stopped =
+           [this] {
+             return server_->was_stopped(options_.stopped_after, 2 * (options_.group.timeout + options_.stopped_after));
+           }});
   Decision decision = next.run();
-  const auto is_in = [](const std::vector<Member>& members, const Member& one) {
-    return std::ranges::find(members, one) != members.end();
-  };
-  for (size_t i = 0; i < group_.members.size(); ++i)
-    if (!is_in(decision.members, group_.members[i])) change_->lost.push_back(static_cast<int>(i));
-  if (!is_in(decision.members, self_)) {
-    acceptor_.retire();
+  change_->lost = decision.lost;
+  change_->joined = decision.joined;
+  const auto own = std::ranges::find(decision.members, self_);
+  if (own == decision.members.end()) {
+    leave_run();
     throw CommError(c10::str("rank ", rank_, " of ", group_.members.size(),
                              " was stopped, or did not leave the broken group within ", options_.stopped_after.count(),
                              " ms (ElasticOptions::stopped_after): the other ranks have gone on without it; expected "
                              "this process to end"));
   }
-  rank_ = static_cast<int>(std::ranges::find(decision.members, self_) - decision.members.begin());
-  if (rank_ == 0)
-    warn(c10::str(change_->lost.empty() ? "no rank" : ranks_text(change_->lost), " of ", change_->world_before,
-                  change_->lost.size() > 1 ? " were lost (" : " was lost (", change_->reason, "); ",
-                  decision.members.size(), " ranks go on ",
-                  decision.step.world > 0 ? c10::str("from step ", decision.step.step, " in memory")
-                                          : std::string("without a step that is complete in memory")));
+  rank_ = static_cast<int>(own - decision.members.begin());
+  if (rank_ == 0) warn(describe(*change_, decision));
   group_ = std::move(decision);
   if (group_.step.world > 0) copies_.free_after(group_.step.generation, group_.step.step);
-  acceptor_.begin(group_.generation);
+  enter_group();
 }
 
 void ElasticState::run(const std::function<void(ElasticRun& run)>& body,
                        const std::function<ElasticRun(ElasticRunState&)>& make) {
   try {
+    if (is_joining_ && !join()) return;
     while (attempt(body, make) == Outcome::kLost) regroup();
   } catch (...) {
-    acceptor_.retire();
+    leave_run();
     throw;
   }
-  acceptor_.retire();
+  publish(/*has_ended=*/true);
+  leave_run();
 }
 
 ElasticRunState::ElasticRunState(ElasticState& all, std::shared_ptr<Communicator> comm,
@@ -380,22 +491,30 @@ json ElasticRunState::restore(const TrainingState& state) {
   return json::object();
 }
 
-void ElasticRunState::end_copy() {
-  if (!copy_) return;
-  const std::string error = copy_->wait();
-  all_.staging_memory() = copy_->take_memory();
-  const PartName name = copy_->name();
-  copy_.reset();
-  const at::Tensor are_copied =
-      at::full({1}, error.empty() ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(comm_->device()));
-  comm_->all_reduce(are_copied, ReduceOp::kMin, "whether a step is copied").wait();
-  if (comm_->to_host(are_copied, "whether a step is copied").item<int>() == 1) {
-    all_.copies().free_before(name.generation, name.step);
-    if (name.step > 0) all_.note_complete_copy();
+ElasticRunState::Agreed ElasticRunState::end_copy() {
+  std::string error;
+  std::optional<PartName> name;
+  if (copy_) {
+    error = copy_->wait();
+    all_.staging_memory() = copy_->take_memory();
+    name = copy_->name();
+    copy_.reset();
+  }
+  // The least of all ranks. Only rank 0, which leads a regroup that no rank's loss has caused, decides to grow.
+  const bool may_grow = comm_->rank() != 0 || all_.may_grow();
+  const at::Tensor agreed =
+      at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions().dtype(at::kInt)).to(comm_->device());
+  comm_->all_reduce(agreed, ReduceOp::kMin, "whether a step is copied").wait();
+  const at::Tensor values = comm_->to_host(agreed, "whether a step is copied");
+  const Agreed result{values[0].item<int>() == 1, values[1].item<int>() == 1};
+  if (name && result.is_copied) {
+    all_.copies().free_before(name->generation, name->step);
+    if (name->step > 0) all_.note_complete_copy();
   } else if (!error.empty() && !std::exchange(has_warned_, true)) {
-    warn(c10::str("rank ", comm_->rank(), " could not copy its part of step ", name.step, ": ", error,
+    warn(c10::str("rank ", comm_->rank(), " could not copy its part of step ", name->step, ": ", error,
                   "; the step before stays in memory"));
   }
+  return result;
 }
 
 void ElasticRunState::report_resumed() {
@@ -403,7 +522,7 @@ void ElasticRunState::report_resumed() {
   change_->seconds = std::chrono::duration<double>(Clock::now() - lost_at_).count();
   if (comm_->rank() == 0)
     warn(c10::str("training goes on with ", comm_->size(), " ranks: step ", step_, " ended ", change_->seconds,
-                  " s after the loss"));
+                  " s after the ", change_->lost.empty() ? "change" : "loss"));
 }
 
 void ElasticRunState::commit(const json& extra) {
@@ -411,11 +530,13 @@ void ElasticRunState::commit(const json& extra) {
   ++step_;
   report_resumed();
   if (step_ % all_.options().copy_every != 0) return;
+  const bool may_grow = end_copy().may_grow;
   start_copy(extra);
+  // The joining process gets its part of this step, so no step is lost.
+  if (may_grow && end_copy().is_copied) throw CommError("a process joins the group");
 }
 
 void ElasticRunState::start_copy(const json& extra) {
-  end_copy();
   copy_ = std::make_unique<PartCopy>(all_.copies(), PartName{generation(), step_, comm_->rank()}, comm_->size(),
                                      id_of_step(all_.run_id(), generation(), step_), state_objects_of(*state_), extra,
                                      partners_, all_.options().group.timeout, std::exchange(all_.staging_memory(), {}));

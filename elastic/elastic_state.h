@@ -12,6 +12,7 @@
 #include "core/launch/process_setup.h"
 #include "core/runtime/guarded_by.h"
 #include "elastic/copies.h"
+#include "elastic/joining.h"
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
 #include "elastic/regroup.h"
@@ -19,12 +20,14 @@
 namespace tessera::internal {
 
 // The part of this process in an elastic run, over all groups. Used by the training loop's thread; the server's threads
-// reach the copies, the acceptor and the joiners alone.
+// reach the copies, the acceptor and the requests to join alone.
 class ElasticState {
  public:
   // Meets the other ranks in the store. Collective.
   ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                const std::string& address);
+  // For a process that joins the run of this file.
+  ElasticState(ElasticOptions options, const RunFile& file, const std::string& address);
   ~ElasticState();
 
   void run(const std::function<void(ElasticRun& run)>& body, const std::function<ElasticRun(ElasticRunState&)>& make);
@@ -33,6 +36,9 @@ class ElasticState {
   const Decision& group() const { return group_; }
   int rank() const { return rank_; }
   int first_world() const { return first_world_; }
+  int most_ranks() const { return options_.most_ranks > 0 ? options_.most_ranks : first_world_; }
+  // Whether a process waits to join and has a place.
+  bool may_grow() const;
   CopyStore& copies() { return copies_; }
   const std::string& own_id() const { return self_.id; }
   // Equal on all ranks.
@@ -45,6 +51,18 @@ class ElasticState {
  private:
   enum class Outcome { kFinished, kLost };
   PeerMessage answer(PartReceiver& receiver, PeerMessage&& request);
+  void start_server();
+  // Blocks until this process is a member. Returns false if the run has ended before.
+  bool join();
+  // This process is a member of group_ from now on.
+  void enter_group();
+  void leave_run();
+  // Writes the file by which other processes find the run.
+  void publish(bool has_ended);
+  RunFacts facts() const;
+  // Blocks until all members have entered the group. Throws CommError at once if one has ended or left it, as a
+  // process that has just joined may: the store would wait for it until the timeout.
+  void await_members();
   std::shared_ptr<Communicator> make_group();
   void serve_store(Decision& decision);
   // Runs the body with the current group. Rethrows an error that is this rank's own.
@@ -56,10 +74,13 @@ class ElasticState {
   void regroup();
 
   const ElasticOptions options_;
-  const int first_world_;
+  int first_world_ = 0;
   const std::optional<ProcessEffects> effects_;
+  const std::optional<RunFile> file_;
+  bool is_joining_ = false;
   CopyStore copies_;
   Acceptor acceptor_;
+  JoinRequests join_requests_;
   std::string run_id_;
   Member self_;
   Decision group_;
@@ -95,7 +116,12 @@ class ElasticRunState {
   nlohmann::json restore_from_memory();
   std::optional<nlohmann::json> restore_from_disk();
   void start_copy(const nlohmann::json& extra);
-  void end_copy();
+  struct Agreed {
+    bool is_copied;  // the copy in progress, if there is one, on all ranks
+    bool may_grow;
+  };
+  // Ends the copy in progress. Collective.
+  Agreed end_copy();
   void report_resumed();
 
   ElasticState& all_;

@@ -25,8 +25,8 @@ json to_json(const PartName& name) {
   return {{"generation", name.generation}, {"step", name.step}, {"owner", name.owner}};
 }
 
-// What the manifest needs of this rank's part. Rank 0's has the values that belong to no rank, in a manifest of its own
-// tensors alone.
+// Returns the entries of the manifest for this rank's part. Rank 0's has also the values that belong to no rank, in a
+// manifest of its own tensors alone.
 std::string describe_part(SavedTensors saved, const SavePlan& plan, int rank, int world, uint64_t id) {
   SavedPart part(world);
   part.set(std::move(saved), plan.optimizers);

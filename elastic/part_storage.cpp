@@ -104,13 +104,7 @@ class PartStorage : public Storage {
 
 }  // namespace
 
-PartFolder::PartFolder(std::shared_ptr<const CopiedPart> before)
-    : before_(std::move(before)), path_(std::string(kScheme) + "://" + new_name()) {
-  register_storage(kScheme,
-                   [](ThrowFailure fail) -> std::unique_ptr<Storage> { return std::make_unique<PartStorage>(fail); });
-  const std::lock_guard lock(folders().mutex);
-  folders().by_name[path_.filename()] = this;
-}
+PartFolder::PartFolder(std::shared_ptr<const CopiedPart> before) : before_(std::move(before)), path_(enter()) {}
 
 PartFolder::PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
                        std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience)
@@ -120,11 +114,15 @@ PartFolder::PartFolder(const CopyStore& own, std::string own_id, int64_t generat
       step_(step),
       holders_(std::move(holders)),
       patience_(patience),
-      path_(std::string(kScheme) + "://" + new_name()) {
+      path_(enter()) {}
+
+fs::path PartFolder::enter() {
   register_storage(kScheme,
                    [](ThrowFailure fail) -> std::unique_ptr<Storage> { return std::make_unique<PartStorage>(fail); });
+  const std::string name = new_name();
   const std::lock_guard lock(folders().mutex);
-  folders().by_name[path_.filename()] = this;
+  folders().by_name[name] = this;
+  return std::string(kScheme) + "://" + name;
 }
 
 PartFolder::~PartFolder() {

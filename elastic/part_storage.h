@@ -40,6 +40,8 @@ class PartFolder {
   void read(const std::string& name, void* data, int64_t bytes, int64_t position) const;
 
  private:
+  // Makes this folder known to the storage. Returns its path.
+  std::filesystem::path enter();
   PartName part_of(const std::string& file) const;
   // Asks the holders in order, until one answers.
   PeerMessage ask_holders(const std::string& file, nlohmann::json fields) const;

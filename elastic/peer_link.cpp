@@ -11,23 +11,23 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
-#include "core/runtime/file.h"
+#include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
 
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
+using Clock = std::chrono::steady_clock;  // of stops: RunClock omits them
 using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
 constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31, kMostGrowth = uint64_t{1} << 20;
 constexpr milliseconds kTurn{100}, kLeastStop{1000};  // of the thread that accepts connections
-constexpr milliseconds kNoDeadline = std::chrono::hours(24 * 365);
 
 struct FrameHead {
   uint64_t magic = kMagic, field_bytes = 0, bytes = 0;
@@ -40,21 +40,22 @@ struct TimedOut {};
 
 class Deadline {
  public:
-  explicit Deadline(milliseconds patience) : end_(Clock::now() + patience) {}
+  Deadline() = default;  // never
+  explicit Deadline(milliseconds patience) : end_(RunClock::now() + patience) {}
   // Blocks until the descriptor is ready.
   void await(int descriptor, short events) const {
     for (;;) {
-      const auto left = std::chrono::duration_cast<milliseconds>(end_ - Clock::now()).count();
-      if (left <= 0) throw TimedOut();
+      if (end_ && RunClock::now() >= *end_) throw TimedOut();
       pollfd entry{descriptor, events, 0};
-      const int ready = ::poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 60'000)));
+      const int slice_ms = end_ ? static_cast<int>(std::chrono::ceil<milliseconds>(next_slice(*end_)).count()) : -1;
+      const int ready = ::poll(&entry, 1, slice_ms);
       if (ready > 0) return;
       if (ready < 0 && errno != EINTR) throw Disconnected();
     }
   }
 
  private:
-  const Clock::time_point end_;
+  std::optional<RunClock::time_point> end_;
 };
 
 void send_all(int descriptor, const void* data, uint64_t bytes, const Deadline& deadline) {
@@ -297,7 +298,7 @@ void PeerServer::join_ended() {
 void PeerServer::serve(int descriptor) {
   try {
     const Session session = make_session_();
-    const Deadline never(kNoDeadline);
+    const Deadline never;
     for (;;) {
       PeerMessage request = receive_message(descriptor, never, never), answer;
       if (request.fields.value("to", "") != id_) {
@@ -311,8 +312,8 @@ void PeerServer::serve(int descriptor) {
       }
       send_message(descriptor, answer, never);
     }
-  } catch (const Disconnected&) {
-  } catch (const std::exception&) {  // out of memory: the other side sees a closed connection
+  } catch (const Disconnected&) {    // NOLINT(bugprone-empty-catch): the other side has its answers
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): out of memory; the other side reports the closing
   }
   ::shutdown(descriptor, SHUT_RDWR);
   const std::lock_guard lock(mutex_);

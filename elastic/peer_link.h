@@ -36,8 +36,8 @@ struct Member {
 nlohmann::json to_json(const Member& member);
 Member member_from_json(const nlohmann::json& fields);
 
-// A request failed. `is_gone`: the process has ended, which its host has proven: nobody listens at the member's port,
-// or another process does. Otherwise the process may live: it is stopped, slow, or cannot be reached.
+// A request failed. `is_gone`: the process has ended, which its host has proven: it refuses connections to the member's
+// port, or another process answers there. Otherwise the process may live: it is stopped, slow, or cannot be reached.
 class PeerError : public std::runtime_error {
  public:
   PeerError(const std::string& text, bool is_gone) : std::runtime_error(text), is_gone_(is_gone) {}
@@ -67,6 +67,9 @@ class PeerConnection {
   const Member member_;
   int descriptor_ = -1;
 };
+
+// In which a member answers that is neither stopped nor overloaded.
+inline constexpr std::chrono::milliseconds kPromptAnswer{500};
 
 // Connects, asks once and disconnects. A broken connection counts as a proof of death if a second one is refused.
 PeerMessage ask_member(const Member& member, PeerMessage request, std::chrono::milliseconds patience);
@@ -98,7 +101,7 @@ class PeerServer {
   int listening_ = -1;
   int port_ = 0;
   std::atomic<bool> ends_ = false;
-  // The times in which the accepting thread did not run: a second or more.
+  // The times in which the accepting thread did not run: a second or more. Not by RunClock, which omits stops.
   struct Stop {
     std::chrono::steady_clock::time_point end;
     std::chrono::steady_clock::duration length;

@@ -11,11 +11,9 @@ namespace tessera::internal {
 
 using nlohmann::json;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr milliseconds kAnswer{500};       // of a member that is neither stopped nor overloaded
 constexpr milliseconds kSilentPause{500};  // between two requests to a silent member
 constexpr milliseconds kPause{5};
 
@@ -42,7 +40,10 @@ json to_json(const Decision& decision) {
           {"step", decision.step.step},
           {"world", decision.step.world},
           {"holders", decision.step.holders},
-          {"sources", members_to_json(decision.sources)}};
+          {"sources", members_to_json(decision.sources)},
+          {"world_before", decision.world_before},
+          {"lost", decision.lost},
+          {"joined", decision.joined}};
 }
 
 Decision decision_from_json(const json& fields) {
@@ -54,6 +55,9 @@ Decision decision_from_json(const json& fields) {
   decision.step = {fields.at("step_generation").get<int64_t>(), fields.at("step").get<int64_t>(),
                    fields.at("world").get<int>(), fields.at("holders").get<std::vector<std::vector<int>>>()};
   decision.sources = members_from_json(fields.at("sources"));
+  decision.world_before = fields.at("world_before").get<int>();
+  decision.lost = fields.at("lost").get<std::vector<int>>();
+  decision.joined = fields.at("joined").get<std::vector<int>>();
   return decision;
 }
 
@@ -89,7 +93,10 @@ json Acceptor::answer(const json& request) {
   const std::string op = request.at("op").get<std::string>();
   const auto generation = request.at("generation").get<int64_t>();
   const std::lock_guard lock(mutex_);
-  json answer{{"promised", promised_}, {"arrived", has_arrived_ && generation == generation_}, {"held", held_}};
+  json answer{{"promised", promised_},
+              {"takes_part", generation == generation_},
+              {"arrived", has_arrived_ && generation == generation_},
+              {"held", held_}};
   if (op == "decided") decisions_.emplace(generation, request.at("value"));
   if (const auto known = decisions_.find(generation); known != decisions_.end()) answer["decision"] = known->second;
   if (is_retired_) answer["retired"] = true;
@@ -131,16 +138,17 @@ Regroup::Regroup(const Decision& old_group, int rank, Acceptor& acceptor, Ask as
       options_(options),
       seen_(old_group.members.size()) {}
 
-// Returns the answer, or nullopt if the member does not answer. Notes what the answer says of it.
+// Returns the answer, or nullopt if the member does not answer. Updates the state of the member.
 std::optional<json> Regroup::request(int member, json fields) {
   Seen& seen = seen_[static_cast<size_t>(member)];
-  if (seen.is_gone || Clock::now() < seen.ask_again) return std::nullopt;
+  if (seen.is_gone || RunClock::now() < seen.ask_again) return std::nullopt;
   fields["generation"] = group_.generation;
   try {
-    json answer =
-        member == rank_ ? acceptor_.answer(fields) : ask_(group_.members[static_cast<size_t>(member)], fields, kAnswer);
+    json answer = member == rank_ ? acceptor_.answer(fields)
+                                  : ask_(group_.members[static_cast<size_t>(member)], fields, kPromptAnswer);
     seen.is_gone = answer.contains("retired");
-    seen.has_answered = !seen.is_gone;
+    // A process that has joined without learning so does not lead.
+    seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
     seen.has_arrived = answer.at("arrived").get<bool>();
     if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
     if (answer.contains("decision")) found_ = answer.at("decision");
@@ -148,7 +156,7 @@ std::optional<json> Regroup::request(int member, json fields) {
   } catch (const PeerError& error) {
     seen.is_gone = error.is_gone();
     seen.has_answered = seen.has_arrived = false;
-    if (!seen.is_gone) seen.ask_again = Clock::now() + kSilentPause;
+    if (!seen.is_gone) seen.ask_again = RunClock::now() + kSilentPause;
   }
   return std::nullopt;
 }
@@ -177,13 +185,13 @@ void Regroup::fail() const {
                   std::to_string(options_.least_ranks) + " ranks; restart the job from a checkpoint");
 }
 
-Decision Regroup::run(const std::vector<Member>& joiners) {
+Decision Regroup::run() {
   const int size = static_cast<int>(seen_.size());
-  const auto start = Clock::now();
+  const auto start = RunClock::now();
   std::minstd_rand random(static_cast<unsigned>(rank_) + 1);
   bool has_waited = false;  // for members that answer and have not arrived
   while (!found_) {
-    const auto waited = Clock::now() - start;
+    const auto waited = RunClock::now() - start;
     if (waited > options_.timeout) fail();
     found_ = acceptor_.decision(group_.generation);
     // The first rank that answers leads.
@@ -205,7 +213,7 @@ Decision Regroup::run(const std::vector<Member>& joiners) {
           std::ranges::all_of(seen_, [](const Seen& seen) { return seen.is_gone || seen.has_arrived; });
       has_waited = has_waited || waited > options_.stopped_after;
       if (all_are_here || has_waited) {
-        if (auto decided = propose(joiners)) found_ = std::move(decided);
+        if (auto decided = propose()) found_ = std::move(decided);
         if (!found_) std::this_thread::sleep_for(kPause * (1 + random() % 8));
       }
     }
@@ -219,7 +227,35 @@ Decision Regroup::run(const std::vector<Member>& joiners) {
   return decision;
 }
 
-std::optional<json> Regroup::propose(const std::vector<Member>& joiners) {
+Decision Regroup::compose(const std::set<int>& agreeing) {
+  Decision decision{.generation = group_.generation + 1, .world_before = static_cast<int>(seen_.size())};
+  std::vector<std::vector<HeldStep>> held;
+  for (int member = 0; member < decision.world_before; ++member) {
+    const Seen& seen = seen_[static_cast<size_t>(member)];
+    if (!agreeing.contains(member) || !seen.has_arrived) {
+      decision.lost.push_back(member);
+      continue;
+    }
+    decision.members.push_back(group_.members[static_cast<size_t>(member)]);
+    held.push_back(seen.held);
+  }
+  decision.sources = decision.members;
+  decision.step = newest_complete_step(held);
+  for (const Member& joiner : options_.joiners ? options_.joiners() : std::vector<Member>()) {
+    const auto size = static_cast<int>(decision.members.size());
+    if (options_.most_ranks != 0 && size >= options_.most_ranks) break;
+    try {
+      ask_(joiner, {{"op", "look"}, {"generation", group_.generation}}, kPromptAnswer);
+    } catch (const std::runtime_error&) {  // it has ended or is silent: the group must not wait for it
+      continue;
+    }
+    decision.joined.push_back(size);
+    decision.members.push_back(joiner);
+  }
+  return decision;
+}
+
+std::optional<json> Regroup::propose() {
   const int size = static_cast<int>(seen_.size());
   const int64_t ballot = (acceptor_.highest_ballot() / size + 1) * size + rank_;
   std::set<int> agreeing;
@@ -242,19 +278,7 @@ std::optional<json> Regroup::propose(const std::vector<Member>& joiners) {
   }
   if (!is_quorum(size, agreeing, gone())) return std::nullopt;
   if (best == 0) {
-    Decision decision{.generation = group_.generation + 1};
-    std::vector<std::vector<HeldStep>> held;
-    for (const int member : agreeing) {
-      const Seen& seen = seen_[static_cast<size_t>(member)];
-      if (!seen.has_arrived) continue;
-      decision.members.push_back(group_.members[static_cast<size_t>(member)]);
-      held.push_back(seen.held);
-    }
-    decision.sources = decision.members;
-    decision.step = newest_complete_step(held);
-    for (const Member& joiner : joiners)
-      if (options_.most_ranks == 0 || static_cast<int>(decision.members.size()) < options_.most_ranks)
-        decision.members.push_back(joiner);
+    Decision decision = compose(agreeing);
     if (static_cast<int>(decision.members.size()) < options_.least_ranks) return std::nullopt;
     serve_store_(decision);
     value = to_json(decision);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/runtime/guarded_by.h"
+#include "core/runtime/run_clock.h"
 #include "elastic/copies.h"
 #include "elastic/peer_link.h"
 
@@ -33,6 +34,9 @@ struct Decision {
   int store_port = 0;
   CompleteStep step;  // that it continues from; holders are indices in `sources`. A world of 0: none is complete.
   std::vector<Member> sources;  // the members that hold the step
+  // The change: the size of the old group, its ranks that are not members, and the ranks of members that joined.
+  int world_before = 0;
+  std::vector<int> lost, joined;
 };
 nlohmann::json to_json(const Decision& decision);
 Decision decision_from_json(const nlohmann::json& fields);
@@ -40,7 +44,7 @@ Decision decision_from_json(const nlohmann::json& fields);
 // Whether these members may decide for the group. All sets are indices of its members.
 bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead);
 
-// A member's vote on the successor of one generation, and what it knows of decisions. Thread-safe.
+// A member's vote on the successor of one generation, and the decisions that it has learned. Thread-safe.
 class Acceptor {
  public:
   // From now on answers for this generation.
@@ -71,7 +75,10 @@ class Acceptor {
 struct RegroupOptions {
   std::chrono::milliseconds stopped_after{0};  // a member that is silent, or does not arrive, for that long is left out
   std::chrono::milliseconds timeout{0};        // of the whole regroup
-  int least_ranks = 1, most_ranks = 0;
+  int least_ranks = 1;
+  int most_ranks = 0;  // 0: no limit
+  // The processes that wait to join, and hold nothing. Those that answer become members. Null: none.
+  std::function<std::vector<Member>()> joiners = nullptr;
   // Whether this process was stopped: the others may have gone on without it and ended. Proofs of death do not count
   // then. Null: it was not.
   std::function<bool()> was_stopped = nullptr;
@@ -90,20 +97,21 @@ class Regroup {
           const RegroupOptions& options);
 
   // Blocks until the next group is known, at most for the timeout. The decision may leave this member out: it was
-  // stopped. `joiners` are processes that wait to join; they hold nothing. Throws CommError, which names the members
-  // that do not answer.
-  Decision run(const std::vector<Member>& joiners = {});
+  // stopped. Throws CommError, which names the members that do not answer.
+  Decision run();
 
  private:
   struct Seen {
     bool is_gone = false;
-    bool has_answered = false;  // the last request
+    bool has_answered = false;  // the last request, as a member of this group
     bool has_arrived = false;
     std::vector<HeldStep> held;
-    std::chrono::steady_clock::time_point ask_again{};  // a silent member is asked less often
+    RunClock::time_point ask_again{};  // a silent member is asked less often
   };
   void look_at(int member);
-  std::optional<nlohmann::json> propose(const std::vector<Member>& joiners);
+  std::optional<nlohmann::json> propose();
+  // A group of the agreeing members and the processes that join.
+  Decision compose(const std::set<int>& agreeing);
   std::optional<nlohmann::json> request(int member, nlohmann::json fields);
   std::set<int> gone() const;
   bool was_stopped() const { return options_.was_stopped && options_.was_stopped(); }

@@ -126,8 +126,8 @@ class BlockedSignals {
 };
 
 // The NAME=value texts of a child's environment: this process's, with torchrun's variables replaced.
-std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket,
-                                           const std::string& token) {
+std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket, const std::string& token,
+                                           const std::map<std::string, std::string>& added) {
   std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
@@ -143,6 +143,7 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   // By default every rank would start a thread per core, and oversubscription is far slower than one process. torchrun
   // gives each rank 1 thread; dividing the cores by the ranks leaves none idle.
   variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / world)));
+  for (const auto& [name, value] : added) variables[name] = value;
 
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) entries.push_back(c10::str(name, "=", value));
@@ -181,12 +182,14 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 // made, so it must not allocate or lock: it only makes system calls.
 //
 // The keeper starts the ranks and reports how each one ends. It forwards signals from this process, SIGUSR2 as SIGKILL.
-// It ends after the ranks, and if it is killed, they are killed.
+// SIGRTMIN, a signal that is queued, carries the rank that it starts again. It ends after the ranks, and if it is
+// killed, they are killed.
 
 struct Program {
   const char* path;
   char** argv;
   char** environment;
+  char** restart_environment;
 };
 
 // A message of the keeper, one write() each.
@@ -208,7 +211,8 @@ struct Keeper {
   [[noreturn]] void run() const;
 
  private:
-  [[noreturn]] void become(const Program& program, pid_t keeper) const;
+  void start(size_t rank, char** environment) const;
+  [[noreturn]] void become(const Program& program, char** environment, pid_t keeper) const;
   void report(Report::Kind kind, size_t rank, int status) const {
     const Report text{kind, static_cast<int32_t>(rank), pids[rank], status};
     [[maybe_unused]] const auto written = ::write(reports_fd, &text, sizeof(text));
@@ -219,14 +223,21 @@ struct Keeper {
 // fork() without the handlers of pthread_atfork, which may lock.
 pid_t fork_plainly(int signal_of_end) { return static_cast<pid_t>(::syscall(SYS_clone, signal_of_end, 0, 0, 0, 0)); }
 
-void Keeper::become(const Program& program, pid_t keeper) const {
+void Keeper::start(size_t rank, char** environment) const {
+  const pid_t self = ::getpid(), pid = fork_plainly(SIGCHLD);
+  if (pid == 0) become(programs[rank], environment, self);
+  pids[rank] = std::max(pid, 0);
+  report(pid > 0 ? Report::kStarted : Report::kFailed, rank, errno);
+}
+
+void Keeper::become(const Program& program, char** environment, pid_t keeper) const {
   // The kernel kills this process when its parent ends. If the parent has ended before this call, the check of the
   // parent below ends it.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != keeper) ::_exit(127);
   ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
-  ::execve(program.path, program.argv, program.environment);
-  ::execve("/proc/self/exe", program.argv, program.environment);  // if the file was moved or deleted
+  ::execve(program.path, program.argv, environment);
+  ::execve("/proc/self/exe", program.argv, environment);  // if the file was moved or deleted
   constexpr char kMessage[] = "tessera::spawn_local: this program could not be started again\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
   ::_exit(127);
@@ -250,20 +261,14 @@ void Keeper::run() const {
   sigset_t all, waited;
   sigfillset(&all);
   sigemptyset(&waited);
-  for (const int signal : {SIGCHLD, SIGUSR2}) sigaddset(&waited, signal);
+  for (const int signal : {SIGCHLD, SIGUSR2, SIGRTMIN}) sigaddset(&waited, signal);
   for (const int signal : kForwardedSignals) sigaddset(&waited, signal);
   ::pthread_sigmask(SIG_SETMASK, &all, nullptr);
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
   ::sigaction(SIGCHLD, &action, nullptr);
 
-  const pid_t self = ::getpid();
-  for (size_t rank = 0; rank < programs.size(); ++rank) {
-    const pid_t pid = fork_plainly(SIGCHLD);
-    if (pid == 0) become(programs[rank], self);
-    pids[rank] = std::max(pid, 0);
-    report(pid > 0 ? Report::kStarted : Report::kFailed, rank, errno);
-  }
+  for (size_t rank = 0; rank < programs.size(); ++rank) start(rank, programs[rank].environment);
   // Closes this process's descriptors, above all the socket, so that none outlives this process.
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
@@ -276,6 +281,9 @@ void Keeper::run() const {
       reap(info.si_pid);  // the first of several to end, whose error matters
       while (reap(-1)) {
       }
+    } else if (signal == SIGRTMIN) {
+      const auto rank = static_cast<size_t>(info.si_value.sival_int);
+      if (info.si_pid == parent && rank < programs.size()) start(rank, programs[rank].restart_environment);
     } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which signals the ranks as well
       for (const pid_t pid : pids)
         if (pid > 0) ::kill(pid, signal == SIGUSR2 ? SIGKILL : signal);
@@ -297,8 +305,8 @@ void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c
 class Ranks {
  public:
   Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket,
-        std::chrono::milliseconds grace, int least_ranks)
-      : grace_(grace), least_ranks_(least_ranks), pids_(programs.size(), 0) {
+        std::chrono::milliseconds grace, const Survival& survival)
+      : grace_(grace), survival_(survival), pids_(programs.size(), 0), restarts_(programs.size(), 0) {
     int fds[2];
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
     reports_fd_ = fds[0];
@@ -359,7 +367,11 @@ class Ranks {
     const ssize_t count = ::read(reports_fd_, &report, sizeof(report));
     if (count != static_cast<ssize_t>(sizeof(report))) return count < 0 && errno == EINTR;
     pid_t& pid = pids_[static_cast<size_t>(report.rank)];
-    if (report.kind == Report::kFailed) {
+    const bool is_restarted = restarts_[static_cast<size_t>(report.rank)] > 0;
+    if (report.kind != Report::kEnded && is_restarted) --starting_;
+    if (report.kind == Report::kFailed && is_restarted) {
+      say(c10::str("rank ", report.rank, " could not be started again: ", std::strerror(report.status)));
+    } else if (report.kind == Report::kFailed) {
       errno = report.status;
       throw_errno("fork");
     }
@@ -372,18 +384,26 @@ class Ranks {
     const int status = report.status;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     ended_well_ += code == 0 ? 1 : 0;
-    const bool others_go_on = code == 0 || alive() + ended_well_ >= least_ranks_;
+    const auto rank = static_cast<size_t>(report.rank);
+    const std::string text = c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status));
+    // Alone it would have no rank to join.
+    if (code != 0 && !code_ && restarts_[rank] < survival_.restarts && alive() > 0 &&
+        alive() + starting_ + ended_well_ + 1 >= survival_.least_ranks && survival_.may_restart()) {
+      ++restarts_[rank];
+      ++starting_;
+      say(c10::str(text, "; starting it again (", restarts_[rank], " of ", survival_.restarts, ")"));
+      ::sigqueue(keeper_, SIGRTMIN, {.sival_int = report.rank});
+      return;
+    }
+    const bool others_go_on = code == 0 || alive() + starting_ + ended_well_ >= survival_.least_ranks;
     if (others_go_on && !code_) ended_(report.rank);
-    if (code != 0 && others_go_on && !code_)
-      return say(
-          c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status), "; the others go on"));
+    if (code != 0 && others_go_on && !code_) return say(text + "; the others go on");
     // Later failures are consequences of the first, or of our signals. SIGUSR1 is a warning, after which ranks may
     // fail.
     const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
     if (code == 0 || (code_ && (!is_only_warned || code == code_))) return;
     code_ = code;
-    say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
-                 alive() > 0 ? "; ending the others" : ""));
+    say(text + (alive() > 0 ? "; ending the others" : ""));
     end_rest(SIGTERM, std::min(grace_, kGraceAfterFailure));
   }
 
@@ -411,10 +431,12 @@ class Ranks {
   }
 
   const std::chrono::milliseconds grace_;
-  const int least_ranks_;  // with fewer that run or have ended without error, all are ended
+  const Survival& survival_;
   std::ptrdiff_t ended_well_ = 0;
   std::function<void(int rank)> ended_;
-  std::vector<pid_t> pids_;  // by rank; 0: ended
+  std::vector<pid_t> pids_;    // by rank; 0: ended
+  std::vector<int> restarts_;  // by rank
+  std::ptrdiff_t starting_ = 0;
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
   std::optional<int> code_;  // of the first failure
@@ -425,10 +447,11 @@ class Ranks {
 }  // namespace
 
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace) {
-  return spawn_surviving(world, argc, argv, grace, world);
+  return spawn_surviving(world, argc, argv, grace, {.least_ranks = world});
 }
 
-int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::milliseconds grace, int least_ranks) {
+int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::milliseconds grace,
+                              const Survival& survival) {
   if (world < 1)
     throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
   if (grace < grace.zero() || grace > kLongestTimeout)
@@ -452,16 +475,20 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   arguments.push_back(nullptr);
 
   const std::string token = random_token();
-  std::vector<std::vector<std::string>> environments;
-  std::vector<std::vector<char*>> pointers;
+  auto restart_variables = survival.variables;
+  restart_variables.insert(survival.restart_variables.begin(), survival.restart_variables.end());
+  std::vector<std::vector<std::string>> environments, restart_environments;
+  std::vector<std::vector<char*>> pointers, restart_pointers;
   std::vector<Program> programs;
   for (int rank = 0; rank < world; ++rank) {
-    environments.push_back(child_environment(rank, world, socket, token));
+    environments.push_back(child_environment(rank, world, socket, token, survival.variables));
+    restart_environments.push_back(child_environment(rank, world, socket, token, restart_variables));
     pointers.push_back(pointers_to(environments.back()));
-    programs.push_back({path.c_str(), arguments.data(), pointers.back().data()});
+    restart_pointers.push_back(pointers_to(restart_environments.back()));
+    programs.push_back({path.c_str(), arguments.data(), pointers.back().data(), restart_pointers.back().data()});
   }
   const BlockedSignals signals;
-  Ranks ranks(programs, signals, socket, grace, least_ranks);
+  Ranks ranks(programs, signals, socket, grace, survival);
   const auto store = serve(socket);  // after the fork, which copies no threads
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {

@@ -146,8 +146,8 @@ TEST(ElasticDeath, FewerThanTheLeastRanksAreRefused) {
   EXPECT_EQ(codes, (std::vector<int>{1, 137, 1}));
 }
 
-// A rank of the next test, which a launcher has started: rank 1 is killed, and the others must have the same
-// parameters.
+// The body of the processes of the next test, which spawn_elastic() starts; disabled because it needs their
+// environment. Rank 1 is killed, and the others must have the same parameters.
 TEST(ElasticJob, DISABLED_Rank) {
   ASSERT_TRUE(launched());
   const std::string rank = std::getenv("RANK");
@@ -176,7 +176,7 @@ int spawn_job(const TemporaryFolder& folder, int least_ranks) {
                                        "--gtest_also_run_disabled_tests", "--gtest_brief=1"};
     std::vector<char*> argv;
     for (std::string& argument : arguments) argv.push_back(argument.data());
-    ::_exit(spawn_elastic(3, static_cast<int>(argv.size()), argv.data(), least_ranks));
+    ::_exit(spawn_elastic(3, static_cast<int>(argv.size()), argv.data(), {.least_ranks = least_ranks, .restarts = 0}));
   });
   int status = 0;
   ::waitpid(child, &status, 0);
@@ -190,7 +190,7 @@ TEST(ElasticDeath, SpawnElasticLeavesTheOthersRunning) {
   EXPECT_EQ(file_bytes(folder / "parameters-0"), file_bytes(folder / "parameters-2"));
   const TemporaryFolder other;
   EXPECT_EQ(spawn_job(other, 3), 128 + SIGKILL);
-  EXPECT_THROW(spawn_elastic(3, 0, nullptr, 4), std::invalid_argument);
+  EXPECT_THROW(spawn_elastic(3, 0, nullptr, {.least_ranks = 4}), std::invalid_argument);
 }
 
 TEST(ElasticDeath, OneOfTwoGoesOnAlone) {

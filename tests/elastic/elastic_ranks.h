@@ -40,6 +40,11 @@ struct Training {
   int64_t save_every = 0;  // steps between two checkpoints on disk; 0: none
   // From then on, stopped ranks are continued.
   milliseconds wake_after = std::chrono::hours(1);
+  int joiners = 0;  // processes beside the first ranks, which join
+  milliseconds join_after{0};
+  // Joining takes time: training goes on beyond the last step until the group has this generation and size.
+  int64_t least_generation = 0;
+  int least_world = 0;
 };
 
 // A model, its optimizer and its sampler on one rank. A step depends on the state and on the sampler's items alone.
@@ -103,7 +108,8 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> adam_;
 };
 
-// What a rank writes of each group that it has trained in: "<generation> <world> <first step> <last step before>".
+// A line of a rank's file for each group in which it has trained: "<generation> <world> <first step> <last step
+// before>".
 struct Segment {
   int64_t generation = 0;
   int world = 0;
@@ -114,21 +120,31 @@ struct Segment {
 // Called by each rank after a step, and with step 0 when a group begins.
 using Fault = std::function<void(int rank, int64_t generation, int64_t step)>;
 
+// A rank above the world joins.
 inline void be_rank(const TemporaryFolder& folder, int rank, int world, const Training& training,
                     ElasticOptions options, const Fault& fault) {
   at::set_num_threads(1);
   const std::string name = std::to_string(rank);
   set_warning_handler(
       [&](const std::string& text) { std::ofstream(folder / ("warnings-" + name), std::ios::app) << text << "\n"; });
-  Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank, world, options);
+  std::optional<Elastic> elastic;
+  if (rank >= world) {
+    std::this_thread::sleep_for(training.join_after);
+    ::setenv("TESSERA_ELASTIC_JOIN", "1", 1);
+    elastic.emplace(options);
+  } else {
+    elastic.emplace(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank, world, options);
+  }
   int64_t last = 0;
-  elastic.run([&](ElasticRun& run) {
+  elastic->run([&](ElasticRun& run) {
     Trainer trainer(run.comm(), training);
     run.restore(trainer.state());
     std::ofstream(folder / ("segments-" + name), std::ios::app)
         << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << last << "\n";
     if (fault) fault(rank, run.generation(), 0);  // when the group begins
-    while (run.step() < training.steps) {
+    while (run.step() < training.steps || run.generation() < training.least_generation ||
+           run.comm()->size() < training.least_world) {
+      if (run.step() >= training.steps) std::this_thread::sleep_for(milliseconds(5));
       trainer.step();
       last = run.step() + 1;
       run.commit({{"of_step", run.step() + 1}});
@@ -139,6 +155,7 @@ inline void be_rank(const TemporaryFolder& folder, int rank, int world, const Tr
     }
     const std::string parameters = trainer.parameters();
     std::ofstream(folder / ("parameters-" + name), std::ios::binary | std::ios::trunc) << parameters;
+    std::ofstream(folder / "last-step") << run.step();
   });
 }
 
@@ -159,7 +176,7 @@ inline pid_t run_in_child(const std::function<void()>& body) {
 inline std::vector<int> run_ranks_as_processes(const TemporaryFolder& folder, int world, const Training& training,
                                                const ElasticOptions& options, const Fault& fault) {
   std::vector<pid_t> pids;
-  for (int rank = 0; rank < world; ++rank)
+  for (int rank = 0; rank < world + training.joiners; ++rank)
     pids.push_back(run_in_child([&] { be_rank(folder, rank, world, training, options, fault); }));
   const auto start = std::chrono::steady_clock::now();
   std::vector<int> codes;
@@ -194,11 +211,12 @@ inline std::vector<Segment> segments_of(const TemporaryFolder& folder, int rank)
 inline std::string reference(const TemporaryFolder& folder, const std::vector<Segment>& segments,
                              const Training& training) {
   const auto result = folder / "reference";
+  const int64_t last_step = std::stoll(file_bytes(folder / "last-step"));
   const pid_t child = run_in_child([&] {
     at::set_num_threads(1);
     for (size_t i = 0; i < segments.size(); ++i) {
       const bool is_last = i + 1 == segments.size();
-      const int64_t end = is_last ? training.steps : segments[i + 1].last_before;
+      const int64_t end = is_last ? last_step : segments[i + 1].last_before;
       run_ranks(segments[i].world, [&](std::shared_ptr<Communicator> comm) {
         Trainer trainer(comm, training);
         const auto name_of = [&](int64_t step) { return (folder / ("step-" + std::to_string(step))).string(); };

@@ -321,7 +321,7 @@ TEST(ElasticRegroup, AMemberThatComesLateLearnsTheDecision) {
 
 TEST(ElasticRegroup, AnAcceptedValueSurvivesItsProposer) {
   Members members(3);
-  // Member 0 got a value accepted by itself and by member 1, and died before it told anybody.
+  // Member 0 got a value accepted by itself and by member 1, and died before member 2 learned it.
   Decision decided{.generation = 1};
   decided.members = {{"member-9", "127.0.0.1", 1, "host"}};
   for (const int member : {0, 1}) {

@@ -1,0 +1,223 @@
+#include "elastic/joining.h"
+
+#include <c10/util/env.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include <tessera/errors.h>
+
+namespace tessera::internal {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kRound{100};  // between two requests of a joining process to a member
+constexpr std::chrono::seconds kSilentJoinPause{20}, kRequestLife{3};
+
+}  // namespace
+
+json to_json(const RunFacts& facts) {
+  json members = json::array();
+  for (const Member& member : facts.members) members.push_back(to_json(member));
+  return {{"run", facts.run_id},
+          {"first_world", facts.first_world},
+          {"generation", facts.generation},
+          {"members", std::move(members)},
+          {"has_ended", facts.has_ended}};
+}
+
+RunFacts facts_from_json(const json& fields) {
+  RunFacts facts;
+  facts.run_id = fields.at("run").get<std::string>();
+  facts.first_world = fields.at("first_world").get<int>();
+  facts.generation = fields.at("generation").get<int64_t>();
+  for (const json& member : fields.at("members")) facts.members.push_back(member_from_json(member));
+  facts.has_ended = fields.at("has_ended").get<bool>();
+  return facts;
+}
+
+RunFile::RunFile(const fs::path& folder) : path_(folder / "elastic-run.json") {}
+
+bool RunFile::exists() const {
+  std::error_code error;
+  return fs::exists(path_, error);
+}
+
+void RunFile::write(const RunFacts& facts, const std::string& id) const {
+  std::error_code error;
+  fs::create_directories(path_.parent_path(), error);  // the write reports the failure
+  const fs::path temporary = path_.string() + "." + id;
+  std::ofstream file(temporary, std::ios::trunc);
+  file << to_json(facts).dump() << "\n";
+  file.close();
+  if (!file) throw std::runtime_error("ElasticOptions::rendezvous: cannot write " + temporary.string());
+  fs::rename(temporary, path_, error);  // readers must not find a part of it
+  if (error)
+    throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path_.string() + ": " + error.message());
+}
+
+std::optional<RunFacts> RunFile::read() const {
+  std::ifstream file(path_);
+  if (!file) return std::nullopt;
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  try {
+    return facts_from_json(json::parse(text));
+  } catch (const json::exception& error) {
+    throw std::runtime_error("ElasticOptions::rendezvous: " + path_.string() +
+                             " is damaged; delete it if no run uses the folder: " + error.what());
+  }
+}
+
+fs::path rendezvous_folder(const ElasticOptions& options) {
+  return options.rendezvous.empty() ? fs::path(c10::utils::get_env(kRendezvousVariable).value_or(""))
+                                    : options.rendezvous;
+}
+
+bool is_alive(const RunFile& file) {
+  const auto run = file.read();
+  if (!run || run->has_ended) return false;
+  return std::ranges::any_of(run->members, [&](const Member& member) {
+    try {
+      const json answer =
+          ask_member(member, {{{"op", "look"}, {"generation", run->generation}}, {}}, kPromptAnswer).fields;
+      return !answer.contains("retired");
+    } catch (const std::runtime_error&) {  // it has ended, or is silent, so another member may answer
+      return false;
+    }
+  });
+}
+
+RendezvousFolder::RendezvousFolder() {
+  std::string name = (fs::temp_directory_path() / "tessera-elastic-XXXXXX").string();
+  if (::mkdtemp(name.data()) == nullptr)
+    throw std::runtime_error("tessera::spawn_elastic: cannot create " + name + ": " + std::strerror(errno));
+  path_ = name;
+}
+
+RendezvousFolder::~RendezvousFolder() {
+  std::error_code error;  // a folder that stays harms no later run
+  fs::remove_all(path_, error);
+}
+
+void JoinRequests::enter(RunFacts facts, const Decision& group, std::string options) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(requests_, [&](const Request& request) { return std::ranges::count(group.members, request.member); });
+  facts_ = std::move(facts);
+  group_ = group;
+  options_ = std::move(options);
+}
+
+void JoinRequests::leave() {
+  const std::lock_guard lock(mutex_);
+  facts_.reset();
+}
+
+json JoinRequests::answer(const json& request) {
+  const Member member = member_from_json(request.at("member"));
+  const std::lock_guard lock(mutex_);
+  if (!facts_) return json::object();
+  if (request.at("options").get<std::string>() != options_) return {{"refused", options_}};
+  json answer{{"facts", to_json(*facts_)}};
+  if (std::ranges::count(group_.members, member) > 0) {
+    answer["decision"] = to_json(group_);
+    return answer;
+  }
+  const auto known = std::ranges::find(requests_, member, &Request::member);
+  if (known == requests_.end())
+    requests_.push_back({member, RunClock::now()});
+  else
+    known->last_asked = RunClock::now();
+  return answer;
+}
+
+std::vector<Member> JoinRequests::waiting() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Member> waiting;
+  for (const Request& request : requests_)
+    if (RunClock::now() - request.last_asked < kRequestLife) waiting.push_back(request.member);
+  return waiting;
+}
+
+Joiner::Joiner(RunFile file, Member self, std::string options, milliseconds stopped_after, milliseconds timeout)
+    : file_(std::move(file)),
+      self_(std::move(self)),
+      options_(std::move(options)),
+      stopped_after_(stopped_after),
+      timeout_(timeout) {}
+
+bool Joiner::read_file() {
+  const auto found = file_.read();
+  if (found && (!run_ || found->run_id != run_->run_id || found->generation > run_->generation)) run_ = found;
+  return found && found->has_ended;
+}
+
+std::optional<Joiner::Place> Joiner::ask() {
+  has_answer_ = false;
+  are_all_gone_ = run_.has_value();
+  const std::vector<Member> members = run_ ? run_->members : std::vector<Member>();
+  for (const Member& member : members) {
+    if (const auto pause = ask_again_.find(member.id); pause != ask_again_.end() && RunClock::now() < pause->second) {
+      are_all_gone_ = false;
+      continue;
+    }
+    json answer;
+    try {
+      answer =
+          ask_member(member, {{{"op", "join"}, {"member", to_json(self_)}, {"options", options_}}, {}}, kPromptAnswer)
+              .fields;
+    } catch (const PeerError& error) {  // a loss, which the other members find
+      if (error.is_gone()) continue;
+      are_all_gone_ = false;
+      ask_again_[member.id] = RunClock::now() + kSilentJoinPause;
+      continue;
+    }
+    if (const auto refused = answer.find("refused"); refused != answer.end())
+      throw std::invalid_argument("tessera::Elastic: this process passes " + options_ + ", the run that it joins " +
+                                  refused->get<std::string>() + "; expected equal ElasticOptions in all processes");
+    if (!answer.contains("facts")) continue;  // it has left the run
+    has_answer_ = true;
+    are_all_gone_ = false;
+    RunFacts facts = facts_from_json(answer.at("facts"));
+    if (answer.contains("decision")) return Place{std::move(facts), decision_from_json(answer.at("decision"))};
+    if (facts.generation > run_->generation) run_ = std::move(facts);
+  }
+  return std::nullopt;
+}
+
+void Joiner::fail(const std::string& reason) const {
+  throw CommError("tessera::Elastic: this process cannot join the run of " + file_.path().string() + ": " + reason +
+                  "; expected a member that answers; restart the job from a checkpoint");
+}
+
+std::optional<Joiner::Place> Joiner::await_place() {
+  auto last_answer = RunClock::now(), last_living = last_answer;
+  for (;;) {
+    if (auto place = ask()) return place;
+    const auto now = RunClock::now();
+    if (has_answer_) last_answer = now;
+    if (!are_all_gone_) last_living = now;
+    // Its writer may be a member that the members of before do not name.
+    if (!has_answer_ && read_file()) return std::nullopt;
+    if (now - last_answer > timeout_)
+      fail(run_ ? "no member has answered for " + std::to_string(timeout_.count()) +
+                      " ms (ElasticOptions::regroup_timeout)"
+                : "there is no such file after " + std::to_string(timeout_.count()) +
+                      " ms (ElasticOptions::regroup_timeout)");
+    if (now - last_living > stopped_after_) fail("all members have ended");
+    std::this_thread::sleep_for(kRound);
+  }
+}
+
+}  // namespace tessera::internal
