@@ -59,11 +59,11 @@ void SummonedParameters::hide(bool writeback) {
     Page& page = paged.page_in_use();
     page.set_writable(false);
     paged.flat.set_shard_writable(true);
+    // If no value changes, the shard keeps its version: a backward of an earlier graph may follow.
     if (shows_shard(paged)) {
-      if (!saved_.empty()) paged.flat.shard().copy_(saved_[i]);
+      if (!saved_.empty()) paged.flat.shard().data().copy_(saved_[i]);
       continue;
     }
-    // Without a write the shard keeps its version: a backward of an earlier graph may follow.
     const bool is_written = page.writes() != paged.writes_before;
     if (writeback) copy_own_part(paged, is_written ? paged.flat.shard() : paged.flat.shard().data());
     page.detach();

@@ -223,6 +223,22 @@ TEST_P(Sharded, ForwardAndBackwardInsideSummonFullParams) {
 }
 
 // In a world of one, full parameters may share the shards' memory.
+TEST_P(Sharded, ALookWithoutWritebackBeforeBackward) {
+  auto alone = GetParam();
+  if (alone.worlds.front() == 1) alone.worlds = {1};
+  for (const auto& setup : {alone, GetParam()}) {
+    play(setup, {}, [](Trainer& run) {
+      for (int step = 0; step < 3; ++step) {
+        run.optimizer().zero_grad();
+        const at::Tensor loss = run.loss(step);
+        if (run.fsdp() != nullptr) run.fsdp()->summon_full_params({.writeback = false}).leave();
+        loss.backward();
+        run.optimizer().step();
+      }
+    });
+  }
+}
+
 TEST_P(Sharded, AloneWithoutWriteback) {
   auto alone = GetParam();
   if (alone.worlds.front() != 1) return;  // needs more ranks
