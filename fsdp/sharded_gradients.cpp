@@ -79,7 +79,7 @@ void ShardedGradients::make_placeholders(const Exclusively& exclusively) {
       },
       locked([this](size_t parameter) {  // module->zero_grad()
         clear(parameter);
-        states_[parameter].in_module = GradState::kEmpty;
+        states_[parameter].in_module = GradState::kOrdinary;
       }),
       locked([this](size_t parameter) { zero(parameter); })});
   shard_placeholders_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
@@ -98,12 +98,12 @@ ShardedGradients::~ShardedGradients() {
 GradState ShardedGradients::state_in_shard(size_t parameter) const {
   const ParameterState& state = states_[parameter];
   if (shard_placeholders_->is_in(parameter, state.shard)) return state.in_shard;
-  return state.shard.grad().defined() ? GradState::kFinal : GradState::kEmpty;
+  return GradState::kOrdinary;
 }
 
 GradState ShardedGradients::state_in_module(size_t parameter) const {
   if (module_placeholders_->is_in(parameter, binding_.tensor(parameter))) return GradState::kPlaceholder;
-  return binding_.tensor(parameter).grad().defined() ? GradState::kUsers : GradState::kEmpty;
+  return binding_.tensor(parameter).grad().defined() ? GradState::kUsers : GradState::kOrdinary;
 }
 
 void ShardedGradients::place_in_shard(size_t parameter, GradState state) {
@@ -128,7 +128,7 @@ std::string ShardedGradients::reason(size_t parameter) const {
 }
 
 void ShardedGradients::forget(size_t parameter) {
-  states_[parameter].in_shard = GradState::kEmpty;
+  states_[parameter].in_shard = GradState::kOrdinary;
   states_[parameter].kept.reset();
   reducer_.forget(parameter);
 }
@@ -194,7 +194,7 @@ void ShardedGradients::inspect(const Unit& unit) {
             " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no step would "
             "take: gradients are in fsdp.parameters(), by backward(), as averages over the ranks");
       // If the user still holds the placeholder, clearing was not reported.
-      if (in_module == GradState::kEmpty && states_[i].in_module == GradState::kPlaceholder) clear(i);
+      if (in_module == GradState::kOrdinary && states_[i].in_module == GradState::kPlaceholder) clear(i);
       place_in_module(i);
       binding_.hook(i);
     }
@@ -216,7 +216,7 @@ void ShardedGradients::begin() {
     if (in_shard == GradState::kAccumulating) {
       shard_placeholders_->take_out(i, state.shard);
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());
-      state.in_shard = GradState::kEmpty;
+      state.in_shard = GradState::kOrdinary;
     } else {
       forget(i);  // a no-op, unless the user cleared the gradient and still holds the placeholder
     }

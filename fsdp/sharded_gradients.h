@@ -19,7 +19,7 @@ namespace tessera::internal {
 // FSDP's gradients: one bucket for each flat parameter, cut evenly, and the content of `.grad` (see GradState):
 //
 //   .grad of           after a backward     under no_sync()                  after a failed backward
-//   a shard            kFinal, its part     kAccumulating: a placeholder,    kLost: a placeholder,
+//   a shard            kOrdinary, its part  kAccumulating: a placeholder,    kLost: a placeholder,
 //                      of the average       and buckets keep the sums        until zero_grad()
 //   the module's own   kPlaceholder: the gradients are in the shards
 //
@@ -70,10 +70,10 @@ class ShardedGradients {
   struct ParameterState {
     Unit* unit;
     at::Tensor shard;
-    bool shard_requires_grad;                 // at the last look
-    GradState in_shard = GradState::kEmpty;   // set by passes: kAccumulating, kLost, or another
-    GradState in_module = GradState::kEmpty;  // kPlaceholder, or kEmpty: cleared since the last look
-    at::Tensor kept = {};                     // the shard's older gradient, while its state is kAccumulating
+    bool shard_requires_grad;                    // at the last look
+    GradState in_shard = GradState::kOrdinary;   // set by passes: kAccumulating, kLost, or another
+    GradState in_module = GradState::kOrdinary;  // kPlaceholder, or kOrdinary: cleared since the last look
+    at::Tensor kept = {};                        // the shard's older gradient, while its state is kAccumulating
   };
   GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;

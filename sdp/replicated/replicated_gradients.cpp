@@ -190,10 +190,9 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
     flags_.has_own_sums = true;
     return;
   }
-  if (std::exchange(flags_.has_own_sums, false))
-    for (ParameterState& state : states_)
-      if (state.grad == GradState::kAccumulating) state.grad = GradState::kFinal;
-  states_[parameter].grad = GradState::kFinal;
+  if (!std::exchange(flags_.has_own_sums, false)) return;
+  for (ParameterState& state : states_)
+    if (state.grad == GradState::kAccumulating) state.grad = GradState::kOrdinary;
 }
 
 // A gradient that is there already is an average: of a backward, of the time before wrapping, or the user's. It is
@@ -294,7 +293,7 @@ void ReplicatedGradients::begin() {
   reducer_.begin(order, /*frozen_too=*/true);  // own sums of frozen parameters may be pending
   for (size_t i = 0; i < states_.size(); ++i) {
     if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
-    if (std::exchange(states_[i].grad, GradState::kEmpty) != GradState::kAccumulating) continue;
+    if (std::exchange(states_[i].grad, GradState::kOrdinary) != GradState::kAccumulating) continue;
     const at::Tensor sum = std::exchange(binding_.tensor(i).mutable_grad(), at::Tensor());
     if (sum.defined()) reducer_.add_kept(i, sum);
   }
@@ -307,9 +306,8 @@ void ReplicatedGradients::end() {
     states_[i].awaits_reduction = false;
     if (!reducer_.was_used(i)) continue;
     any_used = states_[i].used = true;
-    at::Tensor& grad = binding_.tensor(i).mutable_grad();
-    if (!gets_average(i)) grad.reset();  // the owner's was added to
-    if (grad.defined()) states_[i].grad = GradState::kFinal;
+    if (!gets_average(i)) binding_.tensor(i).mutable_grad().reset();  // the owner's was added to
+    states_[i].grad = GradState::kOrdinary;
   }
   // torch::autograd::grad() for inputs uses no parameters, and need not use all.
   flags_.any_backward = flags_.any_backward || any_used;
@@ -334,7 +332,7 @@ void ReplicatedGradients::abandon() {
   reducer_.abandon();
   if (failed_reducing()) log_.add("a failed backward");  // a rank that fails alone would stay one step behind
   for (size_t i = 0; i < states_.size(); ++i)
-    if (!is_lost(i)) states_[i].grad = GradState::kEmpty;
+    if (!is_lost(i)) states_[i].grad = GradState::kOrdinary;
 }
 
 // Plans buckets again, for the order in which gradients arrived on rank 0.

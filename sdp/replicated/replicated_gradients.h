@@ -33,8 +33,8 @@ struct ReplicatedOptions {
 // Gradients of wrappers whose ranks hold whole parameters: DDP reduces each bucket to every rank, SDP to the rank that
 // owns its parameters.
 //
-// After backward, a parameter's .grad is the average over ranks (GradState::kFinal), or undefined on ranks that do not
-// own it. Under no_sync() it is this rank's own sum, on every rank (kAccumulating). After a failed backward it is a
+// After backward, a parameter's .grad is the average over ranks (GradState::kOrdinary), or undefined on ranks that do
+// not own it. Under no_sync() it is this rank's own sum, on every rank (kAccumulating). After a failed backward it is a
 // placeholder (kLost), and steps throw until zero_grad(). The first pass reduces buckets in reverse order of
 // registration; later passes in the order in which gradients arrived on rank 0.
 class ReplicatedGradients : public BackwardPass {
@@ -77,7 +77,7 @@ class ReplicatedGradients : public BackwardPass {
     bool trainable = false;
     bool used = false;              // by a backward since the last forward
     bool awaits_reduction = false;  // a forward since the last reduction used it for training
-    GradState grad = GradState::kEmpty;
+    GradState grad = GradState::kOrdinary;
     bool has_average = false;  // kAccumulating: an average is part of the sum
   };
 
