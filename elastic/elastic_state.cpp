@@ -135,7 +135,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   };
   const auto hosts = exchange("hosts", [&] {
     check(options_, size);
-    return describe(options_) + "\n" + host_name();
+    return describe(options_) + "\n" + host_and_boot();
   });
   for (size_t i = 0; i < hosts.size(); ++i)
     require(first_line_of(hosts[i]) == first_line_of(hosts[0]), who, ": rank ", i, " passes ", first_line_of(hosts[i]),
@@ -171,7 +171,7 @@ ElasticState::~ElasticState() = default;
 
 void ElasticState::start_server() {
   self_.id = random_text();
-  self_.host = host_name();
+  self_.host = host_and_boot();
   server_ = std::make_unique<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
     auto receiver = std::make_shared<PartReceiver>(copies_);
     return [this, receiver](PeerMessage&& request) { return answer(*receiver, std::move(request)); };

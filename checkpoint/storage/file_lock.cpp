@@ -11,17 +11,9 @@
 #include <utility>
 
 #include "core/runtime/file.h"
+#include "core/runtime/host.h"
 
 namespace tessera::internal {
-namespace {
-
-std::string this_host() {
-  char name[256] = "";
-  if (::gethostname(name, sizeof name - 1) != 0) return "an unknown host";
-  return name;
-}
-
-}  // namespace
 
 FileLock::FileLock(FileLock&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
 
@@ -60,12 +52,12 @@ std::filesystem::path FileLock::path() const {
                          : std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(descriptor_), error);
 }
 
-std::string process_name() { return "process " + std::to_string(::getpid()) + " on " + this_host(); }
+std::string process_name() { return "process " + std::to_string(::getpid()) + " on " + host_name(); }
 
 bool is_of_ended_process(const std::string& name) {
   int process = 0, end = 0;
   if (std::sscanf(name.c_str(), "process %d on %n", &process, &end) != 1 || end == 0 || process <= 0) return false;
-  return name.compare(static_cast<size_t>(end), std::string::npos, this_host()) == 0 && ::kill(process, 0) != 0 &&
+  return name.compare(static_cast<size_t>(end), std::string::npos, host_name()) == 0 && ::kill(process, 0) != 0 &&
          errno == ESRCH;
 }
 

@@ -219,7 +219,7 @@ std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> 
   require(static_cast<bool>(store), who, ": the store is null");
   require(size >= 1 && rank >= 0 && rank < size, who, ": rank ", rank, " of ", size,
           "; expected a size of at least 1 and a rank from 0 to size - 1");
-  Guests guests{who, rank, size, std::move(options), {}, {}, host_name()};
+  Guests guests{who, rank, size, std::move(options), {}, {}, host_and_boot()};
   if (size > 1) {
     const auto timeout = std::max(guests.options.timeout, std::chrono::milliseconds(1));
     guests.store = keys_of_next_group(guests, store);
@@ -232,7 +232,7 @@ std::shared_ptr<Communicator> internal::communicator_from_group(c10::intrusive_p
                                                                 GroupOptions options) {
   const std::string who = "tessera::communicator_from(process_group)";
   require(static_cast<bool>(group), who, ": the process group is null");
-  Guests guests{who, group->getRank(), group->getSize(), std::move(options), {}, {}, host_name()};
+  Guests guests{who, group->getRank(), group->getSize(), std::move(options), {}, {}, host_and_boot()};
   guests.group = group;
   if (guests.size > 1) {
     at::Device device = at::kCPU;

@@ -12,10 +12,11 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <stdexcept>
 #include <utility>
+
+#include "core/runtime/host.h"
 
 namespace tessera::internal {
 namespace {
@@ -107,14 +108,7 @@ std::string address_towards(const std::string& host, int port) {
                            "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
 }
 
-std::string host_name() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(file, boot);
-  char name[256] = {};
-  ::gethostname(name, sizeof(name) - 1);
-  return std::string(name) + "/" + boot;
-}
+std::string host_and_boot() { return host_name() + "/" + boot_id(); }
 
 std::string public_address() {
   if (const auto name = c10::utils::get_env("GLOO_SOCKET_IFNAME"); name && !name->empty())

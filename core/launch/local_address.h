@@ -25,7 +25,7 @@ bool is_loopback_address(const std::string& address);
 std::string try_connect(const std::string& host, int port, int timeout_ms);
 
 // Returns a text that is equal in processes of one host: its name and boot.
-std::string host_name();
+std::string host_and_boot();
 
 // Returns an address of this host that other hosts can reach: that of GLOO_SOCKET_IFNAME if set, or else the first that
 // is not loopback, IPv4 if there is one. Returns 127.0.0.1 if there is none.

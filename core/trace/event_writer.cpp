@@ -3,17 +3,16 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cerrno>
-#include <climits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
 #include "core/runtime/crc32.h"
 #include "core/runtime/file.h"
+#include "core/runtime/host.h"
 #include "core/runtime/warn.h"
 #include "core/trace/append_all.h"
 
@@ -73,11 +72,9 @@ std::string record(const std::string& message) {
 
 std::string file_name() {
   static std::atomic<int> writers = 0;
-  std::array<char, HOST_NAME_MAX + 1> host{};
-  if (::gethostname(host.data(), host.size() - 1) != 0 || host[0] == '\0') host = {"host"};
   const auto now =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
-  return "events.out.tfevents." + std::to_string(now.count()) + "." + host.data() + "." + std::to_string(::getpid()) +
+  return "events.out.tfevents." + std::to_string(now.count()) + "." + host_name() + "." + std::to_string(::getpid()) +
          "." + std::to_string(writers++);
 }
 
@@ -146,7 +143,7 @@ void EventWriter::tell(const std::string& problem) const noexcept {
       options_.on_failure(problem);
     else
       warn(problem);
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): of a message about curves
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): lost curves must not end training
   }
 }
 

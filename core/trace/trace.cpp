@@ -8,10 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <climits>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <iomanip>
 #include <iostream>
 #include <iterator>
@@ -21,6 +19,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/runtime/host.h"
 #include "core/trace/trace_file.h"
 
 namespace tessera::internal {
@@ -62,11 +61,6 @@ ordered_json mark(std::string_view name, int64_t pid, ordered_json args) {
           {"ts", ts},     {"pid", pid},       {"tid", 0},  {"args", std::move(args)}};
 }
 
-std::string own_host_name() {
-  std::array<char, HOST_NAME_MAX + 1> host{};
-  return ::gethostname(host.data(), host.size() - 1) == 0 ? host.data() : "";
-}
-
 std::string line_of(const ordered_json& event) {
   // Names may contain any bytes.
   std::string line = ",";
@@ -80,7 +74,7 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
   return mark("tessera_trace", pid,
               {{"run", run.id},
                {"rank", rank},
-               {"host", own_host_name()},
+               {"host", host_name()},
                {"process", ::getpid()},
                {"clock", Trace::clock_id()},
                {"offset_ns", run.offset_ns},
@@ -90,9 +84,8 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
 }
 
 std::string make_clock_id() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, boot);
-  if (boot.empty()) return c10::str(own_host_name(), "/", ::getpid());  // unique as far as is known
+  const std::string boot = boot_id();
+  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // unique as far as is known
   // A container may have a steady clock of its own.
   std::error_code error;
   const auto space = std::filesystem::read_symlink("/proc/self/ns/time", error);

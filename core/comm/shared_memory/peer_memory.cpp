@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <iterator>
 #include <sstream>
 #include <stdexcept>
@@ -21,6 +20,7 @@
 #include <utility>
 
 #include "core/memory/container_limits.h"
+#include "core/runtime/host.h"
 
 namespace tessera::internal {
 
@@ -64,18 +64,11 @@ uint64_t operation_of(uint64_t tag) { return tag >> 32; }
 
 uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-std::string first_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
 // Equal for two processes exactly if a process id means the same process to both: same boot, PID namespace and user.
 std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
-  const std::string boot = first_line("/proc/sys/kernel/random/boot_id");
+  const std::string boot = boot_id();
   return boot.empty() ? kNone : c10::str(boot, "/", name, "/", ::geteuid());
 }
 
