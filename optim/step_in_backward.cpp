@@ -23,7 +23,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const StepInBackwardOptions& options) {
+std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimizer,
+                                                            const StepInBackwardOptions& options) {
   if (!options.speculative) return nullptr;
   if (!options.max_norm)
     throw std::invalid_argument(

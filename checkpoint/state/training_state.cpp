@@ -127,15 +127,16 @@ void check_name(const std::string& name) {
 
 }  // namespace
 
-StateRef::StateRef(const std::string& name, ModelShards& model) : StateRef(model) {
+TrainingState::StateRef::StateRef(const std::string& name, ModelShards& model) : StateRef(model) {
   check_name(name);
   if (auto* with_model = Ema::of(model)) stateful_ = std::make_shared<EmaState>(name + "_ema", *with_model);
   name_ = name;
 }
-StateRef::StateRef(const std::string& name, torch::optim::Optimizer& optimizer) : name_(name), optimizer_(&optimizer) {
+TrainingState::StateRef::StateRef(const std::string& name, torch::optim::Optimizer& optimizer)
+    : name_(name), optimizer_(&optimizer) {
   check_name(name);
 }
-StateRef::StateRef(ModelShards& model) {
+TrainingState::StateRef::StateRef(ModelShards& model) {
   if (auto* ema = dynamic_cast<Ema*>(&model))
     stateful_ = std::make_shared<EmaState>("ema", *ema);
   else if (auto* with_model = Ema::of(model))
@@ -143,13 +144,14 @@ StateRef::StateRef(ModelShards& model) {
   else
     model_ = &model;
 }
-StateRef::StateRef(const std::string& name, Ema& ema) : stateful_(std::make_shared<EmaState>(name, ema)) {}
-StateRef::StateRef(Stateful& stateful) : stateful_(std::shared_ptr<Stateful>(), &stateful) {}
-StateRef::StateRef(ShardedGradScaler& scaler) : StateRef("grad_scaler", scaler) {}
-StateRef::StateRef(const std::string& name, ShardedGradScaler& scaler)
+TrainingState::StateRef::StateRef(const std::string& name, Ema& ema)
+    : stateful_(std::make_shared<EmaState>(name, ema)) {}
+TrainingState::StateRef::StateRef(Stateful& stateful) : stateful_(std::shared_ptr<Stateful>(), &stateful) {}
+TrainingState::StateRef::StateRef(ShardedGradScaler& scaler) : StateRef("grad_scaler", scaler) {}
+TrainingState::StateRef::StateRef(const std::string& name, ShardedGradScaler& scaler)
     : stateful_(std::make_shared<ScalerState>(name, scaler)) {}
-StateRef::StateRef(torch::optim::LRScheduler& scheduler) : StateRef("scheduler", scheduler) {}
-StateRef::StateRef(const std::string& name, torch::optim::LRScheduler& scheduler)
+TrainingState::StateRef::StateRef(torch::optim::LRScheduler& scheduler) : StateRef("scheduler", scheduler) {}
+TrainingState::StateRef::StateRef(const std::string& name, torch::optim::LRScheduler& scheduler)
     : stateful_(std::make_shared<SchedulerState>(name, scheduler)) {}
 
 TrainingState::TrainingState(std::initializer_list<StateRef> all) {

@@ -1,4 +1,4 @@
-#include <tessera/checkpoint/folder_lock.h>
+#include <tessera/checkpoint.h>
 
 #include <fstream>
 #include <stdexcept>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/checkpoint/folder_lock.h>
+#include <tessera/checkpoint.h>
 #include <tessera/communicator.h>
 
 #include <memory>

@@ -17,6 +17,10 @@
 
 namespace tessera {
 
+namespace internal {
+class FileLock;
+}
+
 // Saves and loads sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks can load
 // them. FORMAT.md defines the bytes; docs/checkpoint.md is the guide.
 //
@@ -132,5 +136,22 @@ std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::pa
 // manifest, so that loading it reports the damage. Throws CheckpointError if the folder is itself a checkpoint. Not
 // collective: call it on rank 0 only, or when no save is in flight.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
+
+// A lock that gives one job exclusive use of a folder, such as its output folder; the job's rank 0 holds it. The lock
+// is a file ".tessera.lock", which names its holder and is never removed. Not collective.
+class FolderLock {
+ public:
+  // Creates the folder if it is missing. Throws CheckpointError with process, host and file if another job holds the
+  // lock. On a file system without locks the file's text decides: a dead process of this host does not count; the file
+  // of any other must be removed by hand.
+  explicit FolderLock(const std::filesystem::path& folder);
+  ~FolderLock();
+  FolderLock(FolderLock&& other) noexcept;
+  FolderLock& operator=(FolderLock&&) = delete;
+
+ private:
+  std::filesystem::path file_;
+  std::unique_ptr<internal::FileLock> lock_;
+};
 
 }  // namespace tessera

@@ -47,8 +47,10 @@ struct DdpOptions {
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
+namespace internal {
+
 // The part of the wrapper that does not depend on the module's type.
-class DdpModule : public internal::ReplicatedModule {
+class DdpModule : public ReplicatedModule {
  public:
   // torch::nn::utils::clip_grad_norm_. Not collective: every rank has all gradients. On a device it returns without
   // blocking, unless error_if_nonfinite is set.
@@ -57,6 +59,8 @@ class DdpModule : public internal::ReplicatedModule {
  protected:
   DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options);
 };
+
+}  // namespace internal
 
 // Data parallelism without sharding (Li et al., "PyTorch Distributed", 2020; torch's DistributedDataParallel):
 // every rank holds all parameters, and after backward the gradients averaged over ranks.
@@ -69,12 +73,12 @@ class DdpModule : public internal::ReplicatedModule {
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Train through the wrapper's forward, not the
 // module's. With OSS as the optimizer this is ZeRO stage 1.
 template <class Holder>
-class DistributedDataParallel : public DdpModule {
+class DistributedDataParallel : public internal::DdpModule {
  public:
   // Collective. Throws std::invalid_argument, on every rank and with the first difference by
   // name, if ranks differ in the model or the options.
   DistributedDataParallel(Holder module, std::shared_ptr<Communicator> comm, DdpOptions options = {})
-      : DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
+      : internal::DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
   // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error,
   // naming the parameter, if one was added, converted, or changed in forward; std::runtime_error, naming it, if no rank

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include <tessera/detail/converted_inputs.h>
-#include <tessera/fully_sharded_module.h>
+#include <tessera/model/fully_sharded_module.h>
 
 namespace tessera {
 

@@ -41,8 +41,10 @@ struct SdpOptions {
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
+namespace internal {
+
 // The part of the wrapper that does not depend on the module's type.
-class SdpModule : public internal::ReplicatedModule {
+class SdpModule : public ReplicatedModule {
  public:
   // Picks up changes of requires_grad. Each forward does this, too.
   void refresh_trainable();
@@ -68,12 +70,14 @@ class SdpModule : public internal::ReplicatedModule {
     std::string first_parameter;         // name of the first module parameter that it holds, for errors
   };
   static std::vector<Reference> references_to(const std::vector<ShardedOptimizer*>& optimizers,
-                                              const std::vector<internal::PlannedParameter>& parameters,
+                                              const std::vector<PlannedParameter>& parameters,
                                               const Communicator& comm);
-  int owner_of(const internal::PlannedParameter& parameter) const;
+  int owner_of(const PlannedParameter& parameter) const;
 
   const std::vector<Reference> optimizers_;
 };
+
+}  // namespace internal
 
 // Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel): each gradient is reduced
 // during backward to the rank whose optimizer owns the parameter, and freed on all others.
@@ -86,10 +90,10 @@ class SdpModule : public internal::ReplicatedModule {
 // Several optimizers on one model are given as pointers: {&first, &second}. They must outlive the wrapper's use, or
 // forward() throws std::logic_error. An optimizer's step() throws std::logic_error if this rank's gradients are not
 // averages: after a backward under no_sync() alone, or after a failed one. `Holder` is a torch::nn module holder or a
-// std::shared_ptr to a module. Train through the wrapper's forward: the module's does not pick up changes of
-// requires_grad, and does not broadcast buffers.
+// std::shared_ptr to a module. Train through the wrapper's forward: the module's does not broadcast buffers, and picks
+// up changes of requires_grad only after refresh_trainable().
 template <class Holder>
-class ShardedDataParallel : public SdpModule {
+class ShardedDataParallel : public internal::SdpModule {
  public:
   // Collective. Throws std::invalid_argument, with the first difference by name, if ranks differ in the model or the
   // options, and if a trainable parameter is in no optimizer, or in two.
@@ -98,7 +102,7 @@ class ShardedDataParallel : public SdpModule {
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
   ShardedDataParallel(Holder module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
-      : SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
+      : internal::SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
 
   // Returns the result of module->forward(args...). Collective if the module has buffers. Throws as the constructor if
   // a parameter without an optimizer has become trainable.

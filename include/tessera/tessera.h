@@ -7,7 +7,6 @@
 #include <tessera/activation_offload.h>
 #include <tessera/autocast.h>
 #include <tessera/checkpoint.h>
-#include <tessera/checkpoint/folder_lock.h>
 #include <tessera/checkpoint/full_file.h>
 #include <tessera/checkpointed.h>
 #include <tessera/communicator.h>

@@ -181,7 +181,7 @@ void write_back(const at::Tensor& parameter, const at::Tensor& values) {
 }
 
 template <class State>
-class RevocableHostSteps : public RevocableSteps {
+class RevocableHostSteps : public PartialStep::RevocableSteps {
  public:
   explicit RevocableHostSteps(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
 
@@ -268,10 +268,10 @@ void HostAdam::step_parameters(const std::vector<at::Tensor>& parameters) { step
 void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
 void HostAdam::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 void HostAdamW::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
-std::unique_ptr<RevocableSteps> HostAdam::revocable_steps() {
+std::unique_ptr<PartialStep::RevocableSteps> HostAdam::revocable_steps() {
   return std::make_unique<RevocableHostSteps<torch::optim::AdamParamState>>(*this);
 }
-std::unique_ptr<RevocableSteps> HostAdamW::revocable_steps() {
+std::unique_ptr<PartialStep::RevocableSteps> HostAdamW::revocable_steps() {
   return std::make_unique<RevocableHostSteps<torch::optim::AdamWParamState>>(*this);
 }
 

@@ -15,6 +15,8 @@
 
 namespace tessera::internal {
 
+using ParameterState = OptimizerStateDict::ParameterState;
+
 // Relation of a state tensor to its parameter, by the tensor's name. kElements: element by element, in the parameter's
 // shape. kBlocks (names ending in "_scale"): 1-D, a number for each block of 256 elements in memory order. kRows,
 // kColumns ("_row", "_col"): 1-D, a number for each row or column of the last two dimensions, held whole by every rank

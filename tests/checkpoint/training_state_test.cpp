@@ -388,7 +388,7 @@ TEST(TrainingState, MistakesAreRefused) {
     Replicated model(torch::nn::Linear(2, 2).ptr(), comm), second(torch::nn::Linear(2, 2).ptr(), comm);
     torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(1.0));
     torch::optim::StepLR scheduler(sgd, 2, 0.5);
-    auto refused = [](std::initializer_list<StateRef> all) {
+    auto refused = [](std::initializer_list<TrainingState::StateRef> all) {
       return error_of<std::invalid_argument>([&] { TrainingState state(all); });
     };
     expect_contains(refused({sgd}), "no model");
@@ -398,7 +398,8 @@ TEST(TrainingState, MistakesAreRefused) {
     expect_contains(refused({model, second}), "several models, of which one has no name");
     expect_contains(refused({{"a", model}, second}), "several models, of which one has no name");
     expect_contains(refused({{"a", model}, {"a", second}}), "two models named 'a'");
-    expect_contains(error_of<std::invalid_argument>([&] { StateRef("a.b", model); }), "'a.b' is not a name of a state");
+    expect_contains(error_of<std::invalid_argument>([&] { TrainingState::StateRef("a.b", model); }),
+                    "'a.b' is not a name of a state");
     expect_contains(refused({model, sgd, sgd}), "two optimizers without a name");
     expect_contains(refused({model, sgd, {"b", sgd}}), "several optimizers, of which one has no name");
     expect_contains(refused({model, {"b", sgd}, {"b", sgd}}), "two optimizers named 'b'");

@@ -162,7 +162,7 @@ struct Observed : PartialStep {
   int steps = 0;
 };
 
-struct ObservedSteps : RevocableSteps {
+struct ObservedSteps : PartialStep::RevocableSteps {
   explicit ObservedSteps(Observed& of) : observed(of), inner(of.optimizer.revocable_steps()) {}
   void step(const std::vector<at::Tensor>& parameters) override {
     inner->step(parameters);
@@ -173,9 +173,11 @@ struct ObservedSteps : RevocableSteps {
   void roll_back() override { inner->roll_back(); }
   void keep() override { inner->keep(); }
   Observed& observed;
-  std::unique_ptr<RevocableSteps> inner;
+  std::unique_ptr<PartialStep::RevocableSteps> inner;
 };
-std::unique_ptr<RevocableSteps> Observed::revocable_steps() { return std::make_unique<ObservedSteps>(*this); }
+std::unique_ptr<PartialStep::RevocableSteps> Observed::revocable_steps() {
+  return std::make_unique<ObservedSteps>(*this);
+}
 
 struct CallInBackward : torch::autograd::Function<CallInBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t call) {
@@ -643,7 +645,7 @@ struct Unreliable : PartialStep {
       }
       void keep() override { inner->keep(); }
       Unreliable& own;
-      std::unique_ptr<RevocableSteps> inner;
+      std::unique_ptr<PartialStep::RevocableSteps> inner;
     };
     return std::make_unique<Steps>(*this);
   }

@@ -16,33 +16,6 @@
 
 namespace tessera {
 
-// A reference to one object whose state is saved. The object must outlive it.
-class StateRef {
- public:
-  // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
-  StateRef(ModelShards& model);  // An Ema is saved as averages named "ema", not as a model.
-  StateRef(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
-  StateRef(Stateful& stateful);
-  StateRef(ShardedGradScaler& scaler);  // named "grad_scaler"
-  // Named "scheduler": its count of steps; learning rates belong to the optimizer.
-  StateRef(torch::optim::LRScheduler& scheduler);
-  // NOLINTEND(google-explicit-constructor)
-  // For several objects of one kind, each with its own name. Tensors of a named model are "<name>.<fqn>" in the
-  // checkpoint; its Ema is "<name>_ema".
-  StateRef(const std::string& name, ModelShards& model);
-  StateRef(const std::string& name, torch::optim::Optimizer& optimizer);
-  StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
-  StateRef(const std::string& name, ShardedGradScaler& scaler);
-  StateRef(const std::string& name, Ema& ema);
-
- private:
-  friend class TrainingState;
-  std::string name_;  // of a model or optimizer; "": the only one
-  ModelShards* model_ = nullptr;
-  torch::optim::Optimizer* optimizer_ = nullptr;
-  std::shared_ptr<Stateful> stateful_;
-};
-
 // The objects of one training state: models, optimizers and Stateful objects. One model may be without a name; several
 // need one each. The same holds for optimizers, each of which may have parameters of several models:
 //
@@ -50,6 +23,33 @@ class StateRef {
 //   {model, {"muon", muon}, {"adamw", adamw}}
 class TrainingState {
  public:
+  // A reference to one object whose state is saved. The object must outlive it.
+  class StateRef {
+   public:
+    // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
+    StateRef(ModelShards& model);  // An Ema is saved as averages named "ema", not as a model.
+    StateRef(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
+    StateRef(Stateful& stateful);
+    StateRef(ShardedGradScaler& scaler);  // named "grad_scaler"
+    // Named "scheduler": its count of steps; learning rates belong to the optimizer.
+    StateRef(torch::optim::LRScheduler& scheduler);
+    // NOLINTEND(google-explicit-constructor)
+    // For several objects of one kind, each with its own name. Tensors of a named model are "<name>.<fqn>" in the
+    // checkpoint; its Ema is "<name>_ema".
+    StateRef(const std::string& name, ModelShards& model);
+    StateRef(const std::string& name, torch::optim::Optimizer& optimizer);
+    StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
+    StateRef(const std::string& name, ShardedGradScaler& scaler);
+    StateRef(const std::string& name, Ema& ema);
+
+   private:
+    friend class TrainingState;
+    std::string name_;  // of a model or optimizer; "": the only one
+    ModelShards* model_ = nullptr;
+    torch::optim::Optimizer* optimizer_ = nullptr;
+    std::shared_ptr<Stateful> stateful_;
+  };
+
   // Throws std::invalid_argument for no model, models of different communicators, several models or optimizers of which
   // one has no name, and names that are invalid or duplicate.
   TrainingState(std::initializer_list<StateRef> all);

@@ -2,16 +2,153 @@
 
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
 
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include <tessera/detail/listed.h>
 #include <tessera/detail/parameter_parts.h>
 
 namespace tessera::internal {
+
+// Bases of options and states of Tessera's own optimizers. `Derived` lists its fields once,
+//
+//   template <class Visit> void visit(Visit visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
+//
+// for libtorch's archives here and for checkpoints in optimizer_state.h. Fields of options are bool or double, fields
+// of states int64_t or tensors. Archives omit undefined tensors.
+
+// For check(): unless `holds`, throws std::invalid_argument, "Muon: momentum is 1, expected 0 or more and below 1".
+void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected);
+
+// TORCH_ARG for a base class: the setter returns the derived options.
+#define TESSERA_LISTED_OPTION(name)                       \
+  Derived& name(double value) {                           \
+    name##_ = value;                                      \
+    return static_cast<Derived&>(*this);                  \
+  }                                                       \
+  const double& name() const noexcept { return name##_; } \
+  double& name() noexcept { return name##_; }
+
+namespace listed {
+
+// Throws std::invalid_argument if fields are missing or unknown: the archive is another optimizer's.
+void require_fields(const std::vector<std::string>& missing, const std::vector<std::string>& unknown);
+
+template <class Listed>
+void read(Listed& fields, torch::serialize::InputArchive& archive) {
+  std::vector<std::string> unknown = archive.keys(), missing;
+  fields.visit([&](const char* name, auto& field) {
+    c10::IValue value;
+    std::erase(unknown, name);
+    if (archive.try_read(name, value))
+      field = value.to<std::decay_t<decltype(field)>>();
+    else if (!std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>)
+      missing.emplace_back(name);
+  });
+  require_fields(missing, unknown);
+}
+
+template <class Listed>
+void write(const Listed& fields, torch::serialize::OutputArchive& archive) {
+  const_cast<Listed&>(fields).visit([&](const char* name, auto& field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>) {
+      if (!field.defined()) return;
+    }
+    archive.write(name, c10::IValue(field));
+  });
+}
+
+}  // namespace listed
+
+// Base of options. `Derived` must have a kName and a field lr().
+template <class Derived>
+class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
+ public:
+  // For torch::load and torch::save, by the fields' names.
+  void serialize(torch::serialize::InputArchive& archive) override { listed::read(self(), archive); }
+  void serialize(torch::serialize::OutputArchive& archive) const override { listed::write(self(), archive); }
+  double get_lr() const override { return self().lr(); }  // lr(), for torch's schedulers
+  void set_lr(double lr) override { self().lr(lr); }      // sets lr(), for torch's schedulers
+
+ private:
+  Derived& self() { return static_cast<Derived&>(*this); }
+  const Derived& self() const { return static_cast<const Derived&>(*this); }
+};
+
+// Base of options with weight decay. check() and visit() of `Derived` must call those of this class first.
+template <class Derived>
+class ListedDecay : public ListedOptions<Derived> {
+ public:
+  // Sets the defaults.
+  ListedDecay(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
+
+  TESSERA_LISTED_OPTION(lr)            // the learning rate
+  TESSERA_LISTED_OPTION(weight_decay)  // decoupled: multiplies parameters by 1 - lr * weight_decay
+
+  // Throws std::invalid_argument if a value is out of range.
+  void check() const {
+    require_option(lr_ >= 0, Derived::kName, "lr", lr_, "0 or more");
+    require_option(weight_decay_ >= 0, Derived::kName, "weight_decay", weight_decay_, "0 or more");
+  }
+  // Calls visit(name, value) for each option.
+  template <class Visit>
+  void visit(Visit visit) {
+    visit("lr", lr_);
+    visit("weight_decay", weight_decay_);
+  }
+
+ private:
+  double lr_, weight_decay_;
+};
+
+// Base of options with two moving averages, or with one that two factors mix.
+template <class Derived>
+class ListedBetas : public ListedDecay<Derived> {
+ public:
+  // Sets the defaults.
+  ListedBetas(double lr, double beta1, double beta2, double weight_decay)
+      : ListedDecay<Derived>(lr, weight_decay), beta1_(beta1), beta2_(beta2) {}
+
+  TESSERA_LISTED_OPTION(beta1)  // decay of the first average
+  TESSERA_LISTED_OPTION(beta2)  // decay of the second average
+
+  // Throws std::invalid_argument if a value is out of range.
+  void check() const {
+    ListedDecay<Derived>::check();
+    require_option(beta1_ >= 0 && beta1_ < 1, Derived::kName, "beta1", beta1_, "0 or more and below 1");
+    require_option(beta2_ >= 0 && beta2_ < 1, Derived::kName, "beta2", beta2_, "0 or more and below 1");
+  }
+  // Calls visit(name, value) for each option.
+  template <class Visit>
+  void visit(Visit visit) {
+    ListedDecay<Derived>::visit(visit);
+    visit("beta1", beta1_);
+    visit("beta2", beta2_);
+  }
+
+ private:
+  double beta1_, beta2_;
+};
+
+#undef TESSERA_LISTED_OPTION
+
+// Base of the state of one parameter.
+template <class Derived>
+class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
+ public:
+  // For torch::load and torch::save, by the fields' names.
+  void serialize(torch::serialize::InputArchive& archive) override {
+    listed::read(static_cast<Derived&>(*this), archive);
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    listed::write(static_cast<const Derived&>(*this), archive);
+  }
+};
 
 // Throws std::invalid_argument unless the parameter, which must have a gradient, is dense and of floating-point type,
 // and its gradient is dense.
@@ -20,7 +157,7 @@ void require_dense(const at::Tensor& parameter, const char* optimizer);
 // Whether an optimizer is elementwise, and so may be given shards, or needs whole parameters.
 enum class Sees { kElements, kParameters };
 
-// Base of Tessera's own optimizers: construction, checks and archives. `Options` (see listed.h) must have a kName, and
+// Base of Tessera's own optimizers: construction, checks and archives. `Options` (see above) must have a kName, and
 // a check() that throws std::invalid_argument for invalid values.
 template <class Options, class State, Sees sees>
 class ListedOptimizer : public torch::optim::Optimizer {

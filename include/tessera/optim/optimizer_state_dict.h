@@ -12,13 +12,6 @@
 
 namespace tessera {
 
-// An optimizer's state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Undefined tensors are left out. The
-// tensors are the optimizer's own, not copies.
-struct ParameterState {
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::vector<std::pair<std::string, int64_t>> numbers;
-};
-
 // A group's hyper-parameters by name: {"lr", 1e-3}, {"beta1", 0.9}, {"amsgrad", false}.
 using OptimizerOption = std::variant<bool, double>;
 using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
@@ -29,6 +22,12 @@ struct OptimizerStateDict {
   struct Group {
     OptionList options;
     int64_t parameter_count = 0;
+  };
+  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Undefined tensors are left out. The tensors are
+  // the optimizer's own, not copies.
+  struct ParameterState {
+    std::vector<std::pair<std::string, at::Tensor>> tensors;
+    std::vector<std::pair<std::string, int64_t>> numbers;
   };
   std::string kind;  // "Adam"; see optimizer_kind()
   std::vector<Group> groups;

@@ -9,23 +9,6 @@
 
 namespace tessera {
 
-// Steps of some parameters that can be rolled back, from copies. The optimizer must outlive it. Must be used by one
-// thread at a time. Is not collective.
-class RevocableSteps {
- public:
-  virtual ~RevocableSteps() = default;
-  // Calls PartialStep::step_parameters(parameters) and keeps copies of the changed values: the parameters' elements and
-  // the optimizer's state, whose tensors it may replace. A parameter must be stepped only once before keep() or
-  // roll_back(). Throws as step_parameters() does, and if there is no room for copies. Some parameters may be stepped
-  // then; roll_back() restores those.
-  virtual void step(const std::vector<at::Tensor>& parameters) = 0;
-  // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write fails (disk);
-  // must then be called again.
-  virtual void roll_back() = 0;
-  // Confirms the steps.
-  virtual void keep() = 0;
-};
-
 namespace internal {
 
 // An optimizer that can step some of its parameters and leave the others for later. Must be used by one thread at a
@@ -60,6 +43,23 @@ void for_each_stepped(
 // (StepInBackward). Derived classes implement step_parameters() and, if needed, require_steppable().
 class PartialStep : public internal::ChosenStep {
  public:
+  // Steps of some parameters that can be rolled back, from copies. The optimizer must outlive it. Must be used by one
+  // thread at a time. Is not collective.
+  class RevocableSteps {
+   public:
+    virtual ~RevocableSteps() = default;
+    // Calls PartialStep::step_parameters(parameters) and keeps copies of the changed values: the parameters' elements
+    // and the optimizer's state, whose tensors it may replace. A parameter must be stepped only once before keep() or
+    // roll_back(). Throws as step_parameters() does, and if there is no room for copies. Some parameters may be stepped
+    // then; roll_back() restores those.
+    virtual void step(const std::vector<at::Tensor>& parameters) = 0;
+    // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write fails (disk);
+    // must then be called again.
+    virtual void roll_back() = 0;
+    // Confirms the steps.
+    virtual void keep() = 0;
+  };
+
   // Returns an object for steps that can be rolled back; null if unsupported.
   virtual std::unique_ptr<RevocableSteps> revocable_steps() { return nullptr; }
 };

@@ -86,11 +86,11 @@ class StepInBackward {
   internal::GradientSource& source_;
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
-  const std::unique_ptr<RevocableSteps> speculation_;   // null: not speculative
-  std::vector<at::Tensor> deferred_;                    // with max_norm: parameters of this backward
-  std::unordered_set<const c10::TensorImpl*> arrived_;  // in this backward
-  std::optional<ScopeExit> refusal_;                    // set while speculative steps are unconfirmed
-  bool must_be_taken_back_ = false;                     // abandon() could not roll back
+  const std::unique_ptr<PartialStep::RevocableSteps> speculation_;  // null: not speculative
+  std::vector<at::Tensor> deferred_;                                // with max_norm: parameters of this backward
+  std::unordered_set<const c10::TensorImpl*> arrived_;              // in this backward
+  std::optional<ScopeExit> refusal_;                                // set while speculative steps are unconfirmed
+  bool must_be_taken_back_ = false;                                 // abandon() could not roll back
   int64_t times_taken_back_ = 0;
 
   std::vector<std::future<void>> steps_;               // of this backward
