@@ -1,4 +1,4 @@
-#include "core/comm/guest/message_transport.h"
+#include "core/comm/guest/guest_transports.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-#include "core/comm/guest/process_group_transport.h"
+#include "core/comm/guest/guest_transports.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
