@@ -255,7 +255,7 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
     const Work& work = all[i];
     if (work.state == nullptr) continue;
     if (work.held.numel() == 0) {
-      note_write(parameters[i]);  // as if this rank held elements
+      note_write(parameters[i]);  // ranks compare their writes: all must count this one
       continue;
     }
     if (!work.is_quantized) {

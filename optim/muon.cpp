@@ -287,7 +287,7 @@ at::Tensor Muon::step(LossClosure closure) {
   orthogonalize(matrices);
   for (const Matrix& matrix : matrices) {
     if (matrix.shape.held.numel() == 0) {
-      note_write(matrix.parameter);  // as if this rank held elements
+      note_write(matrix.parameter);  // ranks compare their writes: all must count this one
       continue;
     }
     const at::Tensor own = in_memory_order(matrix.parameter.detach());

@@ -27,7 +27,7 @@ struct SavedSlice {
   std::vector<uint64_t> checksums;  // one a block; none in files that are not of a checkpoint
 };
 
-enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: of a Stateful
+enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: a Stateful wrote it
 
 // The elements of a tensor that some ranks hold: `count` ranks (rank, rank + rank_step, ...) hold `numel` elements
 // each, one after the other from `begin` on, in memory order.

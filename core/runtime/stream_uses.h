@@ -18,12 +18,12 @@ void order_streams(const c10::Stream& first, const c10::Stream& then);
 // next writer waits for all of them. No-op on a CPU. Must be used by one thread at a time.
 class StreamUses {
  public:
-  // The current stream has produced the memory or waited for it. Other streams may use it after this stream's work so
-  // far.
+  // Must be called when the memory is filled, on the stream that fills it or has waited for that. A later use() on
+  // another stream waits for the work enqueued so far.
   void begin(c10::Device device);
-  // The current stream is about to use the memory concurrently with other users.
+  // Must be called before the current stream uses the memory; other users may run at the same time.
   void use();
-  // The current stream is about to free or overwrite the memory: waits for all users.
+  // Must be called before the memory is freed or overwritten: the current stream waits for all users.
   void join();
 
  private:

@@ -49,15 +49,15 @@ class NcclQueue {
 
   // Begins the end of the group. Returns the description of the oldest operation, or nullopt if the end had begun.
   std::optional<std::string> begin_end();
-  // `is_told`: this rank knows the reason.
+  // Sets the reason, after begin_end(). `is_told`: a caller on this rank already has the reason.
   void complete_end(std::string reason, bool is_told);
-  // The reason, of an end that is complete. The caller tells it.
+  // Returns the reason once the end is complete, else nullopt. The caller must throw it.
   std::optional<std::string> reason_to_tell();
   struct End {
     std::string reason;
     bool is_told;
   };
-  // Blocks while the group is ending. nullopt: it has not ended.
+  // Blocks while the group is ending. Returns nullopt if the group has not ended.
   std::optional<End> wait_for_end();
 
  private:

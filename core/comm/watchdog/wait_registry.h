@@ -22,7 +22,7 @@ class WaitRegistry {
   struct Place {
     std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks, whose watchdog makes it
     std::string name;
-    std::vector<int> ranks;  // as numbered in the group of all ranks; empty for that group
+    std::vector<int> ranks;  // numbers in the group of all ranks; empty: this is that group
   };
 
   struct Wait {
