@@ -1,3 +1,4 @@
+// The construction of flat parameters, apart from their use in a step.
 #include "fsdp/flat_parameter.h"
 
 #include <ATen/ops/empty.h>
@@ -5,10 +6,13 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/layout/deferred.h"
 #include "core/layout/tensor_signature.h"
 #include "core/memory/memory_kind_scope.h"
+#include "core/model/module_state.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 namespace {
@@ -25,6 +29,48 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
+}
+
+std::string traits_of(const PlannedParameter& parameter) {
+  return std::string(" (") + c10::toString(parameter.tensor.scalar_type()) +
+         (parameter.full_precision ? ", full precision" : "") +
+         (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
+}
+
+// Makes this rank's part of gradients that the parameters have had since before they were wrapped the `.grad` of their
+// shards, and clears the parameters' own. Not collective: require_same_plan() has compared them over the ranks.
+void take_earlier_gradients(FlatParameter& flat) {
+  const NoGradNoInferenceGuard quiet;
+  std::vector<bool> has(flat.parameters().size());
+  at::Tensor full;
+  for (size_t i = 0; i < has.size(); ++i) {
+    const at::Tensor grad = std::exchange(flat.parameters()[i].tensor.mutable_grad(), at::Tensor());
+    has[i] = is_earlier_gradient(grad);
+    if (!has[i]) continue;
+    if (!full.defined())
+      full = at::zeros({flat.layout().full_numel()}, at::TensorOptions().dtype(flat.dtype()).device(grad.device()));
+    flat.view_in(full, i).copy_(grad.is_sparse() ? grad.to_dense() : grad);
+  }
+  if (!full.defined()) return;
+  const at::Tensor own = flat.gradient().room(flat.dtype());
+  own.copy_(flat.own_part_of(full));
+  flat.gradient().accept(own, has);
+}
+
+std::unique_ptr<PagedFlatParameter> make_paged(std::string name, std::vector<PlannedParameter> parameters, int index,
+                                               Communicator& comm, bool sync_module_states,
+                                               const FlatParameterOptions& options) {
+  auto paged = std::make_unique<PagedFlatParameter>(
+      PagedFlatParameter{FlatParameter(std::move(name), std::move(parameters), comm, sync_module_states, options)});
+  const FlatParameter& own = paged->flat;
+  const bool is_exempt = own.parameters()[0].full_precision;
+  paged->page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
+  if (own.is_cast()) paged->exact_page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
+  if (is_exempt && options.gather_dtype && *options.gather_dtype != own.dtype() && at::isFloatingType(own.dtype()))
+    paged->page->convert_activations(*options.gather_dtype);
+  take_earlier_gradients(paged->flat);
+  paged->point_parameters(*paged->page, own.gather_dtype());
+  return paged;
 }
 
 bool is_read(const PlannedParameter& parameter) { return reader_of(parameter.tensor) != nullptr; }
@@ -157,32 +203,6 @@ bool FlatParameter::is_shard_attached(size_t parameter) const {
          is_view_at(own, {layout().owned(index, rank()).numel()}, {1}, layout().offset_in_shard(index, rank()));
 }
 
-const at::Tensor& FlatParameter::link_source() {
-  if (!low_precision_) return shard_;
-  if (const uint32_t writes = shard_page().writes(); low_precision_->writes != writes) {
-    low_precision_->values.copy_(shard_);
-    low_precision_->writes = writes;
-  }
-  return low_precision_->values;
-}
-
-at::Tensor FlatParameter::shard_for(const at::Tensor& full) const {
-  if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
-  return own_part_of(full).copy_(shard_);
-}
-
-Pending FlatParameter::gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
-  const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
-  codec_->encode(shard, own);
-  return comm.all_gather(wire, own, {}, name());
-}
-
-void FlatParameter::decode(const at::Tensor& wire, const at::Tensor& full) const {
-  for (int rank = 0; rank * encoded_bytes_ < wire.numel(); ++rank)
-    codec_->decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
-                   full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
-}
-
 void PagedFlatParameter::point_parameters(const Page& to, at::ScalarType dtype) const {
   for (size_t i = 0; i < flat.parameters().size(); ++i) {
     const ParameterGeometry& geometry = flat.geometry(i);
@@ -206,6 +226,18 @@ std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const Plan
     group->push_back(parameter);
   }
   return groups;
+}
+
+FlatParameters make_flat_parameters(const PlannedUnit& unit, const std::string& name, int index, Communicator& comm,
+                                    bool sync_module_states, const FlatParameterOptions& options) {
+  at::NoGradGuard no_grad;
+  FlatParameters made;
+  auto parts = split_into_flat_parameters(unit);
+  for (auto& parameters : parts) {
+    std::string own_name = parts.size() > 1 ? name + traits_of(parameters[0]) : name;
+    made.push_back(make_paged(std::move(own_name), std::move(parameters), index, comm, sync_module_states, options));
+  }
+  return made;
 }
 
 }  // namespace tessera::internal

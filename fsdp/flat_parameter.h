@@ -116,19 +116,36 @@ class FlatParameter : public FlatSpec {
 
   // The tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the device:
   // the shard itself, or this rank's part of `full`, into which the shard is cast or copied from host memory.
-  at::Tensor shard_for(const at::Tensor& full) const;
+  at::Tensor shard_for(const at::Tensor& full) const {
+    if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
+    return own_part_of(full).copy_(shard_);
+  }
 
   // The encoded bytes of a shard; 0 if shards are sent as they are.
   int64_t encoded_bytes() const { return encoded_bytes_; }
   // Starts gathering encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of any
   // dtype. After the exchange decode() must be called, which decodes this rank's shard too: all ranks get equal values.
-  Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
-  void decode(const at::Tensor& wire, const at::Tensor& full) const;
+  Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
+    const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
+    codec_->encode(shard, own);
+    return comm.all_gather(wire, own, {}, name());
+  }
+  void decode(const at::Tensor& wire, const at::Tensor& full) const {
+    for (int rank = 0; rank * encoded_bytes_ < wire.numel(); ++rank)
+      codec_->decode(wire.narrow(0, rank * encoded_bytes_, encoded_bytes_),
+                     full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
+  }
 
-  bool has_low_precision_copy() const { return low_precision_ != nullptr; }
   // Of a shard in host memory: the tensor in gather_dtype() to copy to the device. It is the shard, or the low
   // precision copy, which is refreshed if the shard was written to without it.
-  const at::Tensor& link_source();
+  const at::Tensor& link_source() {
+    if (!low_precision_) return shard_;
+    if (const uint32_t writes = shard_page().writes(); low_precision_->writes != writes) {
+      low_precision_->values.copy_(shard_);
+      low_precision_->writes = writes;
+    }
+    return low_precision_->values;
+  }
 
   // That copy without a refresh; undefined without a copy.
   at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
@@ -184,5 +201,10 @@ using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of 
 // Splits a unit's parameters into flat parameters: by dtype, by full precision, and into frozen and trainable, so that
 // frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
+
+// Splits the unit, takes its values, and makes the module's parameters views of pages with the id `index`. `name` is
+// for errors. Collective if `sync_module_states`.
+FlatParameters make_flat_parameters(const PlannedUnit& unit, const std::string& name, int index, Communicator& comm,
+                                    bool sync_module_states, const FlatParameterOptions& options);
 
 }  // namespace tessera::internal

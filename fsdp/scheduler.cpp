@@ -1,5 +1,6 @@
 #include "fsdp/scheduler.h"
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -9,33 +10,18 @@
 #include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {
+namespace {
 
-std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
-                                           const FsdpOptions& options) {
-  if (!comm) throw std::invalid_argument("FullyShardedDataParallel: the communicator is null");
-  require_residency();
-  std::shared_ptr<Scheduler> scheduler(new Scheduler(module, std::move(comm), options));
-  Binding& binding = scheduler->gradients_.binding();
-  binding.set_take(while_alive(
-      std::weak_ptr(scheduler),
-      [](Scheduler& self, size_t parameter, const at::Tensor& gradient) { return self.take(parameter, gradient); },
-      [](size_t, const at::Tensor&) -> at::Tensor {
-        throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
-      }));
-  binding.hook_all();
-  return scheduler;
+// The units of the pages, each once.
+std::vector<Unit*> units_of(const std::vector<Page*>& pages, const ShardedModel& model) {
+  std::vector<Unit*> units;
+  for (const Page* page : pages)
+    if (Unit* unit = model.units()[page->id()].get(); std::ranges::find(units, unit) == units.end())
+      units.push_back(unit);
+  return units;
 }
 
-Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this),
-      gradients_(model_,
-                 [this](const auto& change) {
-                   std::lock_guard lock(mutex_);
-                   change();
-                 }),
-      unsharded_(model_) {}
-
-std::string Scheduler::name() const { return "FullyShardedDataParallel on rank " + model_.rank_text(); }
+}  // namespace
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -44,7 +30,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   const Page::GradMode mode = current_grad_mode();
   NoGradNoInferenceGuard quiet;
   unsharded_.end_compute_span();
-  const std::vector<Unit*> needed = model_.units_of(pages);
+  const std::vector<Unit*> needed = units_of(pages, model_);
   if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
@@ -118,18 +104,6 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   return {};  // the module's own parameter gets no gradient
 }
 
-void Scheduler::tell_observer() {
-  GradientReducer::Observer observer;
-  std::vector<std::vector<at::Tensor>> buckets;
-  {
-    std::lock_guard lock(mutex_);
-    if (to_observe_.empty()) return;
-    buckets.swap(to_observe_);
-    observer = observer_;
-  }
-  for (const auto& leaves : buckets) observer(leaves);
-}
-
 ScopeExit Scheduler::pre_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return ScopeExit(nullptr);  // a recomputation of a checkpointed part
@@ -177,15 +151,6 @@ void Scheduler::abandon() {
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");
   unsharded_.reshard_all();
-}
-
-void Scheduler::after_failure() {
-  std::function<void()> observer;
-  {
-    std::lock_guard lock(mutex_);
-    observer = observer_of_failures_;
-  }
-  if (observer) observer();
 }
 
 }  // namespace tessera::internal

@@ -1,4 +1,4 @@
-// The requests of users and of other libraries to the Scheduler, outside the phases of a step.
+// The Scheduler apart from the phases of a step: its construction, observers of gradients, and users' requests.
 #include "fsdp/scheduler.h"
 
 #include <algorithm>
@@ -17,17 +17,48 @@ void require_outside_backward(const char* call) {
   if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
 }
 
+void describe_order(std::ostream& text, const char* pass, const PrefetchOrder& order, size_t most,
+                    const ShardedModel& model) {
+  const auto& seen = order.seen().empty() ? order.expected() : order.seen();
+  if (seen.empty()) return;
+  text << "  order seen in " << pass << ":";
+  const size_t shown = std::min(seen.size(), most);
+  for (size_t i = 0; i < shown; ++i) text << (i == 0 ? " " : ", ") << model.units()[seen[i]]->name();
+  text << (shown < seen.size() ? ", ...\n" : "\n");
+}
+
 }  // namespace
 
-void Scheduler::set_divisor(double divisor) {
-  std::lock_guard lock(mutex_);
-  gradients_.reducer().set_divisor(divisor);
+// ---- construction ---------------------------------------------------------------------------------
+
+std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
+                                           const FsdpOptions& options) {
+  if (!comm) throw std::invalid_argument("FullyShardedDataParallel: the communicator is null");
+  require_residency();
+  std::shared_ptr<Scheduler> scheduler(new Scheduler(module, std::move(comm), options));
+  Binding& binding = scheduler->gradients_.binding();
+  binding.set_take(while_alive(
+      std::weak_ptr(scheduler),
+      [](Scheduler& self, size_t parameter, const at::Tensor& gradient) { return self.take(parameter, gradient); },
+      [](size_t, const at::Tensor&) -> at::Tensor {
+        throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
+      }));
+  binding.hook_all();
+  return scheduler;
 }
 
-void Scheduler::refuse_use(std::string reason) {
-  std::lock_guard lock(mutex_);
-  refusal_ = std::move(reason);
-}
+Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
+    : model_(module, std::move(comm), options, this),
+      gradients_(model_,
+                 [this](const auto& change) {
+                   std::lock_guard lock(mutex_);
+                   change();
+                 }),
+      unsharded_(model_) {}
+
+std::string Scheduler::name() const { return "FullyShardedDataParallel on rank " + model_.rank_text(); }
+
+// ---- observers of gradients ------------------------------------------------------------------------
 
 void Scheduler::observe_gradients(GradientReducer::Observer observer, std::function<void()> failed) {
   std::lock_guard lock(mutex_);
@@ -41,6 +72,39 @@ void Scheduler::observe_gradients(GradientReducer::Observer observer, std::funct
                                               : [this](const auto& leaves) { to_observe_.push_back(leaves); });
   observer_ = std::move(observer);
   observer_of_failures_ = std::move(failed);
+}
+
+void Scheduler::tell_observer() {
+  GradientReducer::Observer observer;
+  std::vector<std::vector<at::Tensor>> buckets;
+  {
+    std::lock_guard lock(mutex_);
+    if (to_observe_.empty()) return;
+    buckets.swap(to_observe_);
+    observer = observer_;
+  }
+  for (const auto& leaves : buckets) observer(leaves);
+}
+
+void Scheduler::after_failure() {
+  std::function<void()> observer;
+  {
+    std::lock_guard lock(mutex_);
+    observer = observer_of_failures_;
+  }
+  if (observer) observer();
+}
+
+// ---- requests ---------------------------------------------------------------------------------------
+
+void Scheduler::set_divisor(double divisor) {
+  std::lock_guard lock(mutex_);
+  gradients_.reducer().set_divisor(divisor);
+}
+
+void Scheduler::refuse_use(std::string reason) {
+  std::lock_guard lock(mutex_);
+  refusal_ = std::move(reason);
 }
 
 void Scheduler::summon(const SummonOptions& options) {
@@ -139,7 +203,8 @@ std::string Scheduler::describe() const {
   std::lock_guard lock(mutex_);
   std::ostringstream text;
   model_.describe(text);
-  unsharded_.describe(text);
+  describe_order(text, "forward", unsharded_.forward_order(), unsharded_.most_seen(), model_);
+  describe_order(text, "backward", unsharded_.backward_order(), unsharded_.most_seen(), model_);
   return text.str();
 }
 

@@ -77,11 +77,13 @@ class ShardedGradients {
   };
   GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;
+  // Each puts a placeholder into `.grad`, unless it is there.
   void place_in_module(size_t parameter);
   void place_in_modules();
   void place_in_shard(size_t parameter, GradState state);
-  std::string reason(size_t parameter) const;
+  std::string reason(size_t parameter) const;  // the error of a use of the shard's placeholder
   void follow_freezing(size_t parameter);
+  // Drops the sums of earlier passes. clear() drops `.grad` of the shard, too, and zero() replaces it by zeros.
   void forget(size_t parameter);
   void clear(size_t parameter);
   void zero(size_t parameter);

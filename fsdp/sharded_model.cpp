@@ -151,13 +151,4 @@ std::vector<Unit*> ShardedModel::units_named(const std::vector<std::string>& nam
   return chosen;
 }
 
-std::vector<Unit*> ShardedModel::units_of(const std::vector<Page*>& pages) const {
-  std::vector<Unit*> units;
-  for (const Page* page : pages) {
-    Unit* unit = units_[page->id()].get();
-    if (std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
-  }
-  return units;
-}
-
 }  // namespace tessera::internal

@@ -35,7 +35,6 @@ class ShardedModel {
   std::vector<std::unique_ptr<Unit>>& units() { return units_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // no names: all
-  std::vector<Unit*> units_of(const std::vector<Page*>& pages) const;           // without duplicates
   CollectiveLog& log() { return log_; }
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors

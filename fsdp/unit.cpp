@@ -1,59 +1,21 @@
 #include "fsdp/unit.h"
 
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/checks/earlier_gradients.h"
 #include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {
-namespace {
-
-std::string label_of(const PlannedUnit& plan) {
-  return plan.name == "(root)" ? "the root unit" : "unit '" + plan.name + "'";
-}
-
-std::string traits_of(const PlannedParameter& parameter) {
-  return std::string(" (") + c10::toString(parameter.tensor.scalar_type()) +
-         (parameter.full_precision ? ", full precision" : "") +
-         (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
-}
-
-std::unique_ptr<PagedFlatParameter> make_paged(std::string name, std::vector<PlannedParameter> parameters, int index,
-                                               Communicator& comm, bool sync_module_states,
-                                               const FlatParameterOptions& options) {
-  auto paged = std::make_unique<PagedFlatParameter>(
-      PagedFlatParameter{FlatParameter(std::move(name), std::move(parameters), comm, sync_module_states, options)});
-  const FlatParameter& own = paged->flat;
-  const bool is_exempt = own.parameters()[0].full_precision;
-  paged->page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
-  if (own.is_cast()) paged->exact_page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
-  if (is_exempt && options.gather_dtype && *options.gather_dtype != own.dtype() && at::isFloatingType(own.dtype()))
-    paged->page->convert_activations(*options.gather_dtype);
-  take_earlier_gradients(paged->flat);
-  paged->point_parameters(*paged->page, own.gather_dtype());
-  return paged;
-}
-
-}  // namespace
 
 Unit::Unit(int index, const PlannedUnit& plan, const UnitContext& context, const FlatParameterOptions& options,
            bool sync_module_states)
     : index_(index),
-      name_(label_of(plan)),
+      name_(plan.is_root() ? "the root unit" : "unit '" + plan.name + "'"),
       plan_name_(plan.name),
       context_(context),
+      flat_parameters_(make_flat_parameters(plan, name_, index, context.comm, sync_module_states, options)),
       secondary_(context.secondary, flat_parameters_),
       summoned_(flat_parameters_, context.comm, context.memory, context.log) {
-  at::NoGradGuard no_grad;
-  auto parts = split_into_flat_parameters(plan);
-  for (auto& parameters : parts) {
-    const std::string name = parts.size() > 1 ? name_ + traits_of(parameters[0]) : name_;
-    flat_parameters_.push_back(
-        make_paged(name, std::move(parameters), index, context.comm, sync_module_states, options));
-  }
   const bool is_whole = context.comm.size() == 1 && context.source.engine == nullptr &&
                         std::ranges::none_of(flat_parameters_, [](auto& paged) { return paged->flat.is_cast(); });
   for (auto& paged : flat_parameters_) {
@@ -85,7 +47,8 @@ int64_t Unit::full_bytes() const {
 void Unit::read_ahead() {
   if (state_ != State::kSharded || context_.source.engine == nullptr || has_secondary()) return;
   for (auto& paged : flat_parameters_)
-    if (DiskPager* disk = DiskPager::of(paged->flat.shard()); disk != nullptr && !paged->flat.has_low_precision_copy())
+    if (DiskPager* disk = DiskPager::of(paged->flat.shard());
+        disk != nullptr && !paged->flat.low_precision_values().defined())
       disk->read_ahead(paged->flat.shard());
 }
 

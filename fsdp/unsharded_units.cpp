@@ -7,46 +7,6 @@
 
 namespace tessera::internal {
 
-void PrefetchOrder::begin_pass() {
-  if (!current_.empty()) expected_ = std::move(current_);
-  current_.clear();
-  next_ = 0;
-  on_path_ = true;
-}
-
-void PrefetchOrder::used(int unit) {
-  if (!current_.empty() && current_.back() == unit) return;
-  if (current_.size() >= kLongestPass) begin_pass();
-  current_.push_back(unit);
-  // Usually at next_. Otherwise the pass skipped units, or started over.
-  auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
-  if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
-  on_path_ = found != expected_.end();
-  if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
-}
-
-void PrefetchOrder::forget_repetition() {
-  const size_t count = current_.size();
-  for (size_t period = 1; 3 * period <= count; ++period) {
-    if (current_[count - 1] != current_[count - 1 - period]) continue;
-    if (!std::equal(current_.end() - static_cast<std::ptrdiff_t>(2 * period), current_.end(),
-                    current_.end() - static_cast<std::ptrdiff_t>(3 * period)))
-      continue;
-    current_.resize(count - period);
-    return;
-  }
-}
-
-std::vector<int> PrefetchOrder::upcoming(int count) const {
-  std::vector<int> units;
-  if (!on_path_ || current_.empty()) return units;
-  for (size_t i = next_; i < expected_.size() && static_cast<int>(units.size()) < count; ++i) {
-    const int unit = expected_[i];
-    if (unit != current_.back() && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
-  }
-  return units;
-}
-
 void UnshardedUnits::pre_forward() {
   end_compute_span();
   forward_order_.begin_pass();
@@ -74,9 +34,6 @@ void UnshardedUnits::pre_backward() {
     backward_order_.expect({forward_order_.seen().rbegin(), forward_order_.seen().rend()});
   backward_order_.begin_pass();
 }
-
-// A pass uses few units more often.
-size_t UnshardedUnits::most_seen() const { return 8 * model_.units().size(); }
 
 void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward) {
   PrefetchOrder& order = backward ? backward_order_ : forward_order_;
@@ -159,20 +116,6 @@ void UnshardedUnits::end_compute_span() {
   Trace::active()->add(SpanKind::kCompute, computing_, inside_backward() ? "backward" : "forward", computing_since_,
                        Trace::Clock::now());
   computing_.clear();
-}
-
-void UnshardedUnits::describe(std::ostream& text) const {
-  describe(text, "forward", forward_order_);
-  describe(text, "backward", backward_order_);
-}
-
-void UnshardedUnits::describe(std::ostream& text, const char* pass, const PrefetchOrder& order) const {
-  const auto& seen = order.seen().empty() ? order.expected() : order.seen();
-  if (seen.empty()) return;
-  text << "  order seen in " << pass << ":";
-  const size_t shown = std::min(seen.size(), most_seen());
-  for (size_t i = 0; i < shown; ++i) text << (i == 0 ? " " : ", ") << model_.units()[seen[i]]->name();
-  text << (shown < seen.size() ? ", ...\n" : "\n");
 }
 
 }  // namespace tessera::internal

@@ -13,12 +13,6 @@
 
 namespace tessera::internal {
 
-// The use of parameters and buckets in a pass, on this rank or on any.
-struct PassUse {
-  std::vector<bool> used;        // by parameter: had a gradient
-  std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
-};
-
 // The ranks' consistency check at the end of a pass. In one small all-reduce, whose size does not depend on the number
 // of ranks, they exchange their use of parameters and a fingerprint of all collectives since the last check, which must
 // be equal. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.

@@ -1,16 +1,8 @@
 #include "core/gradients/backward_pass.h"
 
-#include <ATen/Context.h>
-#include <c10/util/Exception.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-
-#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
 #include <tessera/errors.h>
 #include "core/runtime/no_grad_no_inference_guard.h"
@@ -18,51 +10,11 @@
 
 namespace tessera::internal {
 
-namespace {
-
-using torch::autograd::Engine;
-using NodePointer = decltype(torch::autograd::Edge::function);  // libtorch 2.15 has its own kind
-
-// libtorch's engine, but a failed pass drops its callbacks before backward() throws. libtorch's own thread for a device
-// drops them at any time after that: a token would mark gradients as lost after the caller's zero_grad(), and nothing
-// tells us of that zero_grad(). CPU passes run on the caller's thread and need no such engine.
-class PunctualEngine final : public Engine {
- public:
-  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
-                           std::exception& error) override {
-    std::vector<std::function<void()>> dropped;
-    {
-      std::lock_guard lock(task->final_callbacks_lock_);
-      dropped.swap(task->final_callbacks_);
-    }
-    dropped.clear();  // with their tokens
-    Engine::thread_on_exception(task, node, error);
-  }
-};
-
-// In a process without devices this is libtorch's own engine. Must be chosen before the first backward: libtorch starts
-// the threads of devices once in a process, for the engine that runs it, and an engine that is set later has none.
-Engine& engine_of_process() {
-  static Engine& engine = at::globalContext().hasCUDA() ? *new PunctualEngine : Engine::get_base_engine();
-  return engine;  // its threads outlive main()
-}
-
-// Does nothing if another library, Python for one, has set an engine.
-[[maybe_unused]] const bool kHasSetEngine = [] {
-  const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
-  if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine_of_process);
-  return is_libtorchs;
-}();
-
-}  // namespace
-
 static std::string gone_text(const std::string& name) {
   return name +
          " was destroyed inside its own backward pass, so gradients are not reduced over the ranks: keep it until "
          "backward() has returned";
 }
-
-bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 struct BackwardPass::Token {
   Token(std::weak_ptr<BackwardPass> owner, std::string name) : pass(std::move(owner)), gone(gone_text(name)) {}
@@ -84,7 +36,7 @@ void BackwardPass::enter() {
   if (is_running()) return;
   auto token = std::make_shared<Token>(weak_from_this(), name());
   token_ = token;
-  torch::autograd::Engine::get_default_engine().queue_callback([token] {
+  at_end_of_backward([token] {
     token->is_over = true;
     const auto pass = token->pass.lock();
     if (!pass) throw std::logic_error(token->gone);
@@ -99,8 +51,7 @@ void BackwardPass::enter() {
 void BackwardPass::fail_backward() const noexcept {
   if (!inside_backward()) return;
   try {
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [gone = gone_text(name())] { throw std::logic_error(gone); });
+    at_end_of_backward([gone = gone_text(name())] { throw std::logic_error(gone); });
   } catch (const std::exception& error) {  // lack of memory
     warn(error.what());
   }

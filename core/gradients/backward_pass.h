@@ -3,24 +3,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 
 #include <tessera/scope_exit.h>
+#include "core/gradients/autograd_engine.h"
 
 namespace tessera::internal {
-
-// Whether this thread runs a node of a backward pass.
-bool inside_backward();
-
-// Wraps a callback that may outlive its object. It calls `call(object, ...)`, or `gone(...)` once the object is
-// destroyed.
-template <class Object, class Call, class Gone>
-auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
-  return [weak = std::move(weak), call = std::move(call), gone = std::move(gone)](const auto&... arguments) {
-    const auto object = weak.lock();
-    return object ? call(*object, arguments...) : gone(arguments...);
-  };
-}
 
 // The life of one backward() after another, for a policy of gradients:
 //

@@ -7,12 +7,23 @@
 #include <memory>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "core/layout/tensor_signature.h"
 #include "core/layout/unit_plan.h"
 
 namespace tessera::internal {
+
+// Wraps a callback that may outlive its object. It calls `call(object, ...)`, or `gone(...)` once the object is
+// destroyed.
+template <class Object, class Call, class Gone>
+auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
+  return [weak = std::move(weak), call = std::move(call), gone = std::move(gone)](const auto&... arguments) {
+    const auto object = weak.lock();
+    return object ? call(*object, arguments...) : gone(arguments...);
+  };
+}
 
 // The parameters of a wrapped module, and the autograd nodes that carry the wrapper's hooks. Finds changes that the
 // user made to the parameters since they were wrapped. Used by one thread at a time.

@@ -103,6 +103,12 @@ struct GradientBucket {
   int64_t bytes() const { return layout.full_numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
+// The use of parameters and buckets in a pass, on this rank or on any.
+struct PassUse {
+  std::vector<bool> used;        // by parameter: had a gradient
+  std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
+};
+
 // Decides how the gradients of a bucket travel in this mesh. Gradients of at least zero_copy_bytes are sent without a
 // copy if the group can. Equal on all ranks, except for `pieces` of a bucket that is cut by owner.
 BucketRoute route_of(const GradientBucket& bucket, const Mesh& mesh, int64_t zero_copy_bytes);

@@ -4,7 +4,6 @@
 
 #include <vector>
 
-#include "core/gradients/backward_consistency_check.h"
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/layout/unit_plan.h"

@@ -26,7 +26,7 @@ class Planner {
         ignored_.insert(parameter.unsafeGetTensorImpl());
     find_first_modules(root);
     claim(root, "", true);
-    units_.push_back({"(root)", {}});
+    units_.push_back({PlannedUnit::kRoot, {}});
     collect(root, "", 0);
     std::erase_if(units_, [](const PlannedUnit& unit) { return unit.parameters.empty(); });
     return std::move(units_);

@@ -26,8 +26,11 @@ struct PlannedParameter {
 
 // Parameters that are unsharded, used and resharded together.
 struct PlannedUnit {
-  std::string name;                          // the module's dotted name; "(root)" for parameters that no policy claims
+  static constexpr const char* kRoot = "(root)";
+
+  std::string name;                          // the module's dotted name; kRoot for parameters that no policy claims
   std::vector<PlannedParameter> parameters;  // each once, in order of registration
+  bool is_root() const { return name == kRoot; }
 };
 
 // Parameters at or below the modules that a policy names get special treatment. Policies see the same modules as for

@@ -26,6 +26,16 @@ inline int64_t current_stream_on(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
 }
 
+// Whether the operator uses no data of its tensor arguments.
+bool is_metadata_only(const c10::FunctionSchema& schema);
+
+// Whether a result may be a view of an argument.
+bool returns_views(const c10::FunctionSchema& schema);
+
+// Whether the operator is set_(source) on a view of a page, by a tensor of another dtype. torch::load() calls it: into
+// a parameter that is cast for use, it would keep the parameter's dtype over bytes of another.
+bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+
 // Calls an operator with the values of stand-ins in their place.
 void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 

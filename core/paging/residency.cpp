@@ -2,18 +2,12 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/jit/serialization/pickler_helper.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <stdexcept>
-#include <string_view>
-#include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #include "core/paging/boxed_tensors.h"
@@ -123,31 +117,6 @@ bool note_write_if_empty(const at::Tensor& parameter) {
 
 namespace {
 
-// Operators that use no data of their tensor arguments, and do not check the bounds of their storage, as views do.
-// _backward and set_data do much more.
-using Names = std::unordered_set<std::string_view>;
-const Names kMetadataOnly = {"aten::detach",
-                             "aten::detach_",
-                             "aten::alias",
-                             "aten::requires_grad_",
-                             "aten::retain_grad",
-                             "aten::set_data",
-                             "aten::_backward",
-                             "aten::is_leaf",
-                             "aten::output_nr",
-                             "aten::_version",
-                             "aten::data",
-                             "aten::is_same_size",
-                             "aten::_has_compatible_shallow_copy_type"};
-
-bool is_metadata_only(const c10::FunctionSchema& schema) {
-  // None of these returns a fresh tensor, so that most operators need no look-up by name.
-  const auto& returns = schema.returns();
-  const bool makes_tensor =
-      !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;
-  return (!makes_tensor || schema.name() == "aten::data") && kMetadataOnly.contains(schema.name());
-}
-
 // Calls visit(state, tensor, is_written) for each argument that is a view of a page.
 template <class Visit>
 void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Visit visit) {
@@ -229,18 +198,6 @@ bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::Sc
   return any;
 }
 
-bool returns_views(const c10::FunctionSchema& schema) {
-  return std::ranges::any_of(schema.returns(), [](const auto& result) { return result.alias_info() != nullptr; });
-}
-
-// torch::load() into a parameter that is cast for use: set_() would keep the parameter's dtype over bytes of another.
-bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  static const c10::OperatorName set_to_tensor("aten::set_", "source_Tensor");
-  if (op.operator_name() != set_to_tensor) return false;
-  const at::Tensor& target = stack.end()[-2].toTensor();
-  return is_paged(target) && target.scalar_type() != stack.back().toTensor().scalar_type();
-}
-
 // Called above autograd for every operator with a view of a page among its arguments.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
@@ -276,50 +233,6 @@ Page::GradMode current_grad_mode() {
   if (c10::GradMode::is_enabled() || RecomputesLater::in_effect())
     return in_backward ? Page::GradMode::kRecomputing : Page::GradMode::kRecording;
   return in_backward ? Page::GradMode::kInBackward : Page::GradMode::kNotRecording;
-}
-
-namespace {
-
-// Called by libtorch's pickler for each tensor: torch::save() would write a page's views without their data.
-void refuse_to_pickle(const at::Tensor& tensor, std::unordered_map<std::string, bool>&) {
-  const Page* page = page_of(tensor);
-  if (page == nullptr || tensor.storage().nbytes() > 0 || tensor.numel() == 0) return;
-  throw std::logic_error("torch::save of a parameter of " + page->name() +
-                         ", which is sharded: its data are not here. Save inside summon_full_params(), or with "
-                         "save_full() or save_checkpoint()");
-}
-
-void watch_pickling() {
-  auto& watchers = torch::jit::GetBackendMetaSerialization();
-  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
-    auto& watcher = watchers[static_cast<size_t>(device)];
-    if (!watcher) watcher.emplace(&refuse_to_pickle, [](const at::Tensor&, std::unordered_map<std::string, bool>&) {});
-  }
-}
-
-}  // namespace
-
-void require_residency() {
-  struct Probe : Pager {
-    bool used = false;
-    void use(const std::vector<Page*>&) override { used = true; }
-    [[noreturn]] bool refuse(const Page& page, const at::Tensor&, const std::string&) override {
-      throw std::logic_error(page.name());
-    }
-  };
-  static const bool works = [] {
-    watch_pickling();
-    Probe probe;
-    Page page(&probe, 0, "a probe", at::kCPU);
-    page.attach(at::zeros({1}, at::kCPU));
-    at::AutoDispatchBelowADInplaceOrView quiet;
-    at::neg(page.view(at::kFloat, {1}, {1}, 0));
-    return probe.used;
-  }();
-  if (!works)
-    throw std::runtime_error(
-        "Tessera's fallback for the dispatch key TESTING_ONLY_GenericWrapper is not called: another library in this "
-        "process uses the key, or this libtorch dropped it");
 }
 
 }  // namespace tessera::internal

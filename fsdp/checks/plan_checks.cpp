@@ -59,7 +59,6 @@ void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptio
   const bool has_parts = !module.children().empty();
   if (world.rank() != 0 || !has_parts) return;
   const auto claims_none = [&](const WrapPolicy& policy) { return policy && modules_below(module, policy).empty(); };
-  const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
   constexpr char kHint[] =
       "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
   const auto warn_if = [&](bool is_idle, const char* what) {
@@ -67,7 +66,7 @@ void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptio
       warn(c10::str("FullyShardedDataParallel: ", what, kHint));
     }
   };
-  warn_if(options.auto_wrap && !plan.empty() && std::ranges::all_of(plan, is_of_root),
+  warn_if(options.auto_wrap && !plan.empty() && std::ranges::all_of(plan, &PlannedUnit::is_root),
           "auto_wrap names no module, so the model is one unit, gathered as a whole");
   warn_if(claims_none(options.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
   warn_if(claims_none(options.ignored_modules), "ignored_modules names no module");

@@ -1,5 +1,6 @@
 // The state machine of a backward pass: the order of its calls, without a wrapper.
 #include "core/gradients/backward_pass.h"
+#include "core/gradients/binding.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,4 +1,4 @@
-#include "fsdp/unsharded_units.h"
+#include "fsdp/prefetch_order.h"
 
 #include <gtest/gtest.h>
 

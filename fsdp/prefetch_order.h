@@ -1,0 +1,75 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace tessera::internal {
+
+// Predicts the next units from the order of the last pass (a forward or a backward). A value: no ranks, no tensors.
+class PrefetchOrder {
+ public:
+  // Starts a pass. The units of the one before, if any, become expected().
+  void begin_pass() {
+    if (!current_.empty()) expected_ = std::move(current_);
+    current_.clear();
+    next_ = 0;
+    on_path_ = true;
+  }
+
+  // The prediction for the first pass; each later pass is expected to repeat the one before.
+  void expect(std::vector<int> order) { expected_ = std::move(order); }
+
+  // Records a use. The same unit twice in a row counts once. A pass that does not end (evaluations that call modules
+  // and not the wrapper) starts over after kLongestPass uses.
+  static constexpr size_t kLongestPass = size_t{1} << 16;
+  void used(int unit) {
+    if (!current_.empty() && current_.back() == unit) return;
+    if (current_.size() >= kLongestPass) begin_pass();
+    current_.push_back(unit);
+    // Usually at next_. Otherwise the pass skipped units, or started over.
+    auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
+    if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
+    on_path_ = found != expected_.end();
+    if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
+  }
+
+  // Removes the last uses if they repeat the two equal sequences before them. Between passes, modules that are called
+  // directly would otherwise lengthen seen() without end.
+  void forget_repetition() {
+    const size_t count = current_.size();
+    for (size_t period = 1; 3 * period <= count; ++period) {
+      if (current_[count - 1] != current_[count - 1 - period]) continue;
+      if (!std::equal(current_.end() - static_cast<std::ptrdiff_t>(2 * period), current_.end(),
+                      current_.end() - static_cast<std::ptrdiff_t>(3 * period)))
+        continue;
+      current_.resize(count - period);
+      return;
+    }
+  }
+
+  // The next `count` different units at this point of the last pass, nearest first. Empty if the last use is not in
+  // expected().
+  std::vector<int> upcoming(int count) const {
+    std::vector<int> units;
+    if (!on_path_ || current_.empty()) return units;
+    for (size_t i = next_; i < expected_.size() && static_cast<int>(units.size()) < count; ++i) {
+      const int unit = expected_[i];
+      if (unit != current_.back() && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
+    }
+    return units;
+  }
+
+  // The uses of this pass, in order.
+  const std::vector<int>& seen() const { return current_; }
+  const std::vector<int>& expected() const { return expected_; }
+
+ private:
+  std::vector<int> expected_;
+  std::vector<int> current_;
+  size_t next_ = 0;      // the index in expected_ of the next use
+  bool on_path_ = true;  // the last use is in expected_
+};
+
+}  // namespace tessera::internal
