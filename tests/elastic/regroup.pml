@@ -11,11 +11,16 @@
  * members, or all of them but those that are proven dead. A request is one atomic exchange with a member that lives
  * and is not stopped; a proposer that dies between two requests loses the rest of its messages.
  *
+ * With -DJOIN three ranks train, and rank 3 is a process that waits to join. The ranks leave the group to let it in, at
+ * any point, or because one of them is lost. It has no vote on the decision, and enters the group of a decision that a
+ * member gives it.
+ *
  * Planted faults, each of which the checker must find:
  *   -DMINORITY           any members are a quorum: two groups form
  *   -DOLD_BALLOT         a member accepts a proposal although it has promised a later one: two groups form
  *   -DDISCARD_EARLY      a rank discards older parts before the agreement: a part with a living holder is lost
  *   -DIGNORE_ACCEPTED    a proposer ignores values that members have accepted: two decisions
+ *   -DENTER_ACCEPTED     (JOIN) a process enters the group of a value that a member has accepted: two groups form
  */
 #define N 4
 #ifndef GENERATIONS
@@ -35,8 +40,14 @@
 #define bit(r) (1 << (r))
 #define has(set, r) (((set) >> (r)) & 1)
 #define count(set) (has(set, 0) + has(set, 1) + has(set, 2) + has(set, 3))
-#define partner(r) (((r) + 1) % N)
 #define all ((1 << N) - 1)
+#ifdef JOIN
+#define OWNERS 3
+#else
+#define OWNERS N
+#endif
+#define partner(r) (((r) + 1) % OWNERS)
+#define owners ((1 << OWNERS) - 1)
 #define gone (dead | finished) /* the processes that have ended */
 #define answers(r) (!has(gone, r) && !has(stopped, r))
 
@@ -65,10 +76,13 @@ byte finished;                 /* bit r: the process of rank r has ended: after 
 
 /* Whether each part of a step has a holder in `set`. The ring is that of the first group. */
 #define held(s, set, r) ((has(own[s], r) && has(set, r)) || (has(copied[s], r) && has(set, partner(r))))
-#define is_complete(s, set) (held(s, set, 0) && held(s, set, 1) && held(s, set, 2) && held(s, set, 3))
+#define is_complete(s, set) (held(s, set, 0) && held(s, set, 1) && held(s, set, 2) && (OWNERS == 3 || held(s, set, 3)))
+/* Whether a rank and its partner, which hold all copies of a part, are both in `set`. */
+#define has_pair(set) (((set) & (((set) << 1) | ((set) >> (OWNERS - 1)))) != 0)
 
 /* The group of a generation has failed for its members once one of them cannot take part. */
-#define is_broken(g) (members[g] & (dead | stopped | waiting[g] | (finished & ~entered[g])))
+bool grows; /* the ranks have agreed to let rank 3 in */
+#define is_broken(g) (((g) == 0 && grows) || members[g] & (dead | stopped | waiting[g] | (finished & ~entered[g])) != 0)
 
 #ifdef MINORITY
 #define is_quorum(g, set) ((set) != 0)
@@ -107,6 +121,14 @@ inline ask_to_accept(end) {
   :: other >= end -> break
   od
 }
+
+#ifdef ENTER_ACCEPTED
+#define place_of(r) accepted[at(0, r)]
+#else
+#define place_of(r) known[at(0, r)]
+#endif
+#define gives_place(r) (answers(r) && has(members_of(place_of(r)), 3))
+inline take_place(r) { known[at(0, 3)] = place_of(r) }
 
 inline select_victim() {
   if
@@ -161,6 +183,20 @@ left:
   waiting[0] = waiting[0] | bit(me);
   goto end;
 #else
+#ifdef JOIN
+  if
+  :: me == 3 ->
+end_waits: /* valid if the others go on without this process */
+     if
+     :: atomic { runs && gives_place(0) -> take_place(0) }
+     :: atomic { runs && gives_place(1) -> take_place(1) }
+     :: atomic { runs && gives_place(2) -> take_place(2) }
+     :: atomic { runs && (gone & owners) == owners -> goto end }
+     fi;
+     goto decided_here
+  :: else
+  fi;
+#endif
   /* The group fails while it trains. */
   runs && is_broken(0);
   goto regroup;
@@ -231,8 +267,13 @@ regroup:
           :: else -> value = make_value(ready, 0)
           fi;
           /* No part is lost that has a living holder: it takes a rank and its partner. */
-          assert(finished || step_of(value) >= agreed ||
-                 ((~ready & all) & (((~ready & all) << 1) | ((~ready & all) >> (N - 1)))) != 0)
+          assert(finished || step_of(value) >= agreed || has_pair(~ready & owners));
+#ifdef JOIN
+          if
+          :: g == 0 && answers(3) -> value = value | bit(3)
+          :: skip /* its request has not arrived */
+          fi
+#endif
        :: else
        fi;
        ready = 0; best = 0; other = 0
@@ -261,6 +302,7 @@ regroup:
        fi
      }
   od;
+decided_here:
   /* The decision may leave this rank out: it was stopped, and another group goes on. It ends. */
   if
   :: !has(members_of(known[at(g, me)]), me) -> goto end
@@ -285,6 +327,9 @@ end:
   :: atomic { deaths < DEATHS ->
        select_victim();
        dead = dead | bit(victim); stopped = stopped & ~bit(victim); deaths++; victim = 0 }
+#ifdef JOIN
+  :: atomic { !grows && answers(3) -> grows = true }
+#endif
 #ifndef COMMIT
   :: atomic { !has_stopped -> select_slow(); stopped = bit(victim) & ~dead; has_stopped = true; victim = 0 }
 #endif
@@ -302,7 +347,7 @@ proctype Judge() {
        here = all & ~dead;
        /* A step that all have agreed on is lost only with a rank and its partner. */
        assert(is_complete(agreed, here) || (agreed < STEPS && is_complete(agreed + 1, here)) ||
-              (dead & ((dead << 1) | (dead >> (N - 1)))) != 0);
+              has_pair(dead));
        break
      }
   :: atomic { finished == all -> assert(is_complete(STEPS, all)); break }
@@ -313,12 +358,12 @@ proctype Judge() {
 
 init {
   atomic {
-    members[0] = all;
-    own[0] = all; copied[0] = all;
+    members[0] = owners;
+    own[0] = owners; copied[0] = owners;
 #ifdef COMMIT
     run Judge();
 #else
-    own[1] = all; copied[1] = all; agreed = 1;
+    own[1] = owners; copied[1] = owners; agreed = 1;
 #endif
     run Rank(0); run Rank(1); run Rank(2); run Rank(3); run Fate()
   }
