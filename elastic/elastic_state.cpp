@@ -48,6 +48,9 @@ std::string random_text() {
   return text;
 }
 
+// Failures after one step without the loss of a rank: more are no accident.
+constexpr int kMostFailuresAtStep = 2;
+
 StorePtr connect_store(const std::string& address, int port, bool serves, milliseconds timeout) {
   const auto made = call_with_timeout(timeout + kAnswerGrace, [=]() -> StorePtr {
     c10d::TCPStoreOptions options;
@@ -368,6 +371,12 @@ void ElasticState::regroup() {
   Decision decision = next.run();
   change_->lost = decision.lost;
   change_->joined = decision.joined;
+  const bool is_as_before = decision.members == group_.members && decision.step.step == group_.step.step;
+  failures_at_step_ = is_as_before ? failures_at_step_ + 1 : 0;
+  if (failures_at_step_ == kMostFailuresAtStep)
+    throw CommError(c10::str("all ", group_.members.size(), " ranks failed ", kMostFailuresAtStep + 1,
+                             " times after step ", group_.step.step, ", and none was lost: ", change_->reason,
+                             "; expected ranks with equal loops"));
   const auto own = std::ranges::find(decision.members, self_);
   if (own == decision.members.end()) {
     leave_run();

@@ -89,6 +89,7 @@ class ElasticState {
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
+  int failures_at_step_ = 0;  // in succession, without the loss of a rank
   // Stores that this process serves, of this group and of the one before, whose last readers may be late.
   c10::intrusive_ptr<c10d::Store> store_, store_before_;
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above

@@ -667,6 +667,37 @@ TEST(ElasticWrappers, FrozenWeightsAreCopiedOnce) {
   EXPECT_GT(std::stoll(file_bytes(folder / "bytes")), kRows * 8 * 4);
 }
 
+// Rank 0 leaves the loop early: the run ends instead of regrouping for ever.
+TEST(ElasticWrappers, RanksWithDifferentLoopsEndTheRun) {
+  const TemporaryFolder folder;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < 2; ++rank)
+    pids.push_back(run_in_child([&, rank] {
+      at::set_num_threads(1);
+      set_warning_handler([](const std::string&) {});
+      Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 2), rank, 2, quick_options());
+      try {
+        elastic.run([&](ElasticRun& run) {
+          const auto loop = make_adam_loop(run.comm(), 1);
+          run.restore(loop->state());
+          while (run.step() < (rank == 0 ? 4 : 8)) {
+            loop->step();
+            run.commit();
+          }
+        });
+      } catch (const CommError& error) {
+        std::ofstream(folder / ("error-" + std::to_string(rank))) << error.what();
+      }
+    }));
+  for (int rank = 0; rank < 2; ++rank) {
+    int status = 0;
+    ::waitpid(pids[static_cast<size_t>(rank)], &status, 0);
+    EXPECT_EQ(status, 0);
+    const std::string error = file_bytes(folder / ("error-" + std::to_string(rank)));
+    EXPECT_NE(error.find("ranks failed 3 times after step"), std::string::npos) << error;
+  }
+}
+
 TEST(ElasticWrappers, ASamplerOfAnotherWorldIsRefused) {
   const TemporaryFolder folder;
   Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 1), 0, 1, quick_options());
