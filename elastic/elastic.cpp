@@ -1,5 +1,6 @@
 #include <tessera/elastic.h>
 
+#include <c10/util/Logging.h>
 #include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -30,6 +31,7 @@ void ElasticRun::commit(const nlohmann::json& extra) { state_.commit(extra); }
 int64_t ElasticRun::copied_bytes() const { return state_.copied_bytes(); }
 
 Elastic::Elastic(ElasticOptions options) {
+  c10::initLogging();  // reads TORCH_CPP_LOG_LEVEL, which spawn_elastic() sets
   const auto environment = read_launch_environment();
   const int rank = environment.rank, size = environment.world_size;
   if (options.process.share_cores) share_cores(environment);
@@ -70,12 +72,15 @@ int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& o
   require(options.least_ranks >= 1 && options.least_ranks <= std::max(world, 1), "SpawnElasticOptions::least_ranks is ",
           options.least_ranks, "; expected 1 to the number of ranks, ", world);
   require(options.restarts >= 0, "SpawnElasticOptions::restarts is ", options.restarts, "; expected at least 0");
+  // Lost connections are expected; by default c10d would print a stack trace of each.
+  constexpr auto kLogLevel = "TORCH_CPP_LOG_LEVEL";
+  const std::string log_level = c10::utils::get_env(kLogLevel).value_or("ERROR");
   const RendezvousFolder folder;
   const RunFile run(folder.path());
   return spawn_surviving(world, argc, argv, options.grace,
                          {.least_ranks = options.least_ranks,
                           .restarts = options.restarts,
-                          .variables = {{kRendezvousVariable, folder.path().string()}},
+                          .variables = {{kRendezvousVariable, folder.path().string()}, {kLogLevel, log_level}},
                           .restart_variables = {{kJoinVariable, "1"}},
                           .may_restart = [&] { return run.exists(); }});
 }
