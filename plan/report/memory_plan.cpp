@@ -25,7 +25,7 @@ constexpr MemoryKind kColumns[] = {MemoryKind::kParameters,  MemoryKind::kGather
 double usable(int64_t bytes) { return kUsable * static_cast<double>(bytes); }
 
 int64_t bytes_on_host(const PlannedTraining& plan, const Machines& machines) {
-  return plan.host_bytes * machines.ranks_on_host();
+  return (plan.host_bytes + plan.copies_bytes) * machines.ranks_on_host();
 }
 
 bool fits_host(const PlannedTraining& plan, const Machines& machines) {
@@ -120,7 +120,8 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
              choice.offload ? "yes" : "no"};
   for (const MemoryKind kind : kColumns)
     row.push_back(text_of(plan.peak[kind] + (kind == MemoryKind::kGathered ? plan.peak[MemoryKind::kSecondary] : 0)));
-  for (const int64_t bytes : {plan.peak.tensors(), plan.host_bytes, plan.collective_bytes, plan.between_bytes})
+  for (const int64_t bytes :
+       {plan.peak.tensors(), plan.host_bytes, plan.copies_bytes, plan.collective_bytes, plan.between_bytes})
     row.push_back(text_of(bytes));
   const auto number = [](double value, int digits) {
     std::ostringstream text;
@@ -147,7 +148,11 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
     text +=
         "\nWith offload the host's Adam and copies take time that is not predicted: no step, no tokens/s, and such a "
         "choice is recommended only where no other fits.\n";
-  if (best >= 0 && plans[static_cast<size_t>(best)].choice.offload && machines.host_memory_bytes == 0)
+  if (machines.copies)
+    text += "\nCopies are in host memory: this rank's part and those of " + counted(*machines.copies, "other rank") +
+            ", of two steps. After the loss of ranks, three steps, of larger parts.\n";
+  if (best >= 0 && (plans[static_cast<size_t>(best)].choice.offload || machines.copies) &&
+      machines.host_memory_bytes == 0)
     text += "\nWhether a host has room for " + text_of(bytes_on_host(plans[static_cast<size_t>(best)], machines)) +
             " " + unit_for(machines.memory_bytes).name + " (" + counted(machines.ranks_on_host(), "rank") +
             ") is not known: --host-memory.\n";
@@ -155,6 +160,18 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
 }
 
 }  // namespace
+
+int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies) {
+  const int64_t optimizer = record.end[MemoryKind::kOptimizer];
+  // Offloaded parameters are counted with other host memory; AdamW's state has twice their bytes.
+  const int64_t parameters = choice.offload ? optimizer / 2 : record.end[MemoryKind::kParameters];
+  // Ranks with equal values write equal parts of them.
+  const int holders = choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;
+  const int64_t part = choice.stage == 3   ? (parameters + optimizer) / holders
+                       : choice.stage == 0 ? (parameters + optimizer) / ranks
+                                           : parameters / ranks + optimizer;
+  return 2 * (1 + std::min(copies, ranks - 1)) * part;
+}
 
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines) {
   PlannedTraining plan{choice, options_text(choice, model.policy_text(choice.units))};
@@ -173,6 +190,7 @@ PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& c
   const RunRecord& record = run.record;
   plan.peak = peak_on_device(record, choice.offload);
   if (choice.offload) plan.host_bytes = record.most[MemoryKind::kHost] + record.end[MemoryKind::kOptimizer];
+  if (machines.copies) plan.copies_bytes = copies_bytes(record, choice, machines.ranks, *machines.copies);
   plan.collective_bytes = record.collective_bytes(2);
   plan.between_bytes = between_hosts(record, choice, machines);
   plan.flop = record.flop;
@@ -221,7 +239,7 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
       {"stage", "reshard", "dtype", "recompute", "units", "a copy", "secondary", "prefetch", "offload"}};
   for (const MemoryKind kind : kColumns) rows[0].emplace_back(name_of(kind));
   rows[0].insert(rows[0].end(),
-                 {"peak", "host", "exchanged", "between hosts", "step ms", "exposed ms", "tokens/s", "fits"});
+                 {"peak", "host", "copies", "exchanged", "between hosts", "step ms", "exposed ms", "tokens/s", "fits"});
   for (size_t i = 0; i < plans.size(); ++i) {
     const PlannedTraining& plan = plans[i];
     rows.push_back(row_of(plan, text_of,
@@ -234,9 +252,10 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
   }
   const std::string notes = notes_on(plans, machines, best, text_of);
   const std::map<std::string, std::string> plain = {
-      {"units", "layers"}, {"a copy", "all"},       {"secondary", "none"}, {"prefetch", "1"},
-      {"offload", "no"},   {"staging", text_of(0)}, {"host", text_of(0)},  {"between hosts", text_of(0)},
-      {"step ms", "-"},    {"exposed ms", "-"},     {"tokens/s", "-"}};
+      {"units", "layers"},  {"a copy", "all"},      {"secondary", "none"},
+      {"prefetch", "1"},    {"offload", "no"},      {"staging", text_of(0)},
+      {"host", text_of(0)}, {"copies", text_of(0)}, {"between hosts", text_of(0)},
+      {"step ms", "-"},     {"exposed ms", "-"},    {"tokens/s", "-"}};
   return std::string(unit.name) + " at the peak of a step on " + (machines.ranks == 1 ? "" : "each of ") +
          counted(machines.ranks, "rank") + ", of " + text_of(machines.memory_bytes) + "\n\n" +
          table_of(std::move(rows), plain) + notes + "\n" +

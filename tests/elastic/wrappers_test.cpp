@@ -17,6 +17,9 @@
 #include <vector>
 
 #include <tessera/exported.h>
+#include <tessera/optim/fused_optimizers.h>
+#include <tessera/plan/memory_plan.h>
+#include <tessera/zero.h>
 #include "tests/elastic/elastic_ranks.h"
 #include "tests/support/built.h"
 
@@ -665,6 +668,65 @@ TEST(ElasticWrappers, FrozenWeightsAreCopiedOnce) {
   // This rank's half and its partner's, and a few blocks that change for each of two steps.
   EXPECT_LT(std::stoll(file_bytes(folder / "bytes")), (kRows * 8 * 4) + (int64_t{12} << 20));
   EXPECT_GT(std::stoll(file_bytes(folder / "bytes")), kRows * 8 * 4);
+}
+
+// Trains the planned decoder for three copies. Returns the bytes of each rank's copies.
+std::vector<int64_t> measured_copies(int world, const TrainingChoice& choice, const DecoderOptions& decoder,
+                                     int copies) {
+  const TemporaryFolder folder;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < world; ++rank)
+    pids.push_back(run_in_child([&, rank] {
+      at::set_num_threads(1);
+      ElasticOptions options = quick_options();
+      options.copy_every = 1;
+      options.copies = copies;
+      Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank, world, options);
+      elastic.run([&](ElasticRun& run) {
+        auto training = zero<AdamW>(Decoder(decoder, false), torch::optim::AdamWOptions(1e-3), run.comm(),
+                                    zero_options(choice, wrap_modules<DecoderBlockImpl>()));
+        run.restore({training, training.optimizer()});
+        const auto tokens = torch::arange(decoder.sequence).unsqueeze(0);
+        while (run.step() < 3) {
+          training.optimizer().zero_grad();
+          training(tokens).square().mean().backward();
+          training.step();
+          run.commit();
+        }
+        int64_t bytes = -1;
+        while (bytes != run.copied_bytes()) {  // until the last copy has arrived
+          bytes = run.copied_bytes();
+          std::this_thread::sleep_for(milliseconds(200));
+        }
+        std::ofstream(folder / ("bytes-" + std::to_string(rank))) << bytes;
+        run.comm()->barrier();
+      });
+    }));
+  std::vector<int64_t> bytes;
+  for (const pid_t pid : pids) {
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    EXPECT_EQ(status, 0);
+    bytes.push_back(std::stoll(file_bytes(folder / ("bytes-" + std::to_string(bytes.size())))));
+  }
+  return bytes;
+}
+
+TEST(ElasticWrappers, CopiesTakeThePlannedMemory) {
+  const DecoderOptions decoder = decoder_of("gpt:layers=4,width=128,heads=4,vocab=500,sequence=16");
+  const auto model = planned_decoder(decoder);
+  for (const int stage : {0, 2, 3})
+    for (const int copies : {1, 2}) {
+      const TrainingChoice choice{.stage = stage};
+      const int world = 3;
+      const auto bytes = measured_copies(world, choice, decoder, copies);
+      for (int rank = 0; rank < world; ++rank) {
+        const auto planned =
+            static_cast<double>(copies_bytes(model->run(choice, world, rank).record, choice, world, copies));
+        EXPECT_NEAR(static_cast<double>(bytes[static_cast<size_t>(rank)]) / planned, 1, 0.05)
+            << "stage " << stage << ", " << copies << " copies, rank " << rank;
+      }
+    }
 }
 
 // Rank 0 leaves the loop early: the run ends instead of regrouping for ever.

@@ -31,6 +31,23 @@ std::pair<int, std::string> plan(std::vector<std::string> arguments) {
   return {code, child.output()};
 }
 
+TEST(PlanCommand, CountsCopiesOfAnElasticRun) {
+  const auto with = [](std::vector<std::string> more) {
+    more.insert(more.begin(),
+                {"--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "4", "--memory", "1GB"});
+    return plan(std::move(more)).second;
+  };
+  EXPECT_EQ(with({}).find("copies"), std::string::npos);
+  expect_contains(with({"--elastic"}), "copies");
+  expect_contains(with({"--elastic"}), "this rank's part and those of 1 other rank, of two steps");
+  const json one = json::parse(with({"--elastic", "--json"})), two = json::parse(with({"--elastic=2", "--json"}));
+  for (size_t i = 0; i < one.size(); ++i) {
+    EXPECT_GT(one[i]["copies_bytes"], 0);
+    EXPECT_EQ(2 * two[i]["copies_bytes"].get<int64_t>(), 3 * one[i]["copies_bytes"].get<int64_t>());
+  }
+  expect_contains(with({"--elastic", "--host-memory", "1MB"}), "not the host");
+}
+
 TEST(PlanCommand, PrintsWhatFits) {
   const std::string model = "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32";
   const auto [code, text] = plan({"--model", model, "--gpus", "64", "--memory", "64MiB"});

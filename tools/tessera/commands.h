@@ -37,6 +37,7 @@ struct Arguments {
   int64_t batch = 0;           // plan: for a model file; 0: 1, or as exported
   int ranks_per_host = 0;      // plan; 0: from the speed file, or 8
   std::string host_memory;     // plan: of each host; "": unknown
+  int copies = -1;             // plan: of an elastic run; -1: no elastic run
   bool search = false;         // plan: further options
   std::string html;            // plan: the page to write
   int draw = 0;                // plan: the line of the table to draw; 0: the recommended one

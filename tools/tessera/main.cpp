@@ -58,7 +58,7 @@ const std::vector<Command>& commands() {
        {"model", "gpus",     "memory",    "gpu",          "sequence",         "batch",
         "html",  "speed",    "flops",     "flops-fp32",   "memory-bandwidth", "operator-time",
         "link",  "latency",  "host-link", "host-latency", "ranks-per-host",   "host-memory",
-        "draw",  "measured", "search"},
+        "draw",  "measured", "search",    "elastic"},
        plan},
       {"calibrate",
        "-o speed.json [--ranks N] [--threads N] [--quick] [--speed machine.json]",
@@ -203,7 +203,9 @@ void add_plan_options(po::options_description& options, Arguments& arguments) {
   add("ranks-per-host", po::value(&arguments.ranks_per_host),
       "plan: whose exchanges do not leave the host; without: as calibrated, or 8");
   add("host-memory", po::value(&arguments.host_memory),
-      "plan: of each host, as 1.5TB, for offload; without: not known");
+      "plan: of each host, as 1.5TB, for offload and copies; without: not known");
+  add("elastic", po::value(&arguments.copies)->implicit_value(1),
+      "plan: the memory of an elastic run's copies, of N for each rank; 1 without N");
   add("search", po::bool_switch(&arguments.search), "plan: tries units, hybrid sharding, prefetching and offload, too");
   add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
   add("draw", po::value(&arguments.draw),

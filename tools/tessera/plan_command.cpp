@@ -50,6 +50,7 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
                            {"offload", plan.choice.offload},
                            {"peak_bytes", plan.peak.tensors()},
                            {"host_bytes", plan.host_bytes},
+                           {"copies_bytes", plan.copies_bytes},
                            {"rank", plan.rank},
                            {"collective_bytes", plan.collective_bytes},
                            {"between_hosts_bytes", plan.between_bytes},
@@ -109,6 +110,8 @@ int plan(const Arguments& arguments) {
   const auto model = model_of(arguments);
   Machines machines{
       .ranks = arguments.gpus, .ranks_per_host = arguments.ranks_per_host, .memory_bytes = memory_bytes_of(arguments)};
+  if (arguments.copies < -1) throw std::invalid_argument("--elastic is the number of copies, expected 0 or more");
+  if (arguments.copies >= 0) machines.copies = arguments.copies;
   if (!arguments.host_memory.empty()) machines.host_memory_bytes = bytes_of_text(arguments.host_memory);
   const auto [speed, missing] = speed_of(arguments, machines);
   if (speed) machines.speed = &*speed;

@@ -21,6 +21,7 @@ struct PlannedTraining {
   int rank = 0;
   BytesByKind peak;              // on its device
   int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory
+  int64_t copies_bytes = 0;      // of an elastic run, in host memory: copies_bytes()
   int64_t collective_bytes = 0;  // of full tensors in a step
   int64_t between_bytes = 0;     // the part that crosses hosts
   int64_t flop = 0;              // of a step, with recomputation
@@ -38,13 +39,18 @@ struct Machines {
   int ranks_per_host = 8;
   int64_t memory_bytes = 0;             // of each rank's device
   const MachineSpeed* speed = nullptr;  // null: unknown; its own ranks_per_host is ignored
-  int64_t host_memory_bytes = 0;        // of each host, for offload; 0: unknown
+  int64_t host_memory_bytes = 0;        // of each host, for offload and copies; 0: unknown
+  std::optional<int> copies = {};       // ElasticOptions::copies of an elastic run
 
   // The smaller of ranks and ranks_per_host.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
   // As in DryRunOptions, for machines with the speed of CPUs.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
+
+// Returns ElasticRun::copied_bytes() between two copies: this rank's part of a checkpoint and `copies` parts of other
+// ranks, of two steps. `record` is of AdamW. After the loss of ranks, up to three steps of larger parts are held.
+int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
 // Runs the choice as a dry run. Throws as PlannedModel::run(), except for libtorch's errors, and as predict_step().
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
