@@ -254,8 +254,13 @@ WindowSampler::WindowSampler(int64_t text_numel, int64_t context, uint64_t seed,
       shape_(shape),
       order_(windows_, seed) {}
 
+void WindowSampler::set_origin(int64_t step, int64_t position) {
+  origin_step_ = step;
+  origin_ = position;
+}
+
 std::vector<int64_t> WindowSampler::starts(int64_t step, int64_t micro_batch, int64_t rank) {
-  const int64_t first = step * shape_.global() + rank * shape_.per_rank() + micro_batch * shape_.batch;
+  const int64_t first = position(step) + rank * shape_.per_rank() + micro_batch * shape_.batch;
   std::vector<int64_t> starts(shape_.batch);
   for (int64_t i = 0; i < shape_.batch; ++i) starts[i] = start_of(first + i);
   return starts;

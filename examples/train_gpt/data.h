@@ -88,6 +88,10 @@ class WindowSampler {
   // text_numel must be more than context.
   WindowSampler(int64_t text_numel, int64_t context, uint64_t seed, BatchShape shape);
 
+  // Makes `step` begin at this position of the sequence, for steps before it that had another shape.
+  void set_origin(int64_t step, int64_t position);
+  int64_t position(int64_t step) const { return origin_ + (step - origin_step_) * shape_.global(); }
+
   int64_t windows_per_epoch() const { return windows_; }
 
   // The positions of the `batch` windows of a micro-batch.
@@ -100,6 +104,7 @@ class WindowSampler {
   int64_t windows_;       // per epoch
   int64_t max_offset_;
   BatchShape shape_;
+  int64_t origin_step_ = 0, origin_ = 0;
   tessera::EpochOrder order_;
 };
 

@@ -26,14 +26,25 @@ std::optional<StepReport> parse_report(const std::string& line) {
 
 }  // namespace
 
+namespace {
+
+bool is_event_until(const std::string& line, int64_t step) {
+  const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  return values.is_object() && values.contains("event") && values.contains("step") && values["step"].is_number() &&
+         values["step"].get<int64_t>() <= step;
+}
+
+}  // namespace
+
 MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
   std::uintmax_t kept_bytes = 0;
   bool is_complete = true;  // the last kept line ends with a new line
   std::ifstream before(path);
   for (std::string line; std::getline(before, line);) {
     const auto report = parse_report(line);
-    if (!report || report->step > kept_steps) break;  // the rest is incomplete, or of later steps
-    kept_.push_back(*report);
+    const bool is_kept = report ? report->step <= kept_steps : is_event_until(line, kept_steps);
+    if (!is_kept) break;  // the rest is incomplete, or of later steps
+    if (report) kept_.push_back(*report);
     is_complete = !before.eof();
     kept_bytes += line.size() + (is_complete ? 1 : 0);
   }
@@ -53,7 +64,24 @@ void MetricsLog::write(const StepReport& report) {
                                  {"lr", report.lr},
                                  {"grad_norm", report.grad_norm}};
   if (report.val_loss) line["val_loss"] = *report.val_loss;
-  file_ << line.dump() << std::endl;
+  write_line(line.dump());
+}
+
+void MetricsLog::write(const ElasticEvent& event) {
+  nlohmann::ordered_json line = {{"event", event.has_resumed ? "resumed" : "lost"}, {"step", event.step}};
+  if (!event.has_resumed) line["ranks"] = event.change.lost;
+  line["world"] = event.world;
+  if (event.has_resumed) {
+    line["seconds"] = event.change.seconds;
+  } else {
+    line["world_before"] = event.change.world_before;
+    line["reason"] = event.change.reason;
+  }
+  write_line(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+void MetricsLog::write_line(const std::string& line) {
+  file_ << line << std::endl;
   if (!file_) throw std::runtime_error("--out: a line could not be written to " + path_.string());
 }
 
@@ -253,6 +281,11 @@ void TensorboardLog::write(const StepReport& report) {
   const auto& waits = *report.waits;
   for (size_t rank = 0; rank < waits.ranks.size(); ++rank)
     add("wait/percent_rank_" + std::to_string(rank), 100 * waits.ranks[rank].wait_s / waits.elapsed_s);
+}
+
+void TensorboardLog::write(const ElasticEvent& event) {
+  events_.scalar("elastic/world", event.world, event.step);
+  if (event.has_resumed) events_.scalar("elastic/seconds_to_resume", event.change.seconds, event.step);
 }
 
 }  // namespace train_gpt

@@ -128,7 +128,7 @@ po::typed_value<bool>* boolean(bool* value) {
 // Values that are converted or checked after parsing.
 struct RawOptions {
   std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer, quantize, device = "auto",
-                                  precision;
+                                  precision, elastic_batch = "keep";
   int ranks = 0;
   int64_t warmup = 0, val_every = 0, report_every = 0;
 };
@@ -160,6 +160,11 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "ranks", po::value(&raw.ranks)->value_name("N"),
       "start N processes on this machine; under a launcher, the expected number of ranks")(
       "oversubscribe", po::bool_switch(&options.oversubscribe), "allow --ranks above 4 ranks a core")(
+      "elastic", po::bool_switch(&options.elastic),
+      "survive the death of ranks: copies of the state in other ranks' memory (docs/elastic.md)")(
+      "elastic-batch", po::value(&raw.elastic_batch)->default_value(raw.elastic_batch)->value_name("HOW"),
+      "elastic: sequences of a step with fewer ranks. keep: at least as many, by accumulation; follow: fewer")(
+      "copy-every", number(&options.copy_every), "elastic: steps between two copies")(
       "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
       "local: one process; ddp: nothing sharded; oss: optimizer state sharded; sdp: gradients too; fsdp: "
       "parameters too")(
@@ -282,6 +287,12 @@ bool parse_wire(const std::string& name, Wrapper wrapper) {
   return name == "int8";
 }
 
+ElasticBatch parse_elastic_batch(const std::string& name) {
+  if (name == "keep") return ElasticBatch::kKeep;
+  if (name == "follow") return ElasticBatch::kFollow;
+  throw OptionsError("--elastic-batch must be keep or follow, got '" + name + "'");
+}
+
 DeviceKind parse_device(const std::string& name) {
   if (name == "auto") return DeviceKind::kAuto;
   if (name == "cpu") return DeviceKind::kCpu;
@@ -350,6 +361,7 @@ void check_ranges(const TrainOptions& options) {
   check_at_least("val-batches", options.val_batches, 1);
   check_at_least("save-every", options.save_every, 0);
   check_at_least("keep", options.keep, 1);
+  check_at_least("copy-every", options.copy_every, 1);
   check_at_least("sample", options.sample, 0);
   check_at_least("top-k", options.top_k, 0);
   check_at_least("lora", options.lora_rank, 0);
@@ -392,6 +404,13 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   if (options.offload != Offload::kDisk && given(values, "offload-directory")) {
     throw OptionsError("--offload-directory has no effect without --offload disk");
   }
+  for (const char* name : {"elastic-batch", "copy-every"})
+    if (!options.elastic && given(values, name))
+      throw OptionsError("--" + std::string(name) + " has no effect without --elastic");
+  if (options.elastic && options.wrapper == Wrapper::kLocal)
+    throw OptionsError("--elastic is for several ranks, not --wrapper local");
+  if (options.elastic && !options.resume.empty() && options.resume != "auto")
+    throw OptionsError("--elastic resumes with --resume auto only, got " + options.resume);
   for (const char* name : {"prompt", "temperature", "top-k"}) {
     if (options.sample == 0 && given(values, name)) {
       throw OptionsError("--" + std::string(name) + " has no effect with --sample 0");
@@ -472,6 +491,7 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   options.offload = parse_offload(raw.offload);
   options.optimizer = parse_optimizer(raw.optimizer);
   options.device = parse_device(raw.device);
+  options.elastic_batch = parse_elastic_batch(raw.elastic_batch);
   if (given(values, "dtype")) options.precision = parse_precision(raw.precision);
   options.base = parse_quantize(raw.quantize);
   options.offload_directory = given(values, "offload-directory") ? raw.offload_directory : options.out.string();

@@ -36,6 +36,9 @@ enum class DeviceKind { kAuto, kCpu, kCuda };
 // The floating-point type of forward and backward. Parameters, their gradients and the optimizer's state are fp32.
 enum class Precision { kFloat, kBFloat16, kHalf };
 
+// The sequences of a step after an elastic run has lost ranks: as many as before, or in proportion to the ranks.
+enum class ElasticBatch { kKeep, kFollow };
+
 const char* name_of(Wrapper wrapper);
 const char* name_of(OptimizerKind optimizer);
 const char* name_of(Offload offload);
@@ -48,7 +51,10 @@ struct TrainOptions {
   std::filesystem::path out = "out/train_gpt";
   std::optional<int> ranks;    // default: the launcher's, or one
   bool oversubscribe = false;  // allows more than 4 ranks a core
-  bool plan = false;           // print the memory that each rank would take; do not train
+  bool elastic = false;        // survive the death of ranks
+  ElasticBatch elastic_batch = ElasticBatch::kKeep;
+  int64_t copy_every = 10;  // elastic: steps between copies
+  bool plan = false;        // print the memory that each rank would take; do not train
 
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;

@@ -73,8 +73,19 @@ void print_result(std::ostream& out, const RunResult& result);
 
 void print_sample(std::ostream& out, const std::string& text);
 
+// A change of an elastic run's group, or the end of the first step after it.
+struct ElasticEvent {
+  bool has_resumed = false;
+  int64_t step = 0;
+  int world = 0;
+  tessera::ElasticChange change;
+};
+
 // metrics.jsonl: one JSON object a step, a line each, with val_loss if the step was validated:
 //   {"step":1,"loss":4.1,"tokens_per_s":9000.0,"lr":1e-4,"grad_norm":2.0,"val_loss":4.0}
+// Events of an elastic run are lines of their own. The step of a loss is the one from which training continues:
+//   {"event":"lost","step":10,"ranks":[1],"world":3,"world_before":4,"reason":"..."}
+//   {"event":"resumed","step":11,"world":3,"seconds":0.4}
 class MetricsLog {
  public:
   // Keeps the lines of the first `kept_steps` steps of the file and cuts off the others; 0 keeps none. Throws
@@ -86,8 +97,10 @@ class MetricsLog {
 
   // Throws std::runtime_error if the line cannot be written, as on a full disk.
   void write(const StepReport& report);
+  void write(const ElasticEvent& event);
 
  private:
+  void write_line(const std::string& line);
   std::filesystem::path path_;
   std::vector<StepReport> kept_;
   std::ofstream file_;
@@ -119,6 +132,7 @@ class TensorboardLog {
 
   // Does not throw if the disk is full: training continues.
   void write(const StepReport& report);
+  void write(const ElasticEvent& event);  // elastic/world and elastic/seconds_to_resume
 
  private:
   tessera::EventWriter events_;

@@ -16,6 +16,7 @@
 #include <system_error>
 
 #include "core/comm/store_mailbox.h"
+#include "core/launch/launch_environment.h"
 #include "core/memory/container_limits.h"
 #include "report.h"
 #include "trainer.h"
@@ -43,14 +44,16 @@ void check_world(const TrainOptions& options, int world) {
 // Rank 0's output during training: metrics, plot, TensorBoard, progress.
 class Recorder {
  public:
-  // Keeps the metrics of the first `first_step` steps.
-  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step)
+  // Keeps the metrics of the first `first_step` steps. `elastic` may be null.
+  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step, const tessera::ElasticRun* elastic)
       : plot_path_(options.out / kPlotFile),
         metrics_(options.out / kMetricsFile, first_step),
-        progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)) {
+        progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)),
+        elastic_(elastic) {
     if (!options.tensorboard.empty()) tensorboard_.emplace(options.tensorboard);
     curves_.unigram_loss = unigram_loss;
     for (const auto& report : metrics_.kept()) add_to_curves(report);
+    record_change(first_step, /*has_resumed=*/false);
   }
 
   void record(const StepReport& report) {
@@ -58,6 +61,12 @@ class Recorder {
     metrics_.write(report);
     if (tensorboard_) tensorboard_->write(report);
     progress_->show(report);
+    // The run prints a line when the step is committed.
+    if (elastic_ != nullptr && elastic_->change() && !has_resumed_) progress_->finish();
+  }
+  // After the commit of each step.
+  void record_commit(int64_t step) {
+    if (!std::exchange(has_resumed_, true)) record_change(step, /*has_resumed=*/true);
   }
 
   ~Recorder() { progress_->finish(); }
@@ -77,6 +86,14 @@ class Recorder {
   }
 
  private:
+  void record_change(int64_t step, bool has_resumed) {
+    if (elastic_ == nullptr || !elastic_->change()) return;
+    const ElasticEvent event{
+        .has_resumed = has_resumed, .step = step, .world = elastic_->comm()->size(), .change = *elastic_->change()};
+    metrics_.write(event);
+    if (tensorboard_) tensorboard_->write(event);
+  }
+
   void add_to_curves(const StepReport& report) {
     const auto step = static_cast<double>(report.step);
     curves_.train.push_back({step, report.loss});
@@ -87,6 +104,8 @@ class Recorder {
   MetricsLog metrics_;
   std::optional<TensorboardLog> tensorboard_;
   std::unique_ptr<Progress> progress_;
+  const tessera::ElasticRun* const elastic_;
+  bool has_resumed_ = false;
   LossCurves curves_;
 };
 
@@ -95,7 +114,8 @@ struct Training {
   int signal = 0;    // that has stopped the run after a save; 0: all steps are done
 };
 
-Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, tessera::Communicator& comm) {
+Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, tessera::Communicator& comm,
+               const tessera::ElasticRun* elastic) {
   const bool shows = comm.rank() == 0;
   const auto resumed = checkpoints.resume();
   const int64_t first_step = resumed.step;
@@ -103,7 +123,7 @@ Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& o
   for (size_t i = 0; shows && i < resumed.notes.size(); ++i) std::cout << "  note        " << resumed.notes[i] << "\n";
   const auto start = Clock::now();
   std::optional<Recorder> recorder;
-  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
+  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step, elastic);
   int signal = 0;
   int64_t last_step = first_step;
   try {
@@ -114,6 +134,7 @@ Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& o
           last_step = report.step;
           signal = last_step == options.steps ? 0 : tessera::stop_requested(comm);
           checkpoints.after_step(last_step, signal != 0);
+          if (shows) recorder->record_commit(last_step);
           return signal == 0;
         });
     checkpoints.finish();
@@ -152,17 +173,17 @@ Job prepare(TrainOptions options) {
   return job;
 }
 
-tessera::FolderLock prepare_output(const TrainOptions& options) try {
+tessera::FolderLock prepare_output(const TrainOptions& options, bool continues) try {
   tessera::FolderLock lock(options.out);
   // A run that does not resume must not destroy the metrics of an earlier run.
   const auto metrics = options.out / kMetricsFile;
   std::error_code none;  // there is no such file
-  if (options.resume.empty() && std::filesystem::file_size(metrics, none) > 0 && !none) {
+  if (!continues && std::filesystem::file_size(metrics, none) > 0 && !none) {
     std::filesystem::rename(metrics, options.out / kFormerMetricsFile);
     std::cout << "the metrics that were in " << options.out.string() << " are in " << kFormerMetricsFile << " now"
               << std::endl;
   }
-  const MetricsLog writable(metrics, options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
+  const MetricsLog writable(metrics, continues ? std::numeric_limits<int64_t>::max() : 0);
   return lock;
 } catch (const tessera::CheckpointError& error) {
   throw std::runtime_error(std::string("--out: ") + error.what());
@@ -170,12 +191,19 @@ tessera::FolderLock prepare_output(const TrainOptions& options) try {
   throw std::runtime_error(std::string("--out: ") + error.what());
 }
 
-int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
+int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tessera::ElasticRun* elastic,
+             int first_ranks) {
   const auto& options = job.options;
   const bool shows = comm->rank() == 0;
-  check_world(options, comm->size());
+  const bool goes_on = elastic != nullptr && elastic->generation() > 0;
+  if (elastic == nullptr) first_ranks = comm->size();
+  check_world(options, first_ranks);
   std::optional<tessera::FolderLock> lock;
-  if (shows) lock.emplace(prepare_output(options));
+  try {
+    if (shows) lock.emplace(prepare_output(options, goes_on || !options.resume.empty()));
+  } catch (const std::runtime_error&) {
+    if (!goes_on) throw;  // else a lost rank 0, which is stopped, may hold this job's lock
+  }
   if (options.threads > 0) at::set_num_threads(options.threads);
 
   std::optional<tessera::PeakMemory> tensors;  // must exist before the first tensor
@@ -195,10 +223,10 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   // Must precede the average of weights, which starts from them.
   if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
   if (options.ema > 0) wrapped = with_ema(std::move(wrapped), options.ema);
-  Trainer trainer(options, job.corpus, *comm, *wrapped);
+  Trainer trainer(options, job.corpus, *comm, *wrapped, first_ranks);
   if (tensors) trainer.count_memory(*tensors);
-  Checkpoints checkpoints(options, job.corpus, trainer.windows_per_epoch(), *comm, *wrapped);
-  if (shows) {
+  Checkpoints checkpoints(options, job.corpus, trainer.sampler(), first_ranks, *wrapped, elastic);
+  if (shows && !goes_on) {
     print_header(std::cout, options, job.corpus,
                  {.layout = wrapped->describe(),
                   .device = comm->device().str(),
@@ -210,7 +238,7 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
-  const auto [result, signal] = train(trainer, checkpoints, options, *comm);
+  const auto [result, signal] = train(trainer, checkpoints, options, *comm, elastic);
   if (signal != 0) return 128 + signal;
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
@@ -246,7 +274,8 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
                        std::to_string(kMostRanksOfACore) + " processes a core on " + std::to_string(cores) +
                        " cores; --oversubscribe allows it");
   prepare(options);  // reports a mistake once, not on every rank
-  static_cast<void>(prepare_output(options));
+  static_cast<void>(prepare_output(options, !options.resume.empty()));
+  if (options.elastic) return tessera::spawn_elastic(*options.ranks, argc, argv, {.restarts = 0});
   return tessera::spawn_local(*options.ranks, argc, argv);
 }
 
@@ -264,10 +293,13 @@ bool is_first_to_fail(const tessera::Communicator& comm) {
   }
 }
 
+bool uses_gpus(const TrainOptions& options) {
+  return options.device == DeviceKind::kCuda || (options.device == DeviceKind::kAuto && torch::cuda::is_available());
+}
+
 int run_launched(const TrainOptions& options) {
   tessera::InitOptions init;
-  if (options.device == DeviceKind::kCuda || (options.device == DeviceKind::kAuto && torch::cuda::is_available()))
-    init.device = at::kCUDA;
+  if (uses_gpus(options)) init.device = at::kCUDA;
   return tessera::run_main([&] {
     const auto comm = tessera::init(init);
     try {
@@ -277,6 +309,27 @@ int run_launched(const TrainOptions& options) {
       comm->abort(error.what());  // ends the other ranks before the timeout
       return tells ? report_mistake(error) : 2;
     }
+  });
+}
+
+int run_elastic(const TrainOptions& options) {
+  const auto launch = tessera::internal::read_launch_environment();
+  tessera::ElasticOptions elastic_options{.copy_every = static_cast<int>(options.copy_every),
+                                          .batch = options.elastic_batch == ElasticBatch::kKeep
+                                                       ? tessera::ElasticBatch::kKeep
+                                                       : tessera::ElasticBatch::kFollow};
+  if (!options.resume.empty()) elastic_options.checkpoints = checkpoints_of(options);
+  if (uses_gpus(options)) {
+    const auto gpus = static_cast<int>(torch::cuda::device_count());
+    elastic_options.group.device =
+        at::Device(at::kCUDA, static_cast<at::DeviceIndex>(std::max(0, launch.local_rank) % std::max(1, gpus)));
+  }
+  return tessera::run_main([&] {
+    const Job job = prepare(options);
+    tessera::Elastic elastic(elastic_options);
+    int code = 0;
+    elastic.run([&](tessera::ElasticRun& run) { code = run_rank(job, run.comm(), &run, launch.world_size); });
+    return code;
   });
 }
 
@@ -310,7 +363,7 @@ int program(int argc, char** argv, Planner plans) {
     std::cerr << "train_gpt: " << error.what() << "\n";
     return 1;
   }
-  return run_launched(*options);
+  return options->elastic ? run_elastic(*options) : run_launched(*options);
 }
 
 }  // namespace train_gpt

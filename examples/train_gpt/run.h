@@ -2,6 +2,7 @@
 
 #include <tessera/checkpoint.h>
 #include <tessera/communicator.h>
+#include <tessera/elastic.h>
 
 #include <memory>
 #include <vector>
@@ -21,11 +22,14 @@ struct Job {
 // Reads the data. Throws OptionsError and std::runtime_error.
 Job prepare(TrainOptions options);
 
-// Makes the folder --out, checks that it can be written, and locks it against other jobs. Throws std::runtime_error.
-[[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options);
+// Makes the folder --out, checks that it can be written, and locks it against other jobs. Keeps the metrics of a run
+// that continues. Throws std::runtime_error.
+[[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options, bool continues);
 
-// Trains on this rank of the group; rank 0 prints. Collective.
-int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm);
+// Trains on this rank of the group; rank 0 prints. `elastic` is null, or the run of this group, which the launcher has
+// started with `first_ranks` ranks. Collective.
+int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tessera::ElasticRun* elastic = nullptr,
+             int first_ranks = 0);
 
 using Planner = void (*)(const TrainOptions& options);
 

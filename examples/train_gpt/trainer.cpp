@@ -22,7 +22,21 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 }  // namespace
 
-Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model)
+int64_t sequences_of_step(const TrainOptions& options, int ranks) { return ranks * options.batch * options.accumulate; }
+
+namespace {
+
+// With fewer ranks than the first ones, more micro-batches keep the sequences of a step.
+BatchShape shape_of(const TrainOptions& options, int ranks, int first_ranks) {
+  const bool keeps = options.elastic && options.elastic_batch == ElasticBatch::kKeep;
+  const int64_t passes = keeps ? (first_ranks * options.accumulate + ranks - 1) / ranks : options.accumulate;
+  return {.ranks = ranks, .batch = options.batch, .accumulation = passes};
+}
+
+}  // namespace
+
+Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model,
+                 int first_ranks)
     : corpus_(corpus),
       comm_(comm),
       model_(model),
@@ -30,12 +44,13 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
       steps_(options.steps),
       val_interval_(options.validation_interval()),
       clip_(options.clip > 0.0 ? options.clip : std::numeric_limits<double>::infinity()),
-      shape_{.ranks = comm.size(), .batch = options.batch, .accumulation = options.accumulate},
+      shape_(shape_of(options, comm.size(), first_ranks > 0 ? first_ranks : comm.size())),
       sampler_(static_cast<int64_t>(corpus.train().size()), context_, options.seed, shape_),
       peak_lr_(options.lr),
       has_schedule_(options.optimizer != OptimizerKind::kScheduleFree),
-      validation_starts_(validation_starts(static_cast<int64_t>(corpus.validation().size()), context_,
-                                           options.val_batches * shape_.global())),
+      validation_starts_(validation_starts(
+          static_cast<int64_t>(corpus.validation().size()), context_,
+          options.val_batches * sequences_of_step(options, first_ranks > 0 ? first_ranks : comm.size()))),
       report_interval_(options.report_interval()) {
   set_warmup(options.warmup_steps());
 }
@@ -157,8 +172,6 @@ std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Commun
 
 namespace {
 
-std::filesystem::path folder_of(const TrainOptions& options) { return options.out / "checkpoints"; }
-
 std::string name_of_step(int64_t step) {
   char name[32];
   std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(step));
@@ -167,15 +180,18 @@ std::string name_of_step(int64_t step) {
 
 }  // namespace
 
-Checkpoints::Checkpoints(const TrainOptions& options, const Corpus& corpus, int64_t windows,
-                         tessera::Communicator& comm, Trainable& model)
+std::filesystem::path checkpoints_of(const TrainOptions& options) { return options.out / "checkpoints"; }
+
+Checkpoints::Checkpoints(const TrainOptions& options, const Corpus& corpus, WindowSampler& sampler, int first_ranks,
+                         Trainable& model, tessera::ElasticRun* elastic)
     : options_(options),
-      windows_(windows),
+      sampler_(sampler),
+      first_ranks_(first_ranks),
       data_(tessera::internal::to_hex(tessera::internal::checksum(
           corpus.tokens.data(), static_cast<int64_t>(corpus.tokens.size() * sizeof(uint16_t))))),
       warmup_(options.warmup_steps()),
-      comm_(comm),
-      model_(model) {}
+      model_(model),
+      elastic_(elastic) {}
 
 // A resumed run must have the same `run`: only then does step n see the same sequences in the same model. `settings`
 // may change with --allow-changes.
@@ -183,9 +199,9 @@ nlohmann::json Checkpoints::description() const {
   const auto& model = options_.model;
   return {{"run",
            {{"seed", options_.seed},
-            {"sequences_per_step", comm_.size() * options_.batch * options_.accumulate},
+            {"sequences_per_step", sequences_of_step(options_, first_ranks_)},
             {"context", model.context},
-            {"windows", windows_},
+            {"windows", sampler_.windows_per_epoch()},
             {"data", data_},
             {"heads", model.heads},
             {"norm_epsilon", model.norm_epsilon},
@@ -230,13 +246,34 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
   return resumed;
 }
 
+Checkpoints::Resumed Checkpoints::resume_elastically() {
+  Resumed resumed{.warmup = warmup_};
+  const auto decays = weight_decays(model_.optimizer());
+  const auto extra = elastic_->restore({model_.shards(), model_.optimizer()});
+  if (elastic_->step() > 0) resumed = compare(checkpoints_of(options_).string(), extra);
+  continue_from(extra, resumed, decays);
+  return resumed;
+}
+
+// Sets all that is in no tensor.
+void Checkpoints::continue_from(const nlohmann::json& extra, const Resumed& resumed,
+                                const std::vector<double>& decays) {
+  warmup_ = resumed.warmup;
+  // Old checkpoints do not have it; their steps all took as many.
+  if (extra.contains("sequences")) sampler_.set_origin(resumed.step, extra["sequences"].get<int64_t>());
+  if (extra.contains("grad_scaler") && model_.scaler() != nullptr)
+    model_.scaler()->load_state({extra["grad_scaler"]["scale"], extra["grad_scaler"]["steps"]});
+  set_weight_decays(model_.optimizer(), decays);
+}
+
 Checkpoints::Resumed Checkpoints::resume() {
+  if (elastic_ != nullptr) return resume_elastically();
   Resumed resumed{.warmup = warmup_};
   if (options_.resume.empty()) return resumed;
   const auto decays = weight_decays(model_.optimizer());  // loading overwrites them with the saved ones
   nlohmann::json extra;
   if (options_.resume == "auto") {
-    auto loaded = tessera::load_newest_checkpoint(folder_of(options_), model_.shards(), model_.optimizer());
+    auto loaded = tessera::load_newest_checkpoint(checkpoints_of(options_), model_.shards(), model_.optimizer());
     if (!loaded) return resumed;
     extra = loaded->extra;
     resumed = compare(loaded->path.string(), extra);
@@ -246,11 +283,17 @@ Checkpoints::Resumed Checkpoints::resume() {
     extra = tessera::load_checkpoint(options_.resume, model_.shards(), model_.optimizer());
     resumed = compare(options_.resume, extra);
   }
-  warmup_ = resumed.warmup;
-  if (extra.contains("grad_scaler") && model_.scaler() != nullptr)
-    model_.scaler()->load_state({extra["grad_scaler"]["scale"], extra["grad_scaler"]["steps"]});
-  set_weight_decays(model_.optimizer(), decays);
+  continue_from(extra, resumed, decays);
   return resumed;
+}
+
+nlohmann::json Checkpoints::extra_of(int64_t step) const {
+  nlohmann::json extra = description();
+  extra["step"] = step;
+  extra["sequences"] = sampler_.position(step);
+  if (const auto* scaler = model_.scaler())
+    extra["grad_scaler"] = {{"scale", scaler->state().scale}, {"steps", scaler->state().finite_steps}};
+  return extra;
 }
 
 void Checkpoints::before_update() {
@@ -258,15 +301,12 @@ void Checkpoints::before_update() {
 }
 
 void Checkpoints::after_step(int64_t step, bool stops) {
+  if (elastic_ != nullptr) elastic_->commit(extra_of(step));
   const bool is_due = options_.save_every > 0 && (step % options_.save_every == 0 || step == options_.steps);
   if (!is_due && !stops) return;
-  nlohmann::json extra = description();
-  extra["step"] = step;
-  if (const auto* scaler = model_.scaler())
-    extra["grad_scaler"] = {{"scale", scaler->state().scale}, {"steps", scaler->state().finite_steps}};
-  pending_ =
-      tessera::save_checkpoint_async(folder_of(options_) / name_of_step(step), model_.shards(), model_.optimizer(),
-                                     extra, {.keep_last = static_cast<int>(options_.keep), .copy_in_background = true});
+  pending_ = tessera::save_checkpoint_async(checkpoints_of(options_) / name_of_step(step), model_.shards(),
+                                            model_.optimizer(), extra_of(step),
+                                            {.keep_last = static_cast<int>(options_.keep), .copy_in_background = true});
 }
 
 void Checkpoints::finish() {

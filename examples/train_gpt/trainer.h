@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/elastic.h>
 #include <tessera/tessera.h>
 
 #include <cstdint>
@@ -29,12 +30,17 @@ struct StepReport {
   std::vector<MemoryUse> memory_by_rank;
 };
 
+// The sequences of a step of the ranks that the launcher has started.
+int64_t sequences_of_step(const TrainOptions& options, int ranks);
+
 // The training loop, the same for every wrapper. All ranks construct one with the same arguments and call the same
 // functions.
 class Trainer {
  public:
-  // The corpus, communicator and model must outlive the trainer.
-  Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
+  // The corpus, communicator and model must outlive the trainer. `first_ranks`: the world that the launcher started, if
+  // an elastic run has another one now.
+  Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model,
+          int first_ranks = 0);
 
   // memory() reports this count of the process's tensors, too. `held` must outlive the trainer.
   void count_memory(const tessera::PeakMemory& held) { held_ = &held; }
@@ -57,7 +63,7 @@ class Trainer {
   // The loss of a unigram model of the training part, on the validation windows.
   double unigram_loss() const;
 
-  int64_t windows_per_epoch() const { return sampler_.windows_per_epoch(); }
+  WindowSampler& sampler() { return sampler_; }
   int64_t tokens_per_step() const { return shape_.global() * context_; }
 
   // This rank's memory. Gradients are counted as they were before the last optimizer step.
@@ -89,29 +95,33 @@ class Trainer {
 // The figures of every rank, in rank order. Collective.
 std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Communicator& comm);
 
+// The folder of a run's checkpoints.
+std::filesystem::path checkpoints_of(const TrainOptions& options);
+
 // The checkpoints of a run: <out>/checkpoints/step-000200, the newest --keep of them. All ranks construct one and call
 // the same functions; all are collective.
 class Checkpoints {
  public:
-  // `windows`: the windows of an epoch, which with the seed decide the order of the data. All references must outlive
-  // this object.
-  Checkpoints(const TrainOptions& options, const Corpus& corpus, int64_t windows, tessera::Communicator& comm,
-              Trainable& model);
+  // The windows of the sampler and the seed decide the order of the data. `elastic` is null, or the run that restores
+  // and copies the state, of `first_ranks` ranks at first. All references must outlive this object.
+  Checkpoints(const TrainOptions& options, const Corpus& corpus, WindowSampler& sampler, int first_ranks,
+              Trainable& model, tessera::ElasticRun* elastic);
 
   struct Resumed {
     int64_t step = 0;  // steps that are done: 0 without a checkpoint
     int64_t warmup = 0;
     std::vector<std::string> notes;  // for the user: changed settings, damaged checkpoints
   };
-  // Loads the checkpoint of --resume; `auto` is the newest that is sound. Throws OptionsError if its run had other data
-  // or batches, since the loss curve would break, or other settings without --allow-changes.
+  // Loads the checkpoint of --resume, or restores the elastic run; `auto` is the newest that is sound. Throws
+  // OptionsError if its run had other data or batches, since the loss curve would break, or other settings without
+  // --allow-changes.
   Resumed resume();
 
   // Waits until the save in flight has copied the parameters. Must be called before they change.
   void before_update();
 
-  // Saves in the background every --save-every steps, and before the run stops early. Throws the error of the save
-  // before.
+  // Saves in the background every --save-every steps, and before the run stops early. Ends the step of an elastic run.
+  // Throws the error of the save before.
   void after_step(int64_t step, bool stops);
 
   // Returns when the last save is complete.
@@ -119,14 +129,18 @@ class Checkpoints {
 
  private:
   nlohmann::json description() const;
+  nlohmann::json extra_of(int64_t step) const;
+  Resumed resume_elastically();
+  void continue_from(const nlohmann::json& extra, const Resumed& resumed, const std::vector<double>& decays);
   Resumed compare(const std::string& path, const nlohmann::json& extra) const;
 
   const TrainOptions& options_;
-  const int64_t windows_;
+  WindowSampler& sampler_;
+  const int first_ranks_;
   const std::string data_;  // a checksum of the tokens
   int64_t warmup_;
-  tessera::Communicator& comm_;
   Trainable& model_;
+  tessera::ElasticRun* const elastic_;
   std::optional<tessera::PendingSave> pending_;
 };
 
