@@ -158,7 +158,8 @@ int start(const Arguments& arguments, char* program) {
     std::vector<std::string> words{program, "--model", arguments.model, "--rounds", std::to_string(arguments.rounds)};
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
-    return spawn_elastic(arguments.ranks > 0 ? arguments.ranks : 2, static_cast<int>(argv.size()), argv.data());
+    return spawn_elastic(arguments.ranks > 0 ? arguments.ranks : 2, static_cast<int>(argv.size()), argv.data(),
+                         {.restarts = 0});
   }
   const int ranks = arguments.ranks > 0 ? arguments.ranks : 3;
   const std::string file =
@@ -167,16 +168,17 @@ int start(const Arguments& arguments, char* program) {
     std::vector<std::string> words{program, "--victim", std::to_string(kill % ranks), "--file", file};
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
-    if (const int code = spawn_elastic(ranks, static_cast<int>(argv.size()), argv.data()); code != 0) return code;
+    if (const int code = spawn_elastic(ranks, static_cast<int>(argv.size()), argv.data(), {.restarts = 0}); code != 0)
+      return code;
   }
   std::vector<double> seconds;
   std::ifstream lines(file);
   for (double one = 0; lines >> one;) seconds.push_back(one);
   std::remove(file.c_str());
   std::remove((file + ".death").c_str());
-  std::printf("%d ranks of one host: from a death to the end of the next step, median %.2f s (%.2f to %.2f, %zu kills)\n",
-              ranks, median(seconds), *std::ranges::min_element(seconds), *std::ranges::max_element(seconds),
-              seconds.size());
+  std::printf(
+      "%d ranks of one host: from a death to the end of the next step, median %.2f s (%.2f to %.2f, %zu kills)\n",
+      ranks, median(seconds), *std::ranges::min_element(seconds), *std::ranges::max_element(seconds), seconds.size());
   return 0;
 }
 
@@ -188,10 +190,10 @@ int main(int argc, char** argv) {
   po::options_description description("elastic_bench");
   description.add_options()("kills", po::value(&arguments.kills), "runs, in each of which a rank dies")(
       "ranks", po::value(&arguments.ranks), "processes; default: 3 with --kills, else 2")(
-      "model", po::value(&arguments.model), "of the costs: gpt or recipe")(
-      "rounds", po::value(&arguments.rounds), "of the costs")("victim", po::value(&arguments.victim),
-                                                              "for ranks: the one that dies")(
-      "file", po::value(&arguments.file), "for ranks: receives the seconds");
+      "model", po::value(&arguments.model), "of the costs: gpt or recipe")("rounds", po::value(&arguments.rounds),
+                                                                           "of the costs")(
+      "victim", po::value(&arguments.victim), "for ranks: the one that dies")("file", po::value(&arguments.file),
+                                                                              "for ranks: receives the seconds");
   try {
     po::variables_map values;
     po::store(po::parse_command_line(argc, argv, description), values);

@@ -52,8 +52,8 @@ constexpr int kSteps = 60;
 Result train(const std::filesystem::path& out, int ranks, int victim, const std::string& more) {
   std::istringstream words(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) +
                            " --layers 2 --width 24 --heads 3 --context 16 --batch 2 --threads 1 --sample 0 --steps " +
-                           std::to_string(kSteps) + " --ranks " + std::to_string(ranks) + " --out " + out.string() + " " +
-                           more);
+                           std::to_string(kSteps) + " --ranks " + std::to_string(ranks) + " --out " + out.string() +
+                           " " + more);
   tessera::testing::ChildProcess run({std::istream_iterator<std::string>(words), {}});
   const auto metrics = out / "metrics.jsonl";
   if (victim >= 0) {
@@ -78,8 +78,8 @@ void expect_all_steps(const Result& result) {
 TEST(TrainGptElastic, KeepsTheBatchAndTheMetricsWhenRankZeroIsKilled) {
   const TemporaryFolder folder;
   const auto expected = train(folder / "undisturbed", 2, -1, "--val-every 0");
-  const auto result =
-      train(folder / "killed", 2, 0, "--val-every 0 --elastic --copy-every 3 --tensorboard " + (folder / "board").string());
+  const auto result = train(folder / "killed", 2, 0,
+                            "--val-every 0 --elastic --copy-every 3 --tensorboard " + (folder / "board").string());
   expect_all_steps(result);
   expect_all_steps(expected);
   ASSERT_EQ(result.events.size(), 2U) << result.output;
