@@ -9,8 +9,7 @@
 #include "core/model/shard_norm.h"
 #include "sdp/replicated/replicated_gradients.h"
 
-namespace tessera {
-using namespace internal;
+namespace tessera::internal {
 namespace {
 
 std::string describe(const SdpOptions& options) {
@@ -124,4 +123,4 @@ MemoryReport SdpModule::memory() const {
   return report;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

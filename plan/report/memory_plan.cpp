@@ -170,7 +170,7 @@ int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int 
   const int64_t part = choice.stage == 3   ? (parameters + optimizer) / holders
                        : choice.stage == 0 ? (parameters + optimizer) / ranks
                                            : parameters / ranks + optimizer;
-  return 2 * (1 + std::min(copies, ranks - 1)) * part;
+  return int64_t{2} * (1 + std::min(copies, ranks - 1)) * part;
 }
 
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines) {

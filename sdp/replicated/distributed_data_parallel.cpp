@@ -20,8 +20,7 @@
 #include "core/runtime/lazy_values.h"
 #include "sdp/replicated/replicated_gradients.h"
 
-namespace tessera {
-using namespace internal;
+namespace tessera::internal {
 namespace {
 
 std::string describe(const DdpOptions& options) {
@@ -115,4 +114,4 @@ GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type,
   return present.empty() ? GradNorm(0.0) : clip(present, max_norm, norm_type, error_if_nonfinite, comm()->rank());
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal
