@@ -190,6 +190,7 @@ void ElasticState::publish(bool has_ended) {
     RunFacts written = facts();
     written.has_ended = has_ended;
     file_->write(written, self_.id);
+    if (has_ended) file_->forget(run_id_);
   } catch (const std::exception& error) {  // the members can go on without others
     warn(c10::str(error.what(), "; no other process can join the run"));
   }
@@ -197,8 +198,22 @@ void ElasticState::publish(bool has_ended) {
 
 void ElasticState::enter_group() {
   acceptor_.begin(group_.generation);
-  join_requests_.enter(facts(), group_, describe(options_));
+  if (record_joined())
+    join_requests_.enter(facts(), group_, describe(options_));
+  else
+    join_requests_.leave();
   publish(/*has_ended=*/false);
+}
+
+bool ElasticState::record_joined() {
+  if (!file_ || group_.joined.empty()) return true;
+  try {
+    file_->record(run_id_, group_, self_.id);
+    return true;
+  } catch (const std::exception& error) {  // another member may let the process in
+    warn(c10::str("rank ", rank_, " lets no process in: ", error.what()));
+    return false;
+  }
 }
 
 void ElasticState::leave_run() {
@@ -364,6 +379,7 @@ void ElasticState::regroup() {
        .least_ranks = options_.least_ranks,
        .most_ranks = most_ranks(),
        .joiners = [this] { return join_requests_.waiting(); },
+       .recorded = [this] { return file_ ? file_->recorded(run_id_, group_.generation + 1) : std::nullopt; },
        .was_stopped =
            [this] {
              return server_->was_stopped(options_.stopped_after, 2 * (options_.group.timeout + options_.stopped_after));

@@ -57,6 +57,8 @@ class ElasticState {
   // This process is a member of group_ from now on.
   void enter_group();
   void leave_run();
+  // Records the decision on a group that a process joins. Returns whether this member may let it in.
+  bool record_joined();
   // Writes the file by which other processes find the run.
   void publish(bool has_ended);
   RunFacts facts() const;

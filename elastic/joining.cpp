@@ -26,6 +26,34 @@ namespace {
 constexpr milliseconds kRound{100};  // between two requests of a joining process to a member
 constexpr std::chrono::seconds kSilentJoinPause{20}, kRequestLife{3};
 
+// Writes a file whole: readers must not find a part of it.
+void replace(const fs::path& path, const json& content, const std::string& id) {
+  std::error_code error;
+  fs::create_directories(path.parent_path(), error);  // the write reports the failure
+  const fs::path temporary = path.string() + "." + id;
+  std::ofstream file(temporary, std::ios::trunc);
+  file << content.dump() << "\n";
+  file.close();
+  if (!file) throw std::runtime_error("ElasticOptions::rendezvous: cannot write " + temporary.string());
+  fs::rename(temporary, path, error);
+  if (error)
+    throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path.string() + ": " + error.message());
+}
+
+// Returns nullopt if the file cannot be opened.
+template <class Parse>
+auto read_as(const fs::path& path, Parse parse) -> std::optional<decltype(parse(json()))> {
+  std::ifstream file(path);
+  if (!file) return std::nullopt;
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  try {
+    return parse(json::parse(text));
+  } catch (const json::exception& error) {
+    throw std::runtime_error("ElasticOptions::rendezvous: " + path.string() +
+                             " is damaged; delete it if no run uses the folder: " + error.what());
+  }
+}
+
 }  // namespace
 
 json to_json(const RunFacts& facts) {
@@ -55,29 +83,33 @@ bool RunFile::exists() const {
   return fs::exists(path_, error);
 }
 
-void RunFile::write(const RunFacts& facts, const std::string& id) const {
-  std::error_code error;
-  fs::create_directories(path_.parent_path(), error);  // the write reports the failure
-  const fs::path temporary = path_.string() + "." + id;
-  std::ofstream file(temporary, std::ios::trunc);
-  file << to_json(facts).dump() << "\n";
-  file.close();
-  if (!file) throw std::runtime_error("ElasticOptions::rendezvous: cannot write " + temporary.string());
-  fs::rename(temporary, path_, error);  // readers must not find a part of it
-  if (error)
-    throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path_.string() + ": " + error.message());
-}
+void RunFile::write(const RunFacts& facts, const std::string& id) const { replace(path_, to_json(facts), id); }
 
 std::optional<RunFacts> RunFile::read() const {
-  std::ifstream file(path_);
-  if (!file) return std::nullopt;
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  try {
-    return facts_from_json(json::parse(text));
-  } catch (const json::exception& error) {
-    throw std::runtime_error("ElasticOptions::rendezvous: " + path_.string() +
-                             " is damaged; delete it if no run uses the folder: " + error.what());
-  }
+  return read_as(path_, [](const json& fields) { return facts_from_json(fields); });
+}
+
+fs::path RunFile::record_path(const std::string& run_id, int64_t generation) const {
+  return path_.string() + "." + run_id + "." + std::to_string(generation);
+}
+
+void RunFile::record(const std::string& run_id, const Decision& decision, const std::string& id) const {
+  replace(record_path(run_id, decision.generation), to_json(decision), id);
+}
+
+std::optional<json> RunFile::recorded(const std::string& run_id, int64_t generation) const {
+  const fs::path path = record_path(run_id, generation);
+  std::error_code error;
+  if (fs::status(path, error).type() == fs::file_type::not_found) return std::nullopt;
+  auto decision = read_as(path, [](const json& fields) { return to_json(decision_from_json(fields)); });
+  if (!decision) throw std::runtime_error("ElasticOptions::rendezvous: cannot read " + path.string());
+  return decision;
+}
+
+void RunFile::forget(const std::string& run_id) const {
+  std::error_code error;  // records that stay harm no later run
+  for (const auto& entry : fs::directory_iterator(path_.parent_path(), error))
+    if (entry.path().string().starts_with(path_.string() + "." + run_id + ".")) fs::remove(entry.path(), error);
 }
 
 fs::path rendezvous_folder(const ElasticOptions& options) {

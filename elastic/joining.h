@@ -23,8 +23,10 @@ namespace tessera::internal {
 // again and again. Members note the request. In commit() the ranks agree that a process waits, complete a copy of the
 // step, and leave the group; or a rank is lost. Either way they decide the next group as in [Note: how survivors
 // decide], and its value contains the waiting processes. These have no vote on it. A member's answer to the next
-// request carries the decision. A waiting process that dies, or a member that does, is a loss as any other.
-// Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their own.
+// request carries the decision, which the member has recorded in the folder before: a rank that counts others as proven
+// dead must learn of the group that they formed with the process. A waiting process that dies, or a member that does,
+// is a loss as any other. Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their
+// own.
 
 inline constexpr char kRendezvousVariable[] = "TESSERA_ELASTIC_RENDEZVOUS";  // of spawn_elastic()
 inline constexpr char kJoinVariable[] = "TESSERA_ELASTIC_JOIN";
@@ -51,7 +53,16 @@ class RunFile {
   // Returns nullopt if there is no file. Throws std::runtime_error, with the path, if it is damaged.
   std::optional<RunFacts> read() const;
 
+  // Records the decision on a group that a process joins. Each decision of a run has a file of its own. Throws
+  // std::runtime_error.
+  void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
+  // The recorded decision on a generation, or nullopt. Throws std::runtime_error.
+  std::optional<nlohmann::json> recorded(const std::string& run_id, int64_t generation) const;
+  // Deletes the records of a run that has ended.
+  void forget(const std::string& run_id) const;
+
  private:
+  std::filesystem::path record_path(const std::string& run_id, int64_t generation) const;
   std::filesystem::path path_;
 };
 

@@ -255,6 +255,13 @@ Decision Regroup::compose(const std::set<int>& agreeing) {
   return decision;
 }
 
+bool Regroup::may_decide(const std::set<int>& agreeing) {
+  const int size = static_cast<int>(seen_.size());
+  if (!is_quorum(size, agreeing, gone())) return false;
+  if (!is_quorum(size, agreeing, {}) && options_.recorded) found_ = options_.recorded();
+  return true;
+}
+
 std::optional<json> Regroup::propose() {
   const int size = static_cast<int>(seen_.size());
   const int64_t ballot = (acceptor_.highest_ballot() / size + 1) * size + rank_;
@@ -276,7 +283,8 @@ std::optional<json> Regroup::propose() {
       value = answer->at("accepted");
     }
   }
-  if (!is_quorum(size, agreeing, gone())) return std::nullopt;
+  if (!may_decide(agreeing)) return std::nullopt;
+  if (found_) return found_;
   if (best == 0) {
     Decision decision = compose(agreeing);
     if (static_cast<int>(decision.members.size()) < options_.least_ranks) return std::nullopt;
@@ -289,7 +297,8 @@ std::optional<json> Regroup::propose() {
     if (answer && answer->value("agrees", false)) agreeing.insert(member);
   }
   if (found_) return found_;
-  return is_quorum(size, agreeing, gone()) ? std::optional(value) : std::nullopt;
+  if (!may_decide(agreeing)) return std::nullopt;
+  return found_ ? found_ : std::optional(value);
 }
 
 }  // namespace tessera::internal

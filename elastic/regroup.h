@@ -79,6 +79,8 @@ struct RegroupOptions {
   int most_ranks = 0;  // 0: no limit
   // The processes that wait to join, and hold nothing. Those that answer become members. Null: none.
   std::function<std::vector<Member>()> joiners = nullptr;
+  // Reads the decision, if a member has recorded it before it let a process in. Null: no process joins.
+  std::function<std::optional<nlohmann::json>()> recorded = nullptr;
   // Whether this process was stopped: the others may have gone on without it and ended. Proofs of death do not count
   // then. Null: it was not.
   std::function<bool()> was_stopped = nullptr;
@@ -112,6 +114,9 @@ class Regroup {
   std::optional<nlohmann::json> propose();
   // A group of the agreeing members and the processes that join.
   Decision compose(const std::set<int>& agreeing);
+  // Whether these members are a quorum. If they need proofs of death, a recorded decision counts: the members that have
+  // ended may have formed a group with a process that this rank does not know.
+  bool may_decide(const std::set<int>& agreeing);
   std::optional<nlohmann::json> request(int member, nlohmann::json fields);
   std::set<int> gone() const;
   bool was_stopped() const { return options_.was_stopped && options_.was_stopped(); }

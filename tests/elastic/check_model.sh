@@ -38,11 +38,11 @@ require_exhausted() {
 
 require_exhausted "commit, two deaths" -DCOMMIT
 require_exhausted "regroup, two deaths and a slow rank" -DATTEMPTS=3
-require_exhausted "join, one death and a slow rank" -DJOIN -DDEATHS=1
+require_exhausted "join, two deaths and a slow rank" -DJOIN
 if [ "${TESSERA_TEST_MATRIX:-}" = full ]; then
   require_exhausted "two regroups, two deaths and a slow rank" -DGENERATIONS=3 -DATTEMPTS=2
 fi
-for fault in "DISCARD_EARLY -DCOMMIT" MINORITY OLD_BALLOT IGNORE_ACCEPTED "ENTER_ACCEPTED -DJOIN"; do
+for fault in "DISCARD_EARLY -DCOMMIT" MINORITY OLD_BALLOT IGNORE_ACCEPTED "ENTER_ACCEPTED -DJOIN" "NO_RECORD -DJOIN"; do
   # shellcheck disable=SC2086
   report=$(run_checker -D$fault)
   if ! grep -q 'assertion violated' <<<"$report"; then

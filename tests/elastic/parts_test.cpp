@@ -241,7 +241,7 @@ class Members {
 
   // Returns the decision of a member, or its error.
   std::string regroup(int member, milliseconds timeout = milliseconds(10000), int least_ranks = 1,
-                      bool was_stopped = false) {
+                      bool was_stopped = false, const std::optional<Decision>& recorded = std::nullopt) {
     acceptor(member).arrive(0, {{0, 6, static_cast<int>(group_.members.size()), {member}}});
     Regroup next(
         group_, member, acceptor(member),
@@ -252,6 +252,7 @@ class Members {
         {.stopped_after = milliseconds(600),
          .timeout = timeout,
          .least_ranks = least_ranks,
+         .recorded = [&] { return recorded ? std::optional(to_json(*recorded)) : std::nullopt; },
          .was_stopped = [was_stopped] { return was_stopped; }});
     try {
       const Decision decision = next.run();
@@ -338,6 +339,19 @@ TEST(ElasticRegroup, AStoppedMemberDoesNotGoOnAloneAfterTheOthersHaveEnded) {
   members.kill(1);
   const std::string error = members.regroup(2, milliseconds(10000), 1, /*was_stopped=*/true);
   EXPECT_NE(error.find("rank 2 of 3 was stopped, and 2 of the other ranks have ended"), std::string::npos) << error;
+}
+
+// The others have let process 9 in, went on without member 2, and have ended.
+TEST(ElasticRegroup, ProofsOfDeathDoNotCountAgainstARecordedDecision) {
+  const Decision recorded{.generation = 1, .members = {{"member-0", "", 0, ""}, {"member-9", "", 0, ""}}};
+  Members members(3);
+  members.kill(0);
+  EXPECT_EQ(members.regroup(1, milliseconds(10000), 1, false, recorded), "generation 1: 1, step -1")
+      << "a majority needs no proofs";
+  Members others(3);
+  others.kill(0);
+  others.kill(1);
+  EXPECT_EQ(others.regroup(2, milliseconds(10000), 1, false, recorded), "generation 1: 0 9, step -1");
 }
 
 TEST(ElasticRegroup, ARetiredMemberCountsAsEndedAndFewerThanTheLeastAreRefused) {

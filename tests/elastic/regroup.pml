@@ -13,7 +13,8 @@
  *
  * With -DJOIN three ranks train, and rank 3 is a process that waits to join. The ranks leave the group to let it in, at
  * any point, or because one of them is lost. It has no vote on the decision, and enters the group of a decision that a
- * member gives it.
+ * member gives it. A member records the decision in the shared folder before. A rank whose quorum needs proofs of death
+ * reads the record first, because the members that let the process in may have ended since.
  *
  * Planted faults, each of which the checker must find:
  *   -DMINORITY           any members are a quorum: two groups form
@@ -21,6 +22,7 @@
  *   -DDISCARD_EARLY      a rank discards older parts before the agreement: a part with a living holder is lost
  *   -DIGNORE_ACCEPTED    a proposer ignores values that members have accepted: two decisions
  *   -DENTER_ACCEPTED     (JOIN) a process enters the group of a value that a member has accepted: two groups form
+ *   -DNO_RECORD          (JOIN) a rank does not read the record: two groups form
  */
 #define N 4
 #ifndef GENERATIONS
@@ -67,6 +69,8 @@ byte known[GENERATIONS * N];   /* the decision, as each rank knows it */
 byte members[GENERATIONS];     /* of each generation, by its decision */
 byte waiting[GENERATIONS];     /* bit r: rank r has left the group of this generation and waits for the next one */
 byte entered[GENERATIONS];     /* ranks that have entered the group */
+byte record;                   /* the decision on the first regroup, in the shared folder; 0: none */
+byte recorders;                /* bit r: rank r has found or made the record, and gives places */
 byte finished;                 /* bit r: the process of rank r has ended: after the run's last barrier, or by an error */
 
 #define at(g, r) ((g) * N + (r))
@@ -82,6 +86,13 @@ byte finished;                 /* bit r: the process of rank r has ended: after 
 
 /* The group of a generation has failed for its members once one of them cannot take part. */
 bool grows; /* the ranks have agreed to let rank 3 in */
+/* A process that waits to join is in no group, whatever a decision says. */
+#ifdef JOIN
+#define outside ((known[at(0, 3)] == 0) << 3)
+#else
+#define outside 0
+#endif
+
 #define is_broken(g) (((g) == 0 && grows) || members[g] & (dead | stopped | waiting[g] | (finished & ~entered[g])) != 0)
 
 #ifdef MINORITY
@@ -127,8 +138,19 @@ inline ask_to_accept(end) {
 #else
 #define place_of(r) known[at(0, r)]
 #endif
+#ifdef ENTER_ACCEPTED
 #define gives_place(r) (answers(r) && has(members_of(place_of(r)), 3))
+#else
+#define gives_place(r) (answers(r) && has(members_of(place_of(r)), 3) && has(recorders, r))
+#endif
 inline take_place(r) { known[at(0, 3)] = place_of(r) }
+
+#ifdef NO_RECORD
+#define is_in_record(g, set) false
+#else
+/* Whether a quorum that needs proofs of death must take the value of the record. */
+#define is_in_record(g, set) ((g) == 0 && record != 0 && 2 * count(set) <= count(members[g]))
+#endif
 
 inline select_victim() {
   if
@@ -293,9 +315,10 @@ regroup:
      atomic {
        runs ->
        if
-       :: is_quorum(g, acks) ->
-          /* One group: a member of another one, if there ever was, has ended. */
-          assert(decided[g] == 0 || decided[g] == value || (members_of(decided[g]) & ~gone) == 0);
+       :: is_quorum(g, acks) && is_in_record(g, acks) -> known[at(g, me)] = record; forget(); break
+       :: is_quorum(g, acks) && !is_in_record(g, acks) ->
+          /* One group: the other members of another one, if there ever was, have ended. */
+          assert(decided[g] == 0 || decided[g] == value || (members_of(decided[g]) & ~(gone | outside | bit(me))) == 0);
           decided[g] = value; members[g + 1] = members_of(value);
           known[at(g, me)] = value; forget(); break
        :: else -> forget()
@@ -307,6 +330,15 @@ decided_here:
   if
   :: !has(members_of(known[at(g, me)]), me) -> goto end
   :: else -> assert(known[at(g, me)] == decided[g]);
+#ifdef JOIN
+     atomic {
+       runs ->
+       if
+       :: has(members_of(known[at(g, me)]), 3) -> record = known[at(g, me)]; recorders = recorders | bit(me)
+       :: else
+       fi
+     }
+#endif
 #if GENERATIONS > 2
      g++; goto finish
 #endif
