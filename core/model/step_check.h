@@ -24,7 +24,7 @@ class StepCheck {
   const c10::intrusive_ptr<c10::BackendMeta> mark_;  // a Mark
 };
 
-// Calls the checks that are attached to these parameters, each once. Throws what they throw.
+// Calls the checks that are attached to these parameters, each once. Throws their exceptions.
 void check_before_step(const std::vector<at::Tensor>& parameters);
 
 }  // namespace tessera::internal

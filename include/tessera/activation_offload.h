@@ -60,7 +60,7 @@ class ActivationOffload {
 
   // Host memory in use now, in bytes.
   int64_t host_bytes() const;
-  // What has been copied since construction.
+  // The copies since construction.
   internal::CopyTraffic traffic() const;
 
  private:

@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-// A scope that changes what a wrapper does, and ends with it: no_sync(), summon_full_params(). Move-only.
+// Changes the behaviour of a wrapper while it lives: no_sync(), summon_full_params(). Move-only.
 class [[nodiscard]] ScopeExit {
  public:
   // Calls `leave` once, when the scope ends.

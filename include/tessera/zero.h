@@ -125,8 +125,8 @@ class StageWrapper {
 }  // namespace internal
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
-// Each call goes to the stage's wrapper, whose header states the contract. parameters() are the optimizer's: whole
-// ones, or in stage 3 this rank's shards.
+// Each function calls that of the stage's wrapper, whose header states the contract. parameters() are the optimizer's:
+// whole ones, or in stage 3 this rank's shards.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
