@@ -124,6 +124,11 @@ struct Part : torch::CustomClassHolder {
     ExecutionState present(devices);
     if (!first_state->draws()) present.forget_generators();
     const auto back = c10::make_scope_exit([&] { present.restore(); });
+    // The end of the outermost scope frees the cast copies of weights. The next forward must not find them.
+    at::autocast::increment_nesting();
+    const auto uncached = c10::make_scope_exit([] {
+      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    });
     first_state->restore();
     at::AutoGradMode recording(true);
     Tensors again = compute(inputs);

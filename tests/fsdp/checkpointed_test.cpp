@@ -238,6 +238,22 @@ TEST(Checkpointed, AutocastIsThatOfTheFirstTime) {
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
 }
 
+// A recomputation casts weights again. The casts must not outlive it.
+TEST(Checkpointed, TheNextForwardCastsTheWeightsOfItsStep) {
+  auto layer = torch::nn::Linear(4, 4);
+  const at::Tensor x = torch::ones({1, 4});
+  const auto forward = [&] {
+    const Autocast autocast(at::kCPU);
+    return checkpointed(layer, x);
+  };
+  forward().sum().backward();
+  {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : layer->parameters()) parameter.zero_();
+  }
+  EXPECT_TRUE(torch::equal(forward(), torch::zeros({1, 4}, at::kBFloat16)));
+}
+
 TEST(Checkpointed, ManyInputsAndOutputs) {
   auto a = torch::ones({2}).requires_grad_(), b = torch::full({2}, 3.0).requires_grad_();
   auto ids = torch::arange(2);
