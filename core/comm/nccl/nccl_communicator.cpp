@@ -25,6 +25,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/nccl/nccl_queue.h"
 #include "core/comm/nccl/rank_order_reduction.h"
+#include "core/comm/single_thread_checker.h"
 #include "core/comm/store_client.h"
 #include "core/comm/store_mailbox.h"
 #include "core/comm/traffic.h"
