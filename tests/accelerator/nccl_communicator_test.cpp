@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <array>
 #include <atomic>
 #include <future>
 #include <map>
@@ -270,6 +271,45 @@ TEST(NcclCommunicator, ARankThatDiesIsNamedWithinSeconds) {
     expect_contains(text, "all-reduce of x (8 elements) failed on rank 0 of 3: rank 1 has given no sign of life for");
     if (rank == 2) expect_contains(text, "rank 0 failed: ");
   }
+}
+
+// NCCL sees the end of the process at once, and does not know its rank.
+TEST(NcclCommunicator, ARankWhoseLossNcclReportsIsNamed) {
+  std::array<std::atomic<int>, 3> operations{};
+  const Simulation simulation({.fails = [&](int device, std::string_view) {
+    return device != 1 && ++operations[device] > 1 ? "NCCL error: remote process exited or there was a network error"
+                                                   : "";
+  }});
+  const auto errors = errors_without_rank_1({1}, RemoteStore::kSilent);
+  ASSERT_EQ(errors.size(), 2u);
+  for (const auto& [rank, text] : errors)
+    expect_contains(
+        text, rank == 0 ? "all-reduce of x (8 elements) failed on rank 0 of 3: rank 1 has given no sign of life for"
+                        : "rank 1 has given no sign of life for");
+}
+
+// The reason of the rank arrives after NCCL's error.
+TEST(NcclCommunicator, ARankWhoseLossNcclReportsHasItsReasonNamed) {
+  const Simulation simulation({.fails = [&](int device, std::string_view what) {
+    return device != 1 && what == "all-reduce of 9 elements" ? "NCCL error: remote process exited" : "";
+  }});
+  std::mutex mutex;
+  std::vector<std::string> others;
+  first_error(3, [&](std::shared_ptr<Communicator> comm) {
+    if (comm->rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      throw std::runtime_error("out of data");
+    }
+    const std::string error = error_of<CommError>([&] {
+      at::Tensor x = ones(*comm, 9);
+      comm->all_reduce(x, ReduceOp::kSum, "x").wait();
+      comm->throw_if_aborted("x");
+    });
+    std::lock_guard lock(mutex);
+    others.push_back(error);
+  });
+  ASSERT_EQ(others.size(), 2u);
+  for (const std::string& text : others) expect_contains(text, "rank 1 failed: out of data");
 }
 
 TEST(NcclCommunicator, TheStoresEndEndsAWait) {

@@ -1,4 +1,5 @@
 // The only file that includes ProcessGroupNCCL.hpp. Built with TESSERA_CUDA. It makes NCCL's groups.
+#include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "core/comm/nccl/nccl_communicator.h"
@@ -9,12 +10,23 @@ namespace {
 // c10d's watchdog ends the process after its timeout. Ours, whose error names rank and operation, must come first.
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
+// The error handling of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends the process unless
+// this is NoHandling; Tessera then ends the group, with an error that names the rank. c10d has no option of one group
+// for it, only a variable of the environment, which counts for all groups of the process. The member is protected.
+struct ErrorHandling : c10d::ProcessGroupNCCL {
+  static void leave_to_tessera(c10d::Backend& group) {
+    if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice
+    static_cast<c10d::ProcessGroupNCCL&>(group).*(&ErrorHandling::asyncErrorHandling_) = c10d::NoHandling;
+  }
+};
+
 class NcclGroups : public NcclBackends {
  public:
   c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                          at::Device device, std::chrono::milliseconds timeout) override {
     auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options(timeout));
     group->setBoundDeviceId(device);
+    ErrorHandling::leave_to_tessera(*group);
     group->eagerConnectSingleDevice(device);
     return group;
   }
@@ -22,7 +34,9 @@ class NcclGroups : public NcclBackends {
   c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks, std::chrono::milliseconds timeout) override {
     auto group = parent.split(store, ranks, options(timeout));
-    if (group) group->setBoundDeviceId(parent.getBoundDeviceId());
+    if (!group) return group;
+    group->setBoundDeviceId(parent.getBoundDeviceId());
+    ErrorHandling::leave_to_tessera(*group);
     return group;
   }
 

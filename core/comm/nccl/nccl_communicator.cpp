@@ -48,6 +48,12 @@ constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::Red
                                                   c10d::ReduceOp::MIN};
 using Work = c10::intrusive_ptr<c10d::Work>;
 
+// Whether NCCL reports that a peer's process is gone (ncclRemoteError). It does not say which.
+bool is_loss_of_a_peer(std::string_view error) {
+  return error.find("remote process exit") != std::string_view::npos ||
+         error.find("ncclRemoteError") != std::string_view::npos;
+}
+
 class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {
  public:
   NcclCommunicator(std::shared_ptr<NcclBackends> backends, c10::intrusive_ptr<c10d::Backend> group,
@@ -107,7 +113,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
     try {
       work->wait();
     } catch (const std::exception& error) {
-      require_whole(description);
+      require_whole_after(error, description);
       throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
     }
     count_wait(steady_clock::now() - began, description);
@@ -141,12 +147,15 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   Work launch(Collective& collective);
   Work launch_scatter(Collective& collective);
   void require_whole(std::string_view what);
+  void require_whole_after(const std::exception& error, std::string_view what);
   void look_after_operations(const std::stop_token& stop);
   void end_by(const std::string& error);
   void end(std::string reason, bool is_complete) noexcept;
 
   const GroupProcess process_;
   const NcclOptions options_;
+  // From NCCL's report of a loss until the watchdog has named the rank, or cannot.
+  const RunClock::duration naming_time_ = Heartbeat::kBeatsMissed * options_.beat_every + std::chrono::seconds(3);
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<c10d::Backend> group_;
@@ -218,7 +227,7 @@ Pending NcclCommunicator::start(Collective collective) {
     c10::DeviceGuard guard(device());
     work = in_rank_order ? rank_order_.start(collective) : launch(collective);
   } catch (const std::exception& error) {
-    require_whole(description);
+    require_whole_after(error, description);
     throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
   }
   count_sent(bytes_sent(collective, rank(), size()));
@@ -275,6 +284,17 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
+// After an error of c10d. If a peer is lost, waits for its name.
+void NcclCommunicator::require_whole_after(const std::exception& error, std::string_view what) {
+  require_whole(what);
+  if (!is_loss_of_a_peer(error.what())) return;
+  watch_.begin_wait();
+  for (const auto began = RunClock::now(); RunClock::now() - began < naming_time_;) {
+    std::this_thread::sleep_for(kLookAfterEvery);
+    require_whole(what);
+  }
+}
+
 // An aborted operation is complete as well, so the order of checks matters: first whether the group is broken.
 void NcclCommunicator::require_ended(std::string_view what, bool all) {
   const auto began = steady_clock::now();
@@ -285,7 +305,7 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
     if (waits_for.empty() && look.oldest) waits_for = look.oldest->description;
     require_whole(what);
     if (is_over) break;
-    if (!look.error.empty()) {
+    if (!look.error.empty() && !is_loss_of_a_peer(look.error)) {
       end_by(look.error);
     } else {
       std::this_thread::sleep_for(pause);
@@ -302,6 +322,7 @@ void NcclCommunicator::end_by(const std::string& error) {
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   uint64_t waits_for = static_cast<uint64_t>(-1);
+  std::optional<RunClock::time_point> lost_since;  // a peer, which the watchdog may name: it ends the group then
   int silent_looks = 0;  // in a row: after a delay of this machine the first look finds an old question, answered soon
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
@@ -311,7 +332,13 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
     const auto unanswered = watch_.unanswered();
     silent_looks = waits && unanswered > Heartbeat::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
     if (waits) waits_for = look.ended_count;
-    if (!look.error.empty() && waits) {
+    const bool is_loss = waits && is_loss_of_a_peer(look.error);
+    if (is_loss && !lost_since) {
+      lost_since = RunClock::now();
+      watch_.begin_wait();
+    } else if (is_loss && RunClock::now() - *lost_since < naming_time_) {
+      // Waits for a published reason, or for heartbeats that are missing.
+    } else if (!look.error.empty() && waits) {
       end_by(look.error);
     } else if (silent_looks > 4) {
       end(c10::str("the store, in rank 0's process, has not answered for ", unanswered.count() / 1000,
