@@ -36,8 +36,7 @@ Elastic::Elastic(ElasticOptions options) {
   const int rank = environment.rank, size = environment.world_size;
   if (options.process.share_cores) share_cores(environment);
   Trace::set_rank_of_process(rank);
-  const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
-  const std::string address = interface.empty() ? "" : interface_address(interface);
+  const std::string address = named_address();
   const auto folder = rendezvous_folder(options);
   const bool must_join = c10::utils::check_env(kJoinVariable).value_or(false);
   require(!must_join || !folder.empty(), "tessera::Elastic: ", kJoinVariable,

@@ -119,6 +119,19 @@ void check(const ElasticOptions& options, int size) {
             " ms; expected more than 0 and at most a year");
 }
 
+// Rank 0's process may serve the store until its constructor returns, so it waits for the other ranks' last reads. A
+// rank that has died meanwhile costs it the timeout; the group finds the loss.
+void await_readers(const StorePtr& store, int rank, int size, milliseconds timeout) {
+  if (size == 1) return;
+  call_with_timeout(timeout, [=] {
+    const auto until = RunClock::now() + timeout;
+    store->add("elastic/readers", 1);
+    while (rank == 0 && store->add("elastic/readers", 0) < size && RunClock::now() < until)
+      std::this_thread::sleep_for(milliseconds(1));
+    return true;
+  });
+}
+
 }  // namespace
 
 ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int rank, int size,
@@ -159,6 +172,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   const json first = json::parse(members[0]);
   group_.store_address = first.at("address").get<std::string>();
   group_.store_port = first.at("port").get<int>();
+  await_readers(store, rank, size, timeout);
   run_id_ = group_.members[0].id;
   enter_group();
 }

@@ -87,6 +87,12 @@ struct Introduction {
   std::string options, host, address;
 };
 
+// Ranks of one host meet at its loopback address, unless the user names an interface: network namespaces of a host do
+// not share its loopback interface.
+std::string address_of(const Introduction& rank, bool one_host) {
+  return one_host && named_address().empty() ? "127.0.0.1" : rank.address;
+}
+
 // Compares the options of all ranks. Throws std::invalid_argument on all of them. Returns the
 // introductions in rank order.
 std::vector<Introduction> introduce(const Guests& guests, const at::Device& device) {
@@ -155,7 +161,7 @@ std::shared_ptr<Communicator> make_group_of(Guests guests) {
     if (!made.store) made.store = c10::make_intrusive<c10d::HashStore>();
   } else if (!made.store) {
     made = make_store(exchange, guests.who, guests.rank, one_host && options.peer_memory,
-                      one_host ? "127.0.0.1" : ranks[0].address, options.timeout);
+                      address_of(ranks[0], one_host), options.timeout);
   } else {
     made.serves = guests.rank == 0 && serves_store(made.store);
   }
@@ -170,7 +176,7 @@ std::shared_ptr<Communicator> make_group_of(Guests guests) {
     return make_nccl_communicator(std::make_shared<BorrowedNccl>(guests.group->getBackend(at::kCUDA)), store,
                                   guests.rank, guests.size, device, nccl);
   }
-  GlooOptions gloo{.address = one_host ? "127.0.0.1" : ranks[static_cast<size_t>(guests.rank)].address,
+  GlooOptions gloo{.address = address_of(ranks[static_cast<size_t>(guests.rank)], one_host),
                    .timeout = options.timeout,
                    .peer_memory = options.peer_memory,
                    .serves_store = made.serves};

@@ -64,9 +64,7 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
 // The given address of this rank, or "" to determine it.
 std::string given_address(bool nccl) {
   // NCCL does not use this address; it reads NCCL_SOCKET_IFNAME.
-  if (nccl) return "none";
-  const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
-  return interface.empty() ? "" : interface_address(interface);
+  return nccl ? "none" : named_address();
 }
 
 }  // namespace

@@ -110,9 +110,13 @@ std::string address_towards(const std::string& host, int port) {
 
 std::string host_and_boot() { return host_name() + "/" + boot_id(); }
 
+std::string named_address() {
+  const std::string name = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
+  return name.empty() ? "" : interface_address(name);
+}
+
 std::string public_address() {
-  if (const auto name = c10::utils::get_env("GLOO_SOCKET_IFNAME"); name && !name->empty())
-    return interface_address(*name);
+  if (std::string named = named_address(); !named.empty()) return named;
   ifaddrs* first = nullptr;
   if (::getifaddrs(&first) != 0) return "127.0.0.1";
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> interfaces(first, ::freeifaddrs);

@@ -27,6 +27,10 @@ std::string try_connect(const std::string& host, int port, int timeout_ms);
 // Returns a text that is equal in processes of one host: its name and boot.
 std::string host_and_boot();
 
+// Returns the address of GLOO_SOCKET_IFNAME, the network interface that the user has named; "" if it is not set. Throws
+// std::invalid_argument if there is no such interface.
+std::string named_address();
+
 // Returns an address of this host that other hosts can reach: that of GLOO_SOCKET_IFNAME if set, or else the first that
 // is not loopback, IPv4 if there is one. Returns 127.0.0.1 if there is none.
 std::string public_address();

@@ -1,12 +1,16 @@
 // The parts of elastic training, without ranks or with threads as members.
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <future>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include <tessera/elastic.h>
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "elastic/copies.h"
@@ -362,6 +366,35 @@ TEST(ElasticRegroup, ARetiredMemberCountsAsEndedAndFewerThanTheLeastAreRefused) 
   others.kill(0);
   const std::string error = others.regroup(1, milliseconds(500), 2);
   EXPECT_NE(error.find("at least 2 ranks"), std::string::npos) << error;
+}
+
+// Reads late.
+struct LateStore : c10d::PrefixStore {
+  using PrefixStore::PrefixStore;
+  std::vector<uint8_t> get(const std::string& key) override {
+    std::this_thread::sleep_for(milliseconds(200));
+    return PrefixStore::get(key);
+  }
+};
+
+TEST(ElasticStart, TheProcessOfTheStoreWaitsForTheOthers) {
+  std::promise<uint16_t> port;
+  std::thread other([&] {
+    c10d::TCPStoreOptions options;
+    options.port = port.get_future().get();
+    const auto client = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    EXPECT_NO_THROW(Elastic(c10::make_intrusive<LateStore>("late", client), 1, 2));
+  });
+  {
+    c10d::TCPStoreOptions options;
+    options.port = 0;
+    options.isServer = true;
+    options.waitWorkers = false;
+    const auto server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    port.set_value(server->getPort());
+    EXPECT_NO_THROW(Elastic(c10::make_intrusive<c10d::PrefixStore>("late", server), 0, 2));
+  }
+  other.join();
 }
 
 }  // namespace
