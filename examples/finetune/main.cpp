@@ -23,6 +23,7 @@
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
+#include "examples/common/precision.h"
 
 namespace {
 
@@ -37,6 +38,8 @@ struct Options {
   int stage = 3, ranks = 2;
   int64_t steps = 200, batch = 4, length = 64, sample = 120, checkpoint_every = 0, log_every = 20;
   double lr = 1e-3, weight_decay = 0.01;
+  bool checkpointed = false;
+  examples::ComputeOptions compute;
 };
 
 at::Tensor read_tensor(const std::string& file, const std::string& name) {
@@ -98,15 +101,16 @@ class Batches {
 };
 
 // Generates tokens, each drawn from the 8 likeliest. Collective, since parameters may be sharded; all ranks draw alike.
-template <class Model>
-std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Options& options, at::Device device) {
+template <class Forward>
+std::vector<int64_t> continued(const Forward& forward, std::vector<int64_t> text, const Options& options,
+                               at::Device device) {
   const at::NoGradGuard no_grad;
   auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
   while (static_cast<int64_t>(text.size()) < options.sample) {
     const auto count = std::min<int64_t>(options.length, static_cast<int64_t>(text.size()));
     const at::Tensor ids = torch::tensor(std::vector<int64_t>(text.end() - count, text.end())).unsqueeze(0);
-    const at::Tensor logits = model(as_inputs(ids, device))["logits"].tensor().select(1, count - 1).cpu();
-    const auto [values, tokens] = logits.topk(8);
+    const at::Tensor logits = forward(as_inputs(ids, device))["logits"].tensor().select(1, count - 1).cpu();
+    const auto [values, tokens] = logits.to(at::kFloat).topk(8);
     const at::Tensor chosen = torch::multinomial(values.softmax(-1), 1, false, generator);
     text.push_back(tokens.gather(1, chosen).template item<int64_t>());
   }
@@ -115,13 +119,13 @@ std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Op
 
 // Continues the prompt, or the beginning of the text. Prints text if ids are characters, else ids for
 // tools/tokenize_text.py --decode.
-template <class Model>
-void print_sample(Model& model, const Batches& batches, const Options& options, const Comm& comm) {
+template <class Forward>
+void print_sample(const Forward& forward, const Batches& batches, const Options& options, const Comm& comm) {
   const at::Tensor line = batches.line().flatten();
   std::vector<int64_t> text(options.prompt.begin(), options.prompt.end());
   if (text.empty())
     text.assign(line.const_data_ptr<int64_t>(), line.const_data_ptr<int64_t>() + (line.numel() + 1) / 2);
-  text = continued(model, std::move(text), options, comm->device());
+  text = continued(forward, std::move(text), options, comm->device());
   if (comm->rank() != 0) return;
   if (options.are_characters)
     return static_cast<void>(std::printf("%s\n", std::string(text.begin(), text.end()).c_str()));
@@ -146,6 +150,7 @@ std::string name_in_base(std::string name) {
 
 tessera::ExportedOptions load_options(const Options& options, const Comm& comm) {
   tessera::ExportedOptions load{.device = comm->device(), .weights = options.weights};
+  if (options.checkpointed) load.checkpointed = tessera::wrap_classes(options.classes);
   if (options.weights.empty()) return load;
   const auto saved = tessera::internal::find_full_tensors(options.weights).tensors;
   const bool are_of_base =
@@ -176,10 +181,11 @@ void write_adapters(const fs::path& folder, const fs::path& archive) {
 }
 
 // Writes the trained model's logits for a line of the text, to compare with Python.
-template <class Model>
-void write_logits(Model& model, const at::Tensor& ids, const fs::path& file, const Comm& comm) {
+template <class Forward>
+void write_logits(const Forward& forward, const at::Tensor& ids, const fs::path& file, const Comm& comm) {
   const at::NoGradGuard no_grad;
-  const at::Tensor logits = model(as_inputs(ids, comm->device()))["logits"].tensor().contiguous().cpu();
+  const at::Tensor logits =
+      forward(as_inputs(ids, comm->device()))["logits"].tensor().to(at::kFloat).contiguous().cpu();
   if (comm->rank() != 0) return;
   tessera::write_full(
       file, {{"ids", at::kLong, ids.sizes().vec(), {}}, {"logits", at::kFloat, logits.sizes().vec(), {}}},
@@ -188,27 +194,35 @@ void write_logits(Model& model, const at::Tensor& ids, const fs::path& file, con
 
 void train(const Options& options, const Comm& comm) {
   const Batches batches(options, comm->device());
+  const examples::Precision precision = options.compute.precision_on(comm->device());
+  if (comm->rank() == 0) std::printf("%s\n", examples::describe(comm->device().str(), precision).c_str());
+  // Also in stage 3: an exported graph has fp32 constants, such as masks, beside parameters that FSDP casts.
+  examples::Mixed mixed(precision, comm, /*autocasts=*/true);
   auto build = [&] { return tessera::load_exported(options.archive, load_options(options, comm)); };
   const auto module = options.stage == 3 ? tessera::deferred(build) : build();
   tessera::ZeroOptions zero{.stage = options.stage};
   zero.fsdp.auto_wrap = tessera::wrap_classes(options.classes);
+  zero.fsdp.mixed_precision = mixed.of_units();
   auto model =
       tessera::zero(module, torch::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay), comm, zero);
+  const auto forward = [&](const tessera::NamedInputs& inputs) { return mixed.compute([&] { return model(inputs); }); };
+  const auto state = mixed.scaler() == nullptr ? tessera::TrainingState{model, model.optimizer()}
+                                               : tessera::TrainingState{model, model.optimizer(), *mixed.scaler()};
   int64_t step = 0;
-  if (!options.resume.empty())
-    step = tessera::load_checkpoint(options.resume, model, model.optimizer()).at("step").get<int64_t>();
+  if (!options.resume.empty()) step = tessera::load_checkpoint(options.resume, state).at("step").get<int64_t>();
 
   while (step < options.steps) {
-    const at::Tensor loss = model(batches.at_step(step, comm->rank(), comm->size()))["loss"].tensor();
-    loss.backward();
-    model.step();
+    const at::Tensor loss = forward(batches.at_step(step, comm->rank(), comm->size()))["loss"].tensor();
+    mixed.backward(loss);
+    mixed.step(model.optimizer());
     model.zero_grad();
     ++step;
     if (options.checkpoint_every > 0 && step % options.checkpoint_every == 0)
-      tessera::save_checkpoint(fs::path(options.out) / "checkpoint", model, model.optimizer(), {{"step", step}});
+      tessera::save_checkpoint(fs::path(options.out) / "checkpoint", state, {{"step", step}});
     if (step % options.log_every != 0 && step != 1) continue;
     const at::Tensor mean =
-        tessera::reduce_to_host(*comm, loss.detach().clone(), tessera::ReduceOp::kAverage, "the loss");
+        tessera::reduce_to_host(*comm, loss.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true),
+                                tessera::ReduceOp::kAverage, "the loss");
     if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
   }
 
@@ -218,8 +232,8 @@ void train(const Options& options, const Comm& comm) {
   tessera::save_full(trained / "model.safetensors", model);
   if (comm->rank() == 0) write_adapters(trained, options.archive);
   module->eval();
-  print_sample(model, batches, options, comm);
-  write_logits(model, batches.line(), fs::path(options.out) / "logits.safetensors", comm);
+  print_sample(forward, batches, options, comm);
+  write_logits(forward, batches.line(), fs::path(options.out) / "logits.safetensors", comm);
 }
 
 }  // namespace
@@ -244,7 +258,11 @@ int main(int argc, char** argv) {
       ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: print text")          //
       ("prompt", po::value(&options.prompt), "start of the sample, with --characters")                   //
       ("log-every", po::value(&options.log_every), "steps between printed losses")                       //
+      ("checkpoint-activations", po::bool_switch(&options.checkpointed),
+       "keep the inputs of each of --classes only, and compute them again in backward")  //
       ("checkpoint-every", po::value(&options.checkpoint_every), "steps; 0: never");
+  examples::describe_device(described, options.compute);
+  examples::describe_precision(described, options.compute);
   try {
     po::variables_map values;
     po::store(po::parse_command_line(argc, argv, described), values);
@@ -260,7 +278,7 @@ int main(int argc, char** argv) {
   }
   return tessera::run_main([&] {
     if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
-    train(options, tessera::init());
+    train(options, tessera::init({.device = options.compute.device_of_ranks()}));
     return 0;
   });
 }

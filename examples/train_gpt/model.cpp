@@ -1,6 +1,5 @@
 #include "model.h"
 
-#include <tessera/autocast.h>
 #include <tessera/model/model_shards.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/sharded_grad_scaler.h>
@@ -11,10 +10,13 @@
 #include <utility>
 
 #include "core/layout/unit_plan.h"
+#include "examples/common/precision.h"
 #include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
 namespace {
+
+using examples::Mixed;
 
 // Optimizers: their options, their groups of parameters, their memory.
 
@@ -107,46 +109,6 @@ int64_t state_bytes(torch::optim::Optimizer& optimizer) {
       bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
-
-// Forward and backward in the precision of --dtype. Wrappers that keep whole parameters compute under autocast; FSDP
-// casts the parameters that it gathers. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
-class Mixed {
- public:
-  Mixed(const TrainOptions& options, const std::shared_ptr<tessera::Communicator>& comm)
-      : device_(comm->device().type()) {
-    const Precision precision = options.precision_on(comm->device());
-    if (precision != Precision::kFloat) dtype_ = precision == Precision::kHalf ? at::kHalf : at::kBFloat16;
-    autocasts_ = dtype_ && options.wrapper != Wrapper::kFsdp;
-    if (precision == Precision::kHalf) scaler_.emplace(comm);
-  }
-
-  tessera::MixedPrecision of_units() const {
-    if (!dtype_ || autocasts_) return {};
-    return {.param_dtype = dtype_, .reduce_dtype = at::kFloat};
-  }
-  template <class Compute>
-  at::Tensor compute(Compute compute) const {
-    std::optional<tessera::Autocast> autocast;
-    if (autocasts_) autocast.emplace(device_, dtype_);
-    return compute();
-  }
-  void backward(const at::Tensor& loss) const { (scaler_ ? scaler_->scale(loss) : loss).backward(); }
-  void before_clipping(torch::optim::Optimizer& optimizer) {
-    if (scaler_) scaler_->unscale_(optimizer);
-  }
-  void step(torch::optim::Optimizer& optimizer) {
-    if (!scaler_) return static_cast<void>(optimizer.step());
-    scaler_->step(optimizer);
-    scaler_->update();
-  }
-  tessera::ShardedGradScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
-
- private:
-  at::DeviceType device_;
-  std::optional<at::ScalarType> dtype_;  // unless fp32
-  bool autocasts_ = false;
-  std::optional<tessera::ShardedGradScaler> scaler_;  // of fp16
-};
 
 // The ways to hold a model: whole in one process, in a ZeRO stage over the ranks, and either with an average.
 
@@ -339,7 +301,7 @@ template <class Optimizer, class Options, class Offloaded = Optimizer>
 std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                    std::shared_ptr<tessera::Communicator> comm) {
   const auto own = options_from<Options>({options.lr, options.weight_decay, options.warmup_steps()});
-  Mixed mixed(options, comm);
+  Mixed mixed(options.compute.precision_on(comm->device()), comm, options.wrapper != Wrapper::kFsdp);
   if (options.wrapper == Wrapper::kLocal)
     return std::make_unique<LocalModel<Optimizer, Options>>(std::move(model), own, std::move(mixed), std::move(comm));
   const int stage = static_cast<int>(options.wrapper) - static_cast<int>(Wrapper::kDdp);

@@ -5,18 +5,15 @@
 #include <filesystem>
 #include <iosfwd>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
+#include "examples/common/precision.h"
 #include "gpt.h"
 
 namespace train_gpt {
 
-// An invalid command line; main() returns 2.
-class OptionsError : public std::invalid_argument {
- public:
-  using std::invalid_argument::invalid_argument;
-};
+using examples::OptionsError;
+using examples::Precision;
 
 // The layout of the training state. From kDdp on in the order of ZeRO stages: nothing is sharded, then optimizer state,
 // then gradients too, then parameters too.
@@ -30,12 +27,6 @@ enum class OptimizerKind { kAdamW, kAdamW8bit, kMuon, kLion, kAdafactor, kSchedu
 // The format of the frozen weights under adapters: as loaded, in 4 bit, in 8 bit.
 enum class BaseFormat { kFull, kNf4, kInt8 };
 
-// Where ranks compute. kAuto: a GPU for each rank if the program sees one, else the CPU.
-enum class DeviceKind { kAuto, kCpu, kCuda };
-
-// The floating-point type of forward and backward. Parameters, their gradients and the optimizer's state are fp32.
-enum class Precision { kFloat, kBFloat16, kHalf };
-
 // The sequences of a step after an elastic run has lost ranks: as many as before, or in proportion to the ranks.
 enum class ElasticBatch { kKeep, kFollow };
 
@@ -43,7 +34,6 @@ const char* name_of(Wrapper wrapper);
 const char* name_of(OptimizerKind optimizer);
 const char* name_of(Offload offload);
 const char* name_of(BaseFormat format);
-const char* name_of(Precision precision);
 
 // The command line. `train_gpt --help` describes each option.
 struct TrainOptions {
@@ -63,8 +53,7 @@ struct TrainOptions {
   Offload offload = Offload::kNone;
   std::filesystem::path offload_directory;  // kDisk
   int threads = 0;                          // 0: those of tessera::init()
-  DeviceKind device = DeviceKind::kAuto;
-  std::optional<Precision> precision;  // default: kBFloat16 on a GPU, kFloat on the CPU
+  examples::ComputeOptions compute;
 
   GptOptions model;  // `vocabulary` is set by the data
 
@@ -101,9 +90,6 @@ struct TrainOptions {
   double temperature = 0.8;
   int64_t top_k = 20;
 
-  Precision precision_on(at::Device place) const {
-    return precision.value_or(place.is_cuda() ? Precision::kBFloat16 : Precision::kFloat);
-  }
   int64_t warmup_steps() const { return warmup.value_or(steps / 20); }
   int64_t report_interval() const { return report_every.value_or(tensorboard.empty() ? 0 : 10); }
   int64_t validation_interval() const { return val_every.value_or(std::max<int64_t>(1, steps / 10)); }

@@ -347,9 +347,7 @@ void print_header(std::ostream& out, const TrainOptions& options, const Corpus& 
              (options.base == BaseFormat::kFull ? "" : std::string(" in ") + name_of(options.base)));
   line(out, "layout",
        facts.layout + ", " + std::to_string(facts.threads) + (facts.threads == 1 ? " thread" : " threads") + " a rank");
-  line(out, "device",
-       facts.device + ", " + name_of(facts.precision) +
-           (facts.precision == Precision::kFloat ? "" : ", parameters and optimizer fp32"));
+  line(out, "device", examples::describe(facts.device, facts.precision));
   line(out, "data", printable(corpus.description));
   line(out, "",
        grouped(static_cast<int64_t>(corpus.train().size())) + " tokens to train, " +

@@ -230,7 +230,7 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
     print_header(std::cout, options, job.corpus,
                  {.layout = wrapped->describe(),
                   .device = comm->device().str(),
-                  .precision = options.precision_on(comm->device()),
+                  .precision = options.compute.precision_on(comm->device()),
                   .ranks = comm->size(),
                   .threads = at::get_num_threads(),
                   .parameters_numel = parameters_numel,
@@ -293,13 +293,9 @@ bool is_first_to_fail(const tessera::Communicator& comm) {
   }
 }
 
-bool uses_gpus(const TrainOptions& options) {
-  return options.device == DeviceKind::kCuda || (options.device == DeviceKind::kAuto && torch::cuda::is_available());
-}
-
 int run_launched(const TrainOptions& options) {
   tessera::InitOptions init;
-  if (uses_gpus(options)) init.device = at::kCUDA;
+  init.device = options.compute.device_of_ranks();
   return tessera::run_main([&] {
     const auto comm = tessera::init(init);
     try {
@@ -319,7 +315,7 @@ int run_elastic(const TrainOptions& options) {
                                                        ? tessera::ElasticBatch::kKeep
                                                        : tessera::ElasticBatch::kFollow};
   if (!options.resume.empty()) elastic_options.checkpoints = checkpoints_of(options);
-  if (uses_gpus(options)) {
+  if (options.compute.device_of_ranks()) {
     const auto gpus = static_cast<int>(torch::cuda::device_count());
     elastic_options.group.device =
         at::Device(at::kCUDA, static_cast<at::DeviceIndex>(std::max(0, launch.local_rank) % std::max(1, gpus)));

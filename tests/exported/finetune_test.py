@@ -45,6 +45,7 @@ class Finetune(unittest.TestCase):
              "--log-every", "1", *(() if "--rows" in options else ("--ids", self.folder / "ids.safetensors")), *options],
             capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
+        self.computed = done.stdout.splitlines()[0]
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
         return {int(line[1]): line[3] for line in lines}, load_file(self.folder / out / "trained/model.safetensors")
 
@@ -58,6 +59,32 @@ class Finetune(unittest.TestCase):
             self.assertEqual(resumed, {step: losses[step] for step in (4, 5, 6)})
             for name, value in values.items():
                 self.assertTrue(torch.equal(value, others[name]), name)
+
+    def test_computes_in_the_precision_that_is_asked(self):
+        self.export()
+        for stage in ("1", "3"):
+            options = ("--stage", stage, "--ranks", "2", "--steps", "4", "--lr", "1e-2")
+            exact, _ = self.train("fp32", *options)
+            self.assertEqual(self.computed, "cpu, fp32")
+            for dtype in ("bf16", "fp16"):
+                rounded, values = self.train(dtype, *options, "--dtype", dtype)
+                self.assertEqual(self.computed, f"cpu, {dtype}, parameters and optimizer fp32")
+                self.assertNotEqual(rounded, exact)
+                for step, loss in rounded.items():
+                    self.assertAlmostEqual(float(loss), float(exact[step]), delta=0.02)
+                self.assertTrue(all(value.dtype == torch.float32 for value in values.values()))
+                again, _ = self.train("again", *options, "--dtype", dtype, "--checkpoint-activations")
+                self.assertEqual(again, rounded)
+        half = ("--stage", "3", "--ranks", "2", "--dtype", "fp16")
+        whole, _ = self.train("whole", *half, "--steps", "4")
+        self.train("part", *half, "--steps", "2", "--checkpoint-every", "2")
+        resumed, _ = self.train("rest", *half, "--steps", "4", "--resume", self.folder / "part/checkpoint")
+        self.assertEqual(resumed, {step: whole[step] for step in (3, 4)})
+
+    def test_refuses_an_unknown_precision(self):
+        done = subprocess.run([PROGRAM, "--archive", "a", "--out", "b", "--dtype", "int8"], capture_output=True, text=True)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("--dtype must be fp32, bf16 or fp16, got 'int8'", done.stderr)
 
     def test_adapters_train_beside_a_base_that_stays(self):
         import transformers

@@ -1,0 +1,86 @@
+// The options of train_gpt and finetune that say where ranks compute, and in which precision.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <boost/program_options/options_description.hpp>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include <tessera/autocast.h>
+#include <tessera/communicator.h>
+#include <tessera/fsdp.h>
+#include <tessera/optim/sharded_grad_scaler.h>
+
+namespace examples {
+
+// An invalid command line; main() returns 2.
+class OptionsError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Where ranks compute. kAuto: a GPU for each rank if the program sees one, else the CPU.
+enum class DeviceKind { kAuto, kCpu, kCuda };
+
+// The floating-point type of forward and backward. Parameters, their gradients and the optimizer's state are fp32.
+enum class Precision { kFloat, kBFloat16, kHalf };
+
+const char* name_of(Precision precision);
+
+struct ComputeOptions {
+  DeviceKind device = DeviceKind::kAuto;
+  std::optional<Precision> precision;  // default: kBFloat16 on a GPU, kFloat on the CPU
+
+  // For InitOptions.
+  std::optional<at::Device> device_of_ranks() const;
+  Precision precision_on(at::Device place) const {
+    return precision.value_or(place.is_cuda() ? Precision::kBFloat16 : Precision::kFloat);
+  }
+};
+
+// Describe --device and --dtype. Their values are written to `options` when a command line is notified, which throws
+// OptionsError for unknown ones.
+void describe_device(boost::program_options::options_description& description, ComputeOptions& options);
+void describe_precision(boost::program_options::options_description& description, ComputeOptions& options);
+
+// "cuda:0, bf16, parameters and optimizer fp32"
+std::string describe(const std::string& device, Precision precision);
+
+// Forward and backward in a precision. Computes under autocast, unless FSDP casts the parameters that it gathers, and
+// the model needs no more than that. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
+class Mixed {
+ public:
+  Mixed(Precision precision, const std::shared_ptr<tessera::Communicator>& comm, bool autocasts);
+
+  // Of FSDP's units.
+  tessera::MixedPrecision of_units() const;
+  // Returns compute(), a forward.
+  template <class Compute>
+  auto compute(Compute compute) const {
+    std::optional<tessera::Autocast> autocast;
+    if (dtype_ && autocasts_) autocast.emplace(device_, dtype_);
+    return compute();
+  }
+  void backward(const at::Tensor& loss) const { (scaler_ ? scaler_->scale(loss) : loss).backward(); }
+  void before_clipping(torch::optim::Optimizer& optimizer) {
+    if (scaler_) scaler_->unscale_(optimizer);
+  }
+  void step(torch::optim::Optimizer& optimizer) {
+    if (!scaler_) return static_cast<void>(optimizer.step());
+    scaler_->step(optimizer);
+    scaler_->update();
+  }
+  // Null except in fp16.
+  tessera::ShardedGradScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
+
+ private:
+  at::DeviceType device_;
+  std::optional<at::ScalarType> dtype_;  // unless fp32
+  bool autocasts_;
+  std::optional<tessera::ShardedGradScaler> scaler_;  // of fp16
+};
+
+}  // namespace examples
