@@ -117,9 +117,10 @@ ScopeExit Scheduler::pre_forward() {
   inspect_all();
   gradients_.begin_forward();
   unsharded_.pre_forward();
-  if (!trains) return ScopeExit(nullptr);
-  return ScopeExit([this, exceptions = std::uncaught_exceptions()] {
-    std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
+  return ScopeExit([this, trains, exceptions = std::uncaught_exceptions()] {
+    const bool has_failed = std::uncaught_exceptions() != exceptions;
+    if (has_failed) unsharded_.end_compute_span();
+    if (trains) has_failed ? model_.log().add_failed_forward() : model_.log().add_forward();
   });
 }
 
@@ -147,6 +148,7 @@ void Scheduler::end() {
 }
 
 void Scheduler::abandon() {
+  unsharded_.end_compute_span();
   unsharded_.post_backward(/*accumulates=*/false);
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");

@@ -54,9 +54,10 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
   }
   prefetch(order);
   set_current(needed, mode);
-  if (Trace::active() == nullptr) return;
-  for (const Unit* unit : needed) computing_ += (computing_.empty() ? "" : ", ") + unit->name();
-  computing_since_ = Trace::Clock::now();
+  if (!OpenSpan::is_recorded()) return;
+  std::string names;
+  for (const Unit* unit : needed) names += (names.empty() ? "" : ", ") + unit->name();
+  computing_.begin(std::move(names), backward ? "backward" : "forward");
 }
 
 // [Note: Evicting at the turn]
@@ -112,10 +113,7 @@ void UnshardedUnits::set_current(std::vector<Unit*> units, Page::GradMode mode) 
 
 // The span lasts until the next use() or the end of the pass, and includes waits for other units' gradients.
 void UnshardedUnits::end_compute_span() {
-  if (computing_.empty()) return;
-  Trace::active()->add(SpanKind::kCompute, computing_, inside_backward() ? "backward" : "forward", computing_since_,
-                       Trace::Clock::now());
-  computing_.clear();
+  computing_.end(SpanKind::kCompute, inside_backward() ? "backward" : "forward");
 }
 
 }  // namespace tessera::internal

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/paging/residency.h"
-#include "core/trace/trace.h"
+#include "core/trace/open_span.h"
 #include "fsdp/prefetch_order.h"
 #include "fsdp/sharded_model.h"
 #include "fsdp/unit.h"
@@ -51,8 +51,7 @@ class UnshardedUnits {
   bool accumulates_ = false;    // the next forward continues a gradient accumulation: shards are unchanged
   std::vector<Unit*> recent_;   // unsharded units that were used, the most recent last
   std::vector<Unit*> current_;  // of the last use()
-  std::string computing_;       // their names, if a trace is active
-  Trace::Clock::time_point computing_since_;
+  OpenSpan computing_;          // of these units
 };
 
 }  // namespace tessera::internal

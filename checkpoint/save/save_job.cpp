@@ -16,6 +16,7 @@
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 #include "core/runtime/warn.h"
+#include "core/trace/ranges.h"
 
 namespace tessera::internal {
 namespace {
@@ -190,6 +191,7 @@ void SaveJob::clean_up() {
 }
 
 void SaveJob::run(const std::function<SavePlan()>& plan) {
+  const NestedRange range([&] { return what_; });
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
     check_extra(plan_.extra);
@@ -207,6 +209,7 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
 }
 
 void SaveJob::start(const std::function<SavePlan()>& plan) {
+  const NestedRange range([&] { return "start of " + what_; });
   coordinator_.emplace(comm_, "save/" + to_hex(id_), what_);
   std::promise<bool> agreement;
   try {
@@ -241,6 +244,7 @@ void SaveJob::end_copies() {
 
 void SaveJob::background() {
   const at::NoGradGuard no_grad;
+  const NestedRange range([&] { return what_; });
   try {
     const Outcome own = coordinator_->work(heartbeat_, [&] {
       end_copies();

@@ -21,6 +21,7 @@
 #include "core/comm/single_thread_checker.h"
 #include "core/comm/traffic.h"
 #include "core/memory/memory_kind_scope.h"
+#include "core/trace/ranges.h"
 #include "core/trace/trace.h"
 
 namespace tessera {
@@ -44,14 +45,17 @@ constexpr KindTraits kTraits[] = {
     {"all-to-all", SpanKind::kGather, false, false},
 };
 
-// Records two spans in the trace: from the start of an operation to the end of its wait, and the wait itself.
+// Records a range of the wait, and two spans in the trace: from the start of an operation to the end of its wait, and
+// the wait itself.
 class TracedOperation : public Pending::Operation {
  public:
   TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
       : traits_(traits), what_(what.empty() ? traits.name : what), pending_(std::move(pending)) {}
   void finish() override {
+    const NestedRange range([&] { return c10::str("wait for ", traits_.name, " of ", what_); });
     const auto waits = Trace::Clock::now();
     pending_.wait();
+    if (Trace::active() == nullptr) return;
     const auto end = Trace::Clock::now();
     Trace::active()->add(SpanKind::kWait, what_, traits_.name, waits, end);
     Trace::active()->add(traits_.span, what_, traits_.name, began_, end);
@@ -223,10 +227,12 @@ Pending Communicator::begin(Collective collective) {
   for (const auto& counter : counters_) counter->add_collective();
   const KindTraits& traits = kTraits[collective.kind];
   if (size_ > 1) {
-    const std::string what = Trace::active() == nullptr ? "" : collective.what;
+    const bool is_traced = Trace::active() != nullptr || RangeSink::active() != nullptr;
+    const std::string what = is_traced ? collective.what : "";
     const MemoryKindScope kind(MemoryKind::kTransport);
+    const NestedRange range([&] { return collective.description(); });
     Pending pending = start(std::move(collective));
-    if (Trace::active() == nullptr || pending.done()) return pending;
+    if (!is_traced || pending.done()) return pending;
     return Pending(std::make_unique<TracedOperation>(traits, what, std::move(pending)));
   }
   const at::Tensor &full = collective.full, &shard = collective.shard;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/runtime/guarded_by.h"
+#include "core/trace/ranges.h"
 
 namespace tessera::internal {
 
@@ -105,11 +106,16 @@ class Trace {
   std::thread writer_;
 };
 
-// Adds a span from its construction to its destruction. `name` and `operation` must outlive it.
+// Adds a span from its construction to its destruction, and shows it as a range. `name` and `operation` must outlive
+// it.
 class TraceSpan {
  public:
   TraceSpan(SpanKind kind, std::string_view name, const char* operation = nullptr) noexcept
-      : trace_(Trace::active()), kind_(kind), name_(name), operation_(operation) {
+      : range_([&] { return std::string(name); }),
+        trace_(Trace::active()),
+        kind_(kind),
+        name_(name),
+        operation_(operation) {
     if (trace_ != nullptr) begin_ = Trace::Clock::now();
   }
   ~TraceSpan() {
@@ -119,6 +125,7 @@ class TraceSpan {
   TraceSpan& operator=(const TraceSpan&) = delete;
 
  private:
+  const NestedRange range_;
   Trace* const trace_;
   const SpanKind kind_;
   const std::string_view name_;

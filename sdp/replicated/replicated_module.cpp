@@ -11,9 +11,9 @@
 #include "core/layout/shardable.h"
 #include "core/model/module_state.h"
 #include "core/paging/residency.h"
-#include "sdp/replicated/replicated_gradients.h"
-
+#include "core/trace/ranges.h"
 #include "core/trace/trace.h"
+#include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera {
 using namespace internal;
@@ -46,16 +46,20 @@ BackwardPass& ReplicatedModule::backward_pass() const { return *gradients_; }
 
 // ---- forward ------------------------------------------------------------------------------------
 
-void ReplicatedModule::begin_forward() {
+ScopeExit ReplicatedModule::begin_forward() {
   if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
   gradients_->begin_forward();
   if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->reduces()) &&
       setup_.broadcast_buffers && named_buffers().size() > 0)
     broadcast_buffers();
+  if (RangeSink::active() == nullptr) return ScopeExit(nullptr);
+  auto range = std::make_shared<OpenRange>();
+  range->begin([] { return std::string("forward"); });
+  return ScopeExit([range] { range->end(); });
 }
 
 void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
-  if (Trace::active() != nullptr) trace_passes(outputs);
+  if (Trace::active() != nullptr || RangeSink::active() != nullptr) trace_passes(outputs);
   gradients_->end_forward(outputs);
   if (!c10::GradMode::is_enabled()) comm_->throw_if_aborted("forward()");
 }
@@ -119,18 +123,26 @@ MemoryReport ReplicatedModule::memory() const {
 void ReplicatedModule::reset_peak_memory() { gradients_->reset_peak(); }
 
 void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) const {
-  Trace::active()->add(SpanKind::kCompute, "forward", nullptr, forward_since_, Trace::Clock::now());
+  Trace* const trace = Trace::active();
+  if (trace != nullptr) trace->add(SpanKind::kCompute, "forward", nullptr, forward_since_, Trace::Clock::now());
   if (!c10::GradMode::is_enabled()) return;
-  auto begun = std::make_shared<bool>(false);
+  struct Backward {
+    bool has_begun = false;
+    OpenRange range;  // if backward fails, ends with the hooks
+  };
+  auto backward = std::make_shared<Backward>();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
-    output.register_hook([begun](const at::Tensor&) {
-      if (std::exchange(*begun, true)) return;
+    output.register_hook([trace, backward](const at::Tensor&) {
+      if (std::exchange(backward->has_begun, true)) return;
+      backward->range.begin([] { return std::string("backward"); });
       // Callbacks that other code has queued are part of backward, so this one queues itself again, as the last.
       auto& engine = torch::autograd::Engine::get_default_engine();
-      engine.queue_callback([&engine, since = Trace::Clock::now()] {
-        engine.queue_callback(
-            [since] { Trace::active()->add(SpanKind::kCompute, "backward", nullptr, since, Trace::Clock::now()); });
+      engine.queue_callback([&engine, trace, backward, since = Trace::Clock::now()] {
+        engine.queue_callback([trace, backward, since] {
+          backward->range.end();
+          if (trace != nullptr) trace->add(SpanKind::kCompute, "backward", nullptr, since, Trace::Clock::now());
+        });
       });
     });
   }

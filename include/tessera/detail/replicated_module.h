@@ -13,6 +13,7 @@
 
 #include <tessera/communicator.h>
 #include <tessera/model/data_parallel.h>
+#include <tessera/scope_exit.h>
 #include <tessera/visit_tensors.h>
 
 namespace tessera::internal {
@@ -62,7 +63,7 @@ class ReplicatedModule : public DataParallel {
   // Returns the result of module->forward(args...), called between begin_forward() and end_forward().
   template <class Holder, class... Args>
   auto run_forward(Holder& module, Args&&... args) {
-    begin_forward();
+    const ScopeExit forward_goes_on = begin_forward();
     if constexpr (std::is_void_v<decltype(module->forward(std::forward<Args>(args)...))>) {
       module->forward(std::forward<Args>(args)...);
       end_forward({});
@@ -77,7 +78,7 @@ class ReplicatedModule : public DataParallel {
 
  private:
   BackwardPass& backward_pass() const override;
-  void begin_forward();
+  ScopeExit begin_forward();  // must live until forward ends
   void end_forward(const std::vector<at::Tensor>& outputs);
   void broadcast_buffers();
   void trace_passes(const std::vector<at::Tensor>& outputs) const;

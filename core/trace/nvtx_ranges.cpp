@@ -1,0 +1,44 @@
+// Built with TESSERA_CUDA. NVTX 3 is in headers alone, and calls the profiler that has started the process.
+#include <nvtx3/nvToolsExt.h>
+
+#include "core/trace/ranges.h"
+
+namespace tessera::internal {
+namespace {
+
+class NvtxRanges final : public RangeSink {
+ public:
+  NvtxRanges() : domain_(nvtxDomainCreateA("tessera")) {}
+  void push(const std::string& name) override {
+    const auto attributes = named(name);
+    nvtxDomainRangePushEx(domain_, &attributes);
+  }
+  void pop() override { nvtxDomainRangePop(domain_); }
+  uint64_t start(const std::string& name) override {
+    const auto attributes = named(name);
+    return nvtxDomainRangeStartEx(domain_, &attributes);
+  }
+  void end(uint64_t id) override { nvtxDomainRangeEnd(domain_, id); }
+
+ private:
+  // The profiler copies the name.
+  static nvtxEventAttributes_t named(const std::string& name) {
+    nvtxEventAttributes_t attributes{};
+    attributes.version = NVTX_VERSION;
+    attributes.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    attributes.messageType = NVTX_MESSAGE_TYPE_ASCII;
+    attributes.message.ascii = name.c_str();
+    return attributes;
+  }
+
+  nvtxDomainHandle_t const domain_;
+};
+
+}  // namespace
+
+RangeSink* nvtx_ranges() {
+  static auto* const ranges = new NvtxRanges;  // never destroyed: other destructors may end ranges
+  return ranges;
+}
+
+}  // namespace tessera::internal

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "core/trace/ranges.h"
+#include "core/trace/trace.h"
+
+namespace tessera::internal {
+
+// A span and its range that begin and end in different calls. The range ends at the latest with this object.
+class OpenSpan {
+ public:
+  // Whether a trace or a profiler is active.
+  static bool is_recorded() noexcept { return Trace::active() != nullptr || RangeSink::active() != nullptr; }
+
+  // The range is named after `operation`, a literal such as "forward".
+  void begin(std::string name, const char* operation) {
+    name_ = std::move(name);
+    since_ = Trace::Clock::now();
+    range_.begin([&] { return std::string(operation) + " of " + name_; });
+  }
+  // Adds the span. A no-op if none has begun.
+  void end(SpanKind kind, const char* operation) {
+    if (name_.empty()) return;
+    range_.end();
+    if (Trace* const trace = Trace::active()) trace->add(kind, name_, operation, since_, Trace::Clock::now());
+    name_.clear();
+  }
+
+ private:
+  std::string name_;
+  Trace::Clock::time_point since_;
+  OpenRange range_;
+};
+
+}  // namespace tessera::internal
