@@ -542,7 +542,8 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
   // The least of all ranks. Only rank 0, which leads a regroup that no rank's loss has caused, decides to grow.
   const bool may_grow = comm_->rank() != 0 || all_.may_grow();
   const at::Tensor agreed =
-      at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions().dtype(at::kInt)).to(comm_->device());
+      at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions(at::kCPU).dtype(at::kInt))
+          .to(comm_->device());
   comm_->all_reduce(agreed, ReduceOp::kMin, "whether a step is copied").wait();
   const at::Tensor values = comm_->to_host(agreed, "whether a step is copied");
   const Agreed result{values[0].item<int>() == 1, values[1].item<int>() == 1};

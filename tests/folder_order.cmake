@@ -18,8 +18,8 @@ foreach(public
     optim=optim/,detail/listed,detail/parameter_parts,detail/linear_weights,quantize_linears
     checkpoint=checkpoint.,checkpoint/
     elastic=elastic
-    oss=oss,sharded_optimizer,options/oss
-    fsdp=fsdp,fully_sharded_module,options/fsdp,detail/converted_inputs
+    oss=oss,sharded_optimizer
+    fsdp=fsdp,model/fully_sharded_module,options/fsdp,detail/converted_inputs
     sdp=sdp,ddp,sync_batch_norm,detail/replicated_module
     zero=zero exported=exported plan=plan zero=tessera.)
   string(REGEX MATCH "^([a-z]+)=(.*)$" _ "${public}")

@@ -30,7 +30,8 @@ namespace {
 
 // A folder of checkpoints means its newest one.
 fs::path resolve(const fs::path& path) {
-  if (is_checkpoint(path)) return path;
+  std::error_code ignored;
+  if (is_checkpoint(path) || fs::is_regular_file(path, ignored)) return path;
   const auto latest = latest_checkpoint(path);
   if (!latest) return path;
   std::fprintf(stderr, "tessera: %s holds checkpoints; taking the newest, %s\n", path.c_str(),
