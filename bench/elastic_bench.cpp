@@ -20,6 +20,7 @@
 #include <iostream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <tessera/elastic.h>
@@ -144,32 +145,37 @@ void compare_costs(const Arguments& arguments, const train_step::Options& option
   });
 }
 
+// Returns act(argc, argv).
+template <class Act>
+auto with_arguments(std::vector<std::string> words, Act act) {
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  return act(static_cast<int>(argv.size()), argv.data());
+}
+
 train_step::Options model_of(const Arguments& arguments) {
   std::vector<std::string> words{"elastic_bench", "--model", arguments.model};
   if (arguments.layers > 0) words.insert(words.end(), {"--layers", std::to_string(arguments.layers)});
-  std::vector<char*> argv;
-  for (std::string& word : words) argv.push_back(word.data());
-  return train_step::parse(static_cast<int>(argv.size()), argv.data()).value();
+  return with_arguments(std::move(words), [](int argc, char** argv) { return train_step::parse(argc, argv).value(); });
+}
+
+int spawn(int ranks, std::vector<std::string> words) {
+  return with_arguments(std::move(words),
+                        [&](int argc, char** argv) { return spawn_elastic(ranks, argc, argv, {.restarts = 0}); });
 }
 
 // Starts each rank of each round.
 int start(const Arguments& arguments, char* program) {
   if (arguments.kills == 0) {
-    std::vector<std::string> words{program, "--model", arguments.model, "--rounds", std::to_string(arguments.rounds)};
-    std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
-    return spawn_elastic(arguments.ranks > 0 ? arguments.ranks : 2, static_cast<int>(argv.size()), argv.data(),
-                         {.restarts = 0});
+    return spawn(arguments.ranks > 0 ? arguments.ranks : 2,
+                 {program, "--model", arguments.model, "--rounds", std::to_string(arguments.rounds)});
   }
   const int ranks = arguments.ranks > 0 ? arguments.ranks : 3;
   const std::string file =
       (std::filesystem::temp_directory_path() / ("elastic_bench-" + std::to_string(::getpid()))).string();
   for (int kill = 0; kill < arguments.kills; ++kill) {
-    std::vector<std::string> words{program, "--victim", std::to_string(kill % ranks), "--file", file};
-    std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
-    if (const int code = spawn_elastic(ranks, static_cast<int>(argv.size()), argv.data(), {.restarts = 0}); code != 0)
-      return code;
+    const int code = spawn(ranks, {program, "--victim", std::to_string(kill % ranks), "--file", file});
+    if (code != 0) return code;
   }
   std::vector<double> seconds;
   std::ifstream lines(file);

@@ -25,8 +25,9 @@ namespace tessera::internal {
 // decide], and its value contains the waiting processes. These have no vote on it. A member's answer to the next
 // request carries the decision, which the member has recorded in the folder before: a rank that counts others as proven
 // dead must learn of the group that they formed with the process. A waiting process that dies, or a member that does,
-// is a loss as any other. Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their
-// own.
+// is a loss as any other.
+//
+// Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their own.
 
 inline constexpr char kRendezvousVariable[] = "TESSERA_ELASTIC_RENDEZVOUS";  // of spawn_elastic()
 inline constexpr char kJoinVariable[] = "TESSERA_ELASTIC_JOIN";

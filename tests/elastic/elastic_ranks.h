@@ -42,7 +42,7 @@ struct Training {
   milliseconds wake_after = std::chrono::hours(1);
   int joiners = 0;  // processes beside the first ranks, which join
   milliseconds join_after{0};
-  // Joining takes time: training goes on beyond the last step until the group has this generation and size.
+  // Joining takes time: training continues beyond the last step until the group has this generation and size.
   int64_t least_generation = 0;
   int least_world = 0;
 };
