@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import zipfile
 
 import torch
@@ -151,9 +152,11 @@ def end_if_cut(path):
     """Ends the process if a later read of mapped memory is beyond the end of its file. Python's own signal handlers never
     run then, because the read is repeated."""
     line = f"tessera-convert: {path}: became shorter while it was read\n".encode()
+    ending = threading.Lock()
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def end(_number):
+        ending.acquire()  # never released: a second thread of a parallel read waits here for the end
         os.write(sys.stderr.fileno(), line)
         os._exit(1)
 
