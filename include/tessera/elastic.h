@@ -80,6 +80,7 @@ class ElasticState;
 class ElasticRunState;
 }  // namespace internal
 
+// Options of spawn_elastic().
 struct SpawnElasticOptions {
   int least_ranks = 1;  // with fewer that run or have ended without error, all are ended
   // How often each rank is started again after a failure, once the first group exists. It joins the others as a new
