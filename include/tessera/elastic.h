@@ -60,8 +60,7 @@ struct ElasticOptions {
   // A process that finds a member there joins the run, and does not begin one. If TESSERA_ELASTIC_JOIN is 1 in its
   // environment, it waits for a run to join. Empty: the folder of spawn_elastic(), else no process can join.
   std::filesystem::path rendezvous;
-  // Of the groups. The timeout is that of the group's operations: of a rank that is stopped, an operation throws after
-  // it.
+  // Of the groups. An operation with a stopped rank throws after the timeout.
   GroupOptions group = {.timeout = std::chrono::seconds(60)};
   ProcessSetup process = {};
 };

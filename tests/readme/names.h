@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <iostream>
 #include <memory>
@@ -16,6 +17,9 @@
 
 #include <tessera/elastic.h>
 #include <tessera/exported.h>
+#ifdef TESSERA_SNIPPETS_OF_MPI
+#include <tessera/mpi.h>
+#endif
 #include <tessera/plan.h>
 #include <tessera/tessera.h>
 
@@ -140,7 +144,7 @@ struct Names {
   }
 
   Config config;
-  Gpt model, net;
+  Gpt model, net, surrogate;
   Block block;
   torch::nn::ModuleList blocks{Block(), Block()};
   torch::nn::Sequential sequential{Block(), Block()};
@@ -159,7 +163,11 @@ struct Names {
   std::vector<torch::optim::OptimizerParamGroup> groups = matrices_of(model);
   int64_t step = 0, steps = 20, items_numel = kImages, tokens_of_this_rank = 8;
   tessera::DistributedSampler sampler{kImages, comm->rank(), comm->size(), {.batch_numel = 8, .seed = 1}};
-  std::string dir = "checkpoint", folder = "run";
+  std::string dir = "checkpoint", folder = "run", host = "127.0.0.1";
+  c10d::TCPStoreOptions tcp_options{.port = 0, .isServer = true};
+  int rank = 0, size = 1;
+  int argc = 0, level = 0;
+  char** argv = nullptr;
 };
 
 // A snippet of a page. `run` and `main` are null if the snippet is only compiled: a type or a template.

@@ -120,7 +120,8 @@ std::optional<std::string> error_of(const Snippet& snippet, const std::string& p
   } else {
     if (contains(snippet.text, "llama") && !succeeds(start(log, [] { return write_llama(), 0; })))
       return "write_llama() failed:\n" + file_bytes(log);
-    const bool makes_group = contains(snippet.text, "init(") || contains(snippet.text, "tessera::Elastic ");
+    const bool makes_group = contains(snippet.text, "init(") || contains(snippet.text, "tessera::Elastic ") ||
+                             contains(snippet.text, "communicator_from");
     Setting setting{.world_size = makes_group ? 1 : 2, .wraps_model = contains(snippet.text, "comm")};
     for (; setting.rank < setting.world_size; ++setting.rank)
       children.push_back(start(log, [&] { return snippet.run(setting); }));
