@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_set>
 #include <utility>
 
 #include <tessera/errors.h>
@@ -18,7 +19,8 @@ namespace {
 // the end of each member, so its cost is quadratic in the members.
 class TreeBuilder : public nlohmann::json_sax<json> {
  public:
-  TreeBuilder(const std::string& where, int max_depth) : where_(where), max_depth_(max_depth) {}
+  TreeBuilder(const std::string& where, int max_depth, const MemberVisitor* visit = nullptr)
+      : where_(where), max_depth_(max_depth), visit_(visit) {}
 
   json take() { return std::move(root_); }
 
@@ -35,7 +37,8 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   bool end_array() override { return close(); }
   bool key(std::string& name) override {
     const auto [member, is_new] = open_.back()->get_ref<json::object_t&>().try_emplace(std::move(name));
-    if (!is_new) throw CheckpointError(where_ + ": the key '" + member->first + "' occurs twice");
+    if (!is_new || (visits_members() && !visited_.insert(member->first).second))
+      throw CheckpointError(where_ + ": the key '" + member->first + "' occurs twice");
     member_ = &member->second;
     return true;
   }
@@ -53,12 +56,23 @@ class TreeBuilder : public nlohmann::json_sax<json> {
     if (parent.is_object()) return *member_ = std::move(value);
     return parent.get_ref<json::array_t&>().emplace_back(std::move(value));
   }
-  bool add(json value) { return place(std::move(value)), true; }
+  bool add(json value) { return place(std::move(value)), end_value(); }
   bool open(json value) { return open_.push_back(&place(std::move(value))), true; }
-  bool close() { return open_.pop_back(), true; }
+  bool close() { return open_.pop_back(), end_value(); }
+  bool visits_members() const { return visit_ != nullptr && open_.size() == 1 && root_.is_object(); }
+  bool end_value() {
+    if (visits_members()) {
+      const auto member = root_.begin();  // the only one
+      (*visit_)(member.key(), member.value());
+      root_.clear();
+    }
+    return true;
+  }
 
   const std::string& where_;
   const int max_depth_;
+  const MemberVisitor* const visit_;
+  std::unordered_set<std::string> visited_;
   json root_;
   std::vector<json*> open_;  // objects and arrays, from the root to the innermost
   json* member_ = nullptr;   // of the innermost object: the value of the key that was read last
@@ -75,6 +89,12 @@ json parse_json(std::string_view text, const std::string& where, int max_depth) 
   TreeBuilder builder(where, max_depth);
   json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
+}
+
+void visit_json_members(std::string_view text, const std::string& where, int max_depth, const MemberVisitor& visit) {
+  TreeBuilder builder(where, max_depth, &visit);
+  json::sax_parse(text.begin(), text.end(), &builder);
+  if (!builder.take().is_object()) throw CheckpointError(where + ": its header is not an object");
 }
 
 int json_depth(const json& value, int limit) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -16,6 +17,11 @@ constexpr int kMaxJsonDepth = 64;
 
 // Parses one JSON value; throws for duplicate keys, nesting beyond max_depth and trailing text.
 nlohmann::json parse_json(std::string_view text, const std::string& where, int max_depth = kMaxJsonDepth);
+
+using MemberVisitor = std::function<void(const std::string& name, const nlohmann::json& value)>;
+// As parse_json() for an object, but passes each member to `visit` once it is parsed, and then frees it. So a header of
+// very many tensors is read in little memory.
+void visit_json_members(std::string_view text, const std::string& where, int max_depth, const MemberVisitor& visit);
 
 // Returns whether the value is an integer from 0 to JsonObject::kMost.
 bool is_count(const nlohmann::json& value);

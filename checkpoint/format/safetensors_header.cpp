@@ -120,20 +120,15 @@ void check_tensor_name(const std::string& name, const std::string& where) {
 }
 
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where) {
-  const json parsed = parse_json(text, where, kHeaderDepth);
-  if (!parsed.is_object()) throw CheckpointError(where + ": its header is not an object");
   SafetensorsHeader header{.header_bytes = kLengthBytes + static_cast<int64_t>(text.size())};
-  for (const auto& [name, value] : parsed.items()) {
-    if (name != "__metadata__") {
-      header.entries.push_back(parse_entry(name, value, header.header_bytes, where));
-      continue;
-    }
+  visit_json_members(text, where, kHeaderDepth, [&](const std::string& name, const json& value) {
+    if (name != "__metadata__") return header.entries.push_back(parse_entry(name, value, header.header_bytes, where));
     if (!value.is_object()) throw CheckpointError(where + ": __metadata__ is not an object");
     for (const auto& [key, entry] : value.items()) {
       if (!entry.is_string()) throw CheckpointError(where + ": __metadata__ has '" + key + "', which is not a text");
       header.metadata[key] = entry;
     }
-  }
+  });
   check_order(header.entries, header.header_bytes, file_bytes, where);
   return header;
 }
