@@ -45,7 +45,7 @@ State without_averages(State state) {
 State state_of(const TrainingState& state) {
   return without_averages({state.model(), state.model_names(), state.optimizers(), state.beside()});
 }
-// For a model outside a list: an Ema is then saved as averages.
+// For a model without a TrainingState. Includes the model's Ema, if it has one.
 State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
   State state = Ema::of(model) == nullptr ? State{model} : state_of(TrainingState({model}));
   if (optimizer != nullptr) state.optimizers.emplace("", optimizer);
@@ -115,9 +115,9 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// Returns where to read again if another job replaced the checkpoint during this load, so that apparent damage is a mix
-// of two checkpoints; "" if it did not. A local checkpoint was moved, and stays there while it is locked. The same on
-// all ranks; `lock` is rank 0's.
+// Called if a load failed. If another job replaced the checkpoint meanwhile, the load may have mixed two checkpoints:
+// returns the path to read again, otherwise "". While `lock` (rank 0's) is held, a replaced local checkpoint remains
+// under another path. Collective; returns the same on all ranks.
 fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std::string& manifest_text,
                              const std::optional<ReadLock>& lock) {
   std::string next;
@@ -128,7 +128,7 @@ fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std:
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
 }
-constexpr int kMostReplacements = 20;  // per load, on storage without locks, by a job that saves as fast as this reads
+constexpr int kMostReplacements = 20;  // for each load: without locks, a job may save as fast as this reads
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -146,7 +146,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   fs::path from = dir;
   std::optional<ReadLock> hold;  // on rank 0, until all ranks have read
   for (int replacements = 0;; ++replacements) {
-    // Rank 0 reads the manifest for all, in case it is replaced now.
+    // Rank 0 reads the manifest for all ranks, because another job may replace it between their reads.
     const auto texts = gather_results(comm, attempt([&] {
                                         if (comm.rank() != 0) return std::string();
                                         if (from == dir) hold.emplace(dir);
@@ -169,8 +169,8 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   }
 }
 
-// Returns "name/sequence/" of each checkpoint of a folder, the newest first; those of unknown age are before them, with
-// an empty sequence. Rank 0 decides, because other ranks might see a changed folder.
+// Returns "name/sequence/" of each checkpoint of a folder, the newest first. Those of unknown age (damaged) precede
+// all others, with an empty sequence. Rank 0 lists for all ranks, because the folder may change.
 std::string list_newest_first(Communicator& comm, const fs::path& folder) {
   const auto names = attempt([&] {
     std::string all;
@@ -245,8 +245,8 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  // A rank may throw alone while its thread has work in the save, or because a rank is lost and its heartbeats have
-  // stopped.
+  // During an exception other ranks may be lost, or may not know that this rank throws. So the save must not wait for
+  // them for the whole timeout of the group.
   if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }

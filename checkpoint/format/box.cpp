@@ -66,7 +66,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   const auto strides = row_major_strides(sizes);
   std::vector<Box> boxes;
   for (int64_t begin = range.begin; begin < range.end; begin += boxes.back().numel()) {
-    // Whole rows of the slowest dimension that has a row which begins here and ends in the range.
+    // Takes whole rows of the slowest dimension of which a row begins at `begin` and ends within the range.
     Box& box = boxes.emplace_back(whole_box(sizes));
     for (size_t d = 0; d < sizes.size(); ++d) {
       box.offsets[d] = begin / strides[d] % sizes[d];

@@ -27,8 +27,7 @@ std::string to_string(const Box& box);                       // "[0:2, 3:6]"
 // Returns the elements that two boxes of one tensor share, or nullopt.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
-// Returns the boxes that together are a range of a row-major tensor's elements, in order: at most 2 N - 1, none for an
-// empty range.
+// Splits a range of an N-d row-major tensor's elements into boxes, in order: at most 2 N - 1, none for an empty range.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 
 // Returns whether these strides place each element in memory once, with neither holes nor overlaps.

@@ -34,14 +34,14 @@ class JsonObject {
  public:
   static constexpr int64_t kMost = int64_t{1} << 62;
 
-  // Throws unless `value` is an object with all `required` fields and no others than these and `optional`.
+  // Throws unless `value` is an object that has all `required` fields and, besides them, only `optional` ones.
   JsonObject(const nlohmann::json& value, std::string where, std::initializer_list<const char*> required,
              std::initializer_list<const char*> optional = {});
 
   bool has(const char* field) const { return value_.contains(field); }
   const nlohmann::json& at(const char* field) const { return value_.at(field); }
   std::string text(const char* field) const;
-  // Returns an integer of [least, most].
+  // Returns an integer. Throws unless it is in [least, most].
   int64_t number(const char* field, int64_t least = 0, int64_t most = kMost) const;
   uint64_t hex(const char* field) const;
   const nlohmann::json& array(const char* field) const;

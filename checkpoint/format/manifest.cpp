@@ -79,7 +79,7 @@ SavedOptimizer optimizer_from_json(const json& value, const std::string& where, 
   for (const auto& [name, entry] : fields.object("numbers").items()) {
     if (!entry.is_object()) fields.refuse("'numbers' of '" + name + "' is not an object");
     for (const auto& [key, number] : entry.items()) {
-      const bool is_bits = key.ends_with("_bits") && number.is_number_integer();  // of a double, with its sign
+      const bool is_bits = key.ends_with("_bits") && number.is_number_integer();  // a double's bits, as an int64_t
       if (!is_bits && !is_count(number))
         fields.refuse("the number '" + key + "' of '" + name + "' is not a count: " + number.dump());
       optimizer.numbers[name][key] = number.get<int64_t>();
@@ -142,7 +142,7 @@ void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   }
 }
 
-// Writes one line; for files, tensors and ranks, one line an entry.
+// Formats a field as one line; the fields with an entry for each file, tensor or rank, as one line per entry.
 std::string in_lines(const json& value, std::string_view field) {
   if ((field != "files" && field != "tensors" && field != "rng") || !value.is_structured() || value.empty())
     return value.dump();

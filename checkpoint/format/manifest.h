@@ -32,7 +32,7 @@ struct SavedOptimizer {
   std::map<std::string, std::map<std::string, int64_t>> numbers;  // by parameter: {"step", 7}
 };
 
-using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // by name; that of the only one may be ""
+using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // by name, which is "" for an optimizer without a name
 
 using GeneratorStates = std::map<std::string, std::string>;  // by device type: "cpu" -> bytes
 
@@ -43,14 +43,14 @@ struct Manifest {
   int world_size = 1;
   SavedTensors saved;
   SavedOptimizers optimizers;
-  std::vector<std::string> models;   // the names that start those of their tensors; empty: one model without a name
+  std::vector<std::string> models;   // their names, the prefixes of tensor names; empty: one model without a name
   std::vector<GeneratorStates> rng;  // by rank; version 1 only
   nlohmann::json extra = nlohmann::json::object();
   std::string folder;                         // subfolder with the ranks' files; "": the checkpoint itself
   std::map<std::string, StateValues> beside;  // the values of Stateful objects, by state_name()
 };
 
-// Returns the reason why no optimizer has such an option (not finite, or a negative learning rate, for example), or "".
+// Returns why no optimizer can have this option (not finite, or a negative learning rate, for example), or "".
 std::string why_not_an_option(const std::string& name, const OptimizerOption& option);
 
 // Returns whether a checksum may cover this many bytes: whole elements of any dtype.
@@ -65,8 +65,8 @@ Manifest parse_manifest(std::string_view text, const std::string& where, bool is
 // Returns the sequence number if the text is an intact manifest of this or a later version.
 std::optional<int64_t> sequence_of(std::string_view text);
 
-// Parts of the manifest; ranks also send some of them to rank 0 to report the files they wrote. Reading checks names
-// only.
+// Convert parts of the manifest. Ranks also send such parts to rank 0, to report the files that they wrote. Reading
+// checks each entry, but not that slices cover their tensor.
 nlohmann::json tensors_to_json(const SavedTensors& saved);
 void tensors_from_json(const nlohmann::json& tensors, const std::string& where, SavedTensors& saved);
 nlohmann::json optimizer_to_json(const SavedOptimizer& optimizer);

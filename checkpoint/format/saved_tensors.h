@@ -21,10 +21,10 @@ struct SavedFile {
 
 // A box of a tensor in a file, row-major.
 struct SavedSlice {
-  int file = 0;       // of SavedTensors::files
+  int file = 0;       // index in SavedTensors::files
   int64_t begin = 0;  // first byte in the file
   Box box;
-  std::vector<uint64_t> checksums;  // one a block; none in files that are not of a checkpoint
+  std::vector<uint64_t> checksums;  // one for each block; none outside checkpoints
 };
 
 enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: a Stateful wrote it
@@ -52,13 +52,13 @@ struct SavedTensor {
   std::vector<RankRun> runs;
 };
 
-// The place in files of each part of each tensor. A value; touches no file.
+// Locates the slices of all tensors in files. A value; touches no file.
 struct SavedTensors {
   std::filesystem::path directory;
   std::vector<SavedFile> files;
   std::map<std::string, SavedTensor> tensors;
   int64_t block_bytes = 0;  // bytes that one checksum covers; 0: no checksums
-  // The files of world_size ranks follow from rules, are not listed, and contain the checkpoint's id.
+  // If true, files are not listed: rank_files.h derives those of world_size ranks, which contain the checkpoint's id.
   bool by_rank = false;
   int64_t world_size = 0;
   uint64_t id = 0;

@@ -11,7 +11,7 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int64_t kWriteBytes = int64_t{8} << 20;  // of one write, roughly
+constexpr int64_t kWriteBytes = int64_t{8} << 20;  // approximate size of one write
 
 // Writes a slice in steps of whole blocks; returns their checksums.
 std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int64_t block_bytes,
@@ -86,7 +86,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
                                 path.filename().string() + " would have " + std::to_string(digits) +
                                 " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
                                 " that a header may have; take larger blocks");
-  // As long as the final header, whose checksums are not known yet.
+  // A placeholder as long as the final header, whose checksums are not known yet.
   const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
   const auto file = create(path, room, entries);
   for (const Piece* piece : pieces)

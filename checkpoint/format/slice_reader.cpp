@@ -17,10 +17,10 @@ namespace tessera::internal {
 namespace {
 
 constexpr int64_t kPageBytes = 4096;                   // unit of reading in files without checksums
-constexpr size_t kOpenFiles = 16;                      // kept open between reads
+constexpr size_t kOpenFiles = 16;                      // files kept open between reads, at most
 constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this, one thread is as fast
 
-// Copies the elements `read` of a slice, at `data`, that belong to the run to their places in the target.
+// `data` holds the elements `read` of a slice. Copies those that belong to the run to their places in the target.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
   const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
   const char* from = data + (begin - read.begin) * element_bytes;

@@ -47,7 +47,7 @@ class SliceReader {
   struct Wanted {
     const std::string* name;
     const SavedTensor* tensor;
-    const SavedSlice* slice;  // null: box `box` of a rank's file
+    const SavedSlice* slice;  // null: not listed, so `box` finds it in a rank's file
     Box box;                  // the slice's box
     Box part;
     char* target;

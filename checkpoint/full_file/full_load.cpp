@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns the offsets of a file's tensors from PyTorch's distributed writer: {"<name>": {"saved_offsets": [...]}}.
+// Returns a tensor's offsets, which PyTorch's distributed writer stores as {"<name>": {"saved_offsets": [...]}}.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))

@@ -187,7 +187,7 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // with their final names
+  size_t named_ = 0;  // number of files with their final names
   bool is_visible_ = false;
 };
 

@@ -18,16 +18,16 @@ bool is_checkpoint(const std::filesystem::path& path);
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
 // The checkpoints of a folder: those with a valid manifest, the oldest first, and those with a damaged one, whose age
-// is unknown. A folder of other files with a file of that name is neither.
+// is unknown. Leaves out folders with an unrelated tessera.json: no manifest, no rank files, but other files.
 struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
   std::vector<int64_t> sequences;  // of `whole`
 };
-// Is correct while other jobs save to the folder and remove old checkpoints: if whole checkpoints were in the folder at
-// every moment, finds one that was.
+// May run while other jobs save to the folder and remove old checkpoints: finds a whole checkpoint if the folder had
+// one at every moment.
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
-// Throws CheckpointError if the folder is itself a checkpoint, or is a file or a link to nothing. Callers that find no
-// checkpoint in a folder call it, because they would otherwise start training anew.
+// Throws CheckpointError if the path is itself a checkpoint, a file or a dangling link. Must be called if no checkpoint
+// was found, because a wrong path would otherwise restart the training.
 void require_folder_of_checkpoints(const std::filesystem::path& folder);
 
 // Returns the name of a save's folder in a remote checkpoint (its id), without the '/' of the listing; "" for any other

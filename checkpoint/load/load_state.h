@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// The objects of a training state: TrainingState, or a model and an optimizer without a list.
+// The objects of a TrainingState, or a model and an optimizer that were passed without one.
 struct StateObjects {
   ModelShards& model;  // one, or all named models together
   std::vector<std::string> models{};
@@ -26,9 +26,9 @@ struct StateObjects {
 // Throws std::invalid_argument while averages of an optimizer are swapped in. The objects must outlive the result.
 StateObjects state_objects_of(const TrainingState& state);
 
-// Loads a checkpoint's state into the objects. Reads and verifies
-// this rank's part into host memory, and copies it into place once all ranks have; changes nothing before. Collective.
-// Throws CheckpointError on all ranks that starts with `what` and lists all mismatches or read errors.
+// Loads a checkpoint's state into the objects. Reads this rank's part into host memory and verifies it. Changes the
+// objects only after all ranks have read their parts. Collective. On a mismatch or a read error, throws CheckpointError
+// on all ranks, which starts with `what` and lists all problems.
 void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what);
 

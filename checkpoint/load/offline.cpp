@@ -59,7 +59,7 @@ void compare_header(const InputFile& file, const SlicesByName& slices, std::vect
   for (const auto& entry : read_safetensors_header(file).entries) {
     seen.insert(entry.name);
     const auto found = slices.find(entry.name);
-    if (found == slices.end() && entry.bytes == 0) continue;  // each rank writes the empty tensors
+    if (found == slices.end() && entry.bytes == 0) continue;  // several ranks may write an empty tensor
     if (found == slices.end()) {
       problems.push_back(where + ": tensor '" + entry.name + "' is not in the manifest");
     } else if (const auto& [tensor, slice] = found->second;
@@ -105,7 +105,7 @@ TensorDifference compare(const std::string& name, const std::vector<int64_t>& sh
 
 SavedTensors find_tensors(const fs::path& path) {
   if (is_checkpoint(path)) return with_every_slice(read_manifest(path).saved);
-  // The files of ranks look like full files, but optimizer, `extra` and ranks without a file would go unnoticed.
+  // Rank files can be read as full files, but the lack of the optimizer, of `extra` or of a rank would go unnoticed.
   if (has_rank_files(path))
     throw CheckpointError(path.string() + ": has the files of a checkpoint's ranks, but no " + kManifestName +
                           ": it is not a whole checkpoint");
@@ -204,7 +204,7 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
-    // A full file does not mark buffers; the other side may.
+    // A full file does not mark buffers, but a checkpoint that it is compared with does.
     std::set<std::string> others;
     for (const auto* saved : {&first, &second})
       for (const auto& [name, tensor] : saved->tensors)

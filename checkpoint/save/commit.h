@@ -18,9 +18,9 @@ namespace tessera::internal {
 class PartialCheckpoint {
  public:
   // Creates the folder for the ranks' files, and removes leftovers of killed saves of this target; calls `progress` for
-  // each removed file. On a local path, the folder is beside the target, whose parents are created; throws if the
-  // target exists and is neither a checkpoint (damaged or not) nor an empty directory, or if this file system cannot
-  // replace it. On other storage, the folder is in the target.
+  // each removed file. On a local path, the folder is beside the target, whose parents are created; on other storage it
+  // is in the target. Throws if an existing local target is neither a checkpoint (damaged or not) nor an empty
+  // directory, or if its file system cannot replace it.
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
   // Removes the files if not committed, otherwise the replaced checkpoint; keeps a local one that is being read.
@@ -54,9 +54,9 @@ constexpr char kDraftName[] = ".manifest";  // Marks a save in flight, and names
 constexpr char kSaving[] = ".saving-";
 constexpr char kMaking[] = ".making-";  // used until the directory is locked
 
-// Removes all but the newest `keep` complete checkpoints of the folder, those with damaged manifests first, and the
-// leftovers of killed saves. A local checkpoint that is being read stays until the next call. Never removes files that
-// no save wrote.
+// Removes all but the newest `keep` complete checkpoints of the folder, those with damaged manifests, and the leftovers
+// of killed saves. A local checkpoint that is being read stays until the next call. Never removes files that no save
+// wrote.
 void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
 
 // Protects a checkpoint from removal while it is read, by keep_last or by a save that replaces it. A no-op on storage
@@ -79,7 +79,7 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem:
                                                           const std::function<void()>& progress);
 std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target,
                                                            const std::function<void()>& progress);
-// Does nothing if another job has replaced the checkpoint, whose sequence number was this (nullopt: damaged).
+// A no-op if another job has replaced the checkpoint, so that it has another `sequence` (nullopt: it is damaged).
 void remove_local_checkpoint(const std::filesystem::path& checkpoint, std::optional<int64_t> sequence);
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);

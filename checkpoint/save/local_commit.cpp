@@ -117,8 +117,8 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
   return is_gone(directory) ? "" : (failure ? failure : error).message();
 }
 
-// Removes the superseded temporary directories of one target, or of all with an empty prefix. Leftovers are never taken
-// for a checkpoint.
+// Removes the superseded temporary directories of one target, or of all targets if `prefix` is empty. Ignores failures,
+// because readers skip hidden directories.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
@@ -133,7 +133,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
   }
 }
 
-// Fails here rather than after all data is written.
+// Throws before any data is written if the file system cannot exchange directories.
 void require_exchange(const fs::path& directory) {
   const fs::path a = directory / ".part-a", b = directory / ".part-b";
   std::error_code error;
@@ -235,7 +235,7 @@ void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> 
   }
   if (sequence && peek_sequence(hidden) != sequence) try {  // replaced just now
       return rename_entry(hidden, checkpoint, false);
-    } catch (const CheckpointError&) {  // and once more
+    } catch (const CheckpointError&) {  // replaced once more
       if (is_gone(checkpoint)) throw;
     }
   bring_back_own(hidden);

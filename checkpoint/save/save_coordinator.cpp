@@ -16,8 +16,8 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kSmallWorld = 4;     // up to this world size rank 0 reads every rank's description
-constexpr int kMostMissed = 5;     // beats; after that no rank is at work, and no store answers
-constexpr double kLateBeat = 1.2;  // beats; after that no living rank is at work
+constexpr int kMostMissed = 5;     // silent beats; then looks for ended ranks, and gives up after hurry()
+constexpr double kLateBeat = 1.2;  // silent beats; then looks after hurry(), and gives up if all ranks leave
 
 }  // namespace
 

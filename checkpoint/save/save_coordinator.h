@@ -34,8 +34,8 @@ class SaveCoordinator {
   // `what` starts error messages.
   SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
 
-  // Runs this rank's part, which beats, and reports its progress to other ranks until it has not beaten for
-  // Heartbeat::kMostTimeouts times the group's timeout.
+  // Runs this rank's part, which must call heartbeat.beat(). Meanwhile reports to the other ranks that it makes
+  // progress, unless the last beat is older than Heartbeat::kMostTimeouts times the group's timeout.
   Outcome work(Heartbeat& heartbeat, const std::function<void()>& part);
 
   // Ends the save: each rank publishes its outcome, leaders merge the files of their subgroups, rank 0 commits, and all
@@ -56,8 +56,8 @@ class SaveCoordinator {
   // The intervals at which a working rank reports, and at which the others check for its end.
   std::chrono::milliseconds longest_pause() const;
   std::chrono::milliseconds beat_every() const;
-  // Blocks until ready() returns true. Gives up after no rank was heard for `patience` times the group's timeout, or a
-  // few seconds after a rank is known to be dead.
+  // Blocks until ready() returns true. Throws CheckpointError if no rank reports progress for `patience` times the
+  // group's timeout, or for a few seconds if the process of a rank has ended.
   void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
 
   const std::shared_ptr<Communicator> comm_;

@@ -47,11 +47,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Blocks until the checkpoint is complete. Not collective; throws the same error on all ranks.
   void wait();
 
-  // Stops the thread from waiting for lost ranks for long.
+  // Makes the thread wait only briefly for lost ranks (SaveCoordinator::hurry()).
   void hurry(bool all_ranks_leave = false) {
     if (coordinator_) coordinator_->hurry(all_ranks_leave);
   }
-  // The same for the save in flight of a broken group, which all ranks leave. Its handle may outlive the group's use.
+  // Calls hurry() for the save in flight of a broken group that all ranks leave. Its handle may live longer.
   static void hurry_save_of(const std::shared_ptr<Communicator>& comm);
 
  private:
@@ -83,7 +83,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   std::mutex joining_;  // Serializes join(), called by the training loop's thread and by one that waits for this save.
   std::thread thread_;
   std::atomic<bool> done_ = false;
-  Outcome result_;                       // the same on all ranks, after a background save
+  Outcome result_;                       // equal on all ranks after a background save
   std::atomic<bool> delivered_ = false;  // the result was returned or thrown
 };
 

@@ -88,7 +88,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
-  const NoGradNoInferenceGuard quiet;  // the thread and the next save write there too
+  const NoGradNoInferenceGuard quiet;  // no inference tensors: the thread and the next save write to them
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];

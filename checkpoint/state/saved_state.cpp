@@ -78,7 +78,7 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
   if (std::is_sorted(order.begin(), order.end())) order.clear();
-  // Copied at once: later the disk has the values of another step.
+  // Without a view, so that a save copies the values at once: the next step overwrites them on disk.
   const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
   const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
   return {local.fqn,
@@ -294,7 +294,7 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
   std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes that each replica writes
   for (const LocalTensor& local : tensors) {
     const bool is_buffer = local.kind == TensorKind::kBuffer;
-    if (numel_of(local.sizes) == 0) {  // written by the first rank that has it
+    if (numel_of(local.sizes) == 0) {  // written by rank 0; optimizer state by replica 0
       if (local.kind == TensorKind::kState ? local.replica == 0 : rank == 0)
         pieces.push_back(piece_of(local, {whole_box(local.sizes), {0, 0}}));
       continue;

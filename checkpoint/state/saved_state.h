@@ -17,8 +17,8 @@
 namespace tessera::internal {
 
 // This rank's part of one tensor of the training state. `fqn` is its name in the checkpoint. `tensor` has held.numel()
-// elements in memory order, and is a view of the live tensor if possible; a tensor on disk is itself, in any shape.
-// replica_count 0: another rank saves it.
+// elements in memory order, and is a view of the live tensor if possible; for a tensor on disk, it is that tensor,
+// unchanged. replica_count 0: another rank saves it.
 struct LocalTensor : NamedShard {
   TensorKind kind = TensorKind::kParameter;
 };
@@ -91,10 +91,10 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
 std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank);
 
 // Blocks until the current stream has finished all submitted work, before another thread reads results of that work.
-// Other streams of a program go on.
+// Does not wait for other streams.
 void await_current_stream(at::Device device);
 
-// Get and set the default generators' states: of present devices, and of the lengths used here.
+// Get and set the states of the default generators. Setting skips absent devices, and states of another length.
 GeneratorStates generator_states(at::Device device);
 void set_generator_states(const GeneratorStates& states, at::Device device);
 

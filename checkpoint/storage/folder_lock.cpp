@@ -18,7 +18,7 @@ FolderLock::FolderLock(const fs::path& folder)
   if (is_remote(folder))
     throw std::invalid_argument("'" + folder.string() + "' has no locks: FolderLock is for local folders");
   make_directories(file_.parent_path());
-  std::ofstream(file_, std::ios::app).flush();  // makes it
+  std::ofstream(file_, std::ios::app).flush();  // creates the file
   const LockOutcome outcome = lock_->take_exclusive(file_);
   const std::string holder = first_line(file_);
   if (outcome == LockOutcome::kHeldByOther)

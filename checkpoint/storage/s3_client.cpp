@@ -30,7 +30,7 @@ int number(const char* name, int otherwise) {
   return value;
 }
 
-// As signatures require: escapes all except letters, digits, "-_.~" and, in a key, '/'.
+// Escapes all except letters, digits, "-_.~" and, in a key, '/', as request signatures require.
 std::string percent_encoded(const std::string& text, bool is_key) {
   if (text.empty()) return text;
   const std::unique_ptr<char, decltype(&curl_free)> escaped(

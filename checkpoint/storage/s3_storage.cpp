@@ -18,7 +18,7 @@ constexpr int64_t kPartBytes = 16 * kMiB;  // S3's minimum is 5 MiB, except for 
 constexpr int64_t kMaxParts = 10000;
 constexpr size_t kUploads = 4;             // parts in flight for each file
 constexpr int64_t kFirstBytes = 64 << 10;  // first read of a file: usually its whole header
-constexpr int64_t kWindowBytes = kMiB;     // read for smaller requests
+constexpr int64_t kWindowBytes = kMiB;     // least bytes of a request
 constexpr size_t kWindows = 8;             // kept
 
 std::string range_text(int64_t begin, int64_t end) { return std::to_string(begin) + "-" + std::to_string(end - 1); }
