@@ -174,9 +174,9 @@ File open_archive(const std::filesystem::path& path) {
   });
 }
 
-constexpr int64_t kReadAtOnce = 1 << 18;  // is in the cache when its checksum is computed
+constexpr int64_t kReadAtOnce = 1 << 18;  // small enough to be in the cache when its checksum is computed
 
-// Reads a member in pieces, each to the place of its beginning in the member. Returns the CRC-32.
+// Reads a member in pieces, each to place_of(its offset in the member). Returns the CRC-32.
 template <class PlaceOf>
 uint32_t read_pieces(const File& file, const ArchiveMember& member, PlaceOf place_of) {
   uint32_t crc = 0;

@@ -21,16 +21,16 @@ struct ArchiveMember {
   uint32_t crc32 = 0;  // 0: not recorded (torch.serialization.set_crc32_options(False))
 };
 
-// Reads so many bytes at a position, completely, or throws.
+// Reads exactly `bytes` bytes at `position`, or throws.
 using ReadBytes = std::function<void(void* to, int64_t bytes, int64_t position)>;
 
-// Returns the members of a zip archive, zip64 included, that are stored uncompressed and unencrypted, as torch.save and
-// torch.export write them. Otherwise throws ExportedError that starts with `where`; so too for duplicate names and for
-// members that exceed the archive or overlap.
+// Returns the members of a zip archive, zip64 included. They must be uncompressed and unencrypted, as torch.save and
+// torch.export write them, with unique names, inside the archive and without overlap. Otherwise throws ExportedError
+// that starts with `where`.
 std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t archive_bytes, const std::string& where);
 
-// An open archive. Reads are complete or throw ExportedError that names the file. It is not mapped: if another process
-// truncates a mapped file, an access ends this one by SIGBUS. Thread-safe.
+// An open archive. Reads are complete or throw ExportedError that names the file. The file is not memory-mapped: if
+// another process truncated it, an access would end this process by SIGBUS. Thread-safe.
 class ArchiveFile {
  public:
   // Opens a regular file; follows symbolic links, of which the caches of model hubs consist. Throws ExportedError.
@@ -61,7 +61,7 @@ class Archive {
   bool has(const std::string& name) const { return members_.contains(name); }
   // Returns a member by its name below the archive's top folder. Throws ExportedError if it does not exist.
   const ArchiveMember& member(const std::string& name) const;
-  // Returns the bytes of a member, checked.
+  // Returns the bytes of a member. Throws ExportedError if its CRC-32 does not match.
   std::string text(const std::string& name) const;
   // Names of members with this prefix and suffix.
   std::vector<std::string> names(const std::string& prefix, const std::string& suffix) const;

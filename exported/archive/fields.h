@@ -24,7 +24,7 @@ bool bool_field(const nlohmann::json& object, const char* name);
 // Parses a member of an archive; `where` starts messages.
 nlohmann::json parse_archive_json(std::string_view text, const std::string& where);
 
-// Convert the value itself.
+// Convert a value. Throw ExportedError if it has another type.
 int64_t int_of(const nlohmann::json& value);
 bool bool_of(const nlohmann::json& value);
 double double_of(const nlohmann::json& value);  // also "Infinity", "-Infinity" and "NaN"

@@ -10,11 +10,11 @@
 
 namespace tessera::internal {
 
-// The mode in which a model was exported; its other mode was compared with Python's.
+// The mode in which a model was exported, and its differences from the other mode, found by tools/export_model.py.
 struct ExportedModes {
   bool training = true;
   std::set<std::string> always;              // modules whose dropout is equal in both modes
-  std::map<std::string, bool> pinned;        // modules that Python's train() leaves in one mode; true: in train()
+  std::map<std::string, bool> pinned;        // modules that the model's train() keeps in one mode; true: training
   std::map<std::string, std::string> fixed;  // modules ("": the root) that cannot be switched, with the reason
 };
 

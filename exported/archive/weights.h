@@ -60,7 +60,7 @@ class StorageReader {
  private:
   const std::shared_ptr<ArchiveFile> file_;
   const bool is_checked_;
-  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // by beginning in the archive; kept by their tensors
+  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // by beginning in the archive; owned by tensors
 };
 
 // The tensors of a safetensors file, of an index of several files, or of a folder.

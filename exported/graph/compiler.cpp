@@ -84,7 +84,7 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 
 struct Compiler::Scope {
   std::map<std::string, int> slots;
-  std::map<int, size_t> state;  // slots of state, of the callers' graphs too
+  std::map<int, size_t> state;  // slots that hold state, also state passed by a calling graph
   Graph& graph;
 
   int add(const std::string& name) {
@@ -452,7 +452,7 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   return mode;
 }
 
-// Makes parameters the nested graph's own state, which it looks up: recomputation must not save them.
+// Passes parameters to the nested graph as its state, not as inputs, because recomputation would save inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;

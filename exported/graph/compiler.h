@@ -67,7 +67,7 @@ class Compiler {
   };
   struct Segment;
 
-  // Names of those inputs of a graph that are state. The caller passes them to a nested graph.
+  // The index in Execution::state of each graph input that is state, by name. Callers pass these to nested graphs.
   using StateNames = std::map<std::string, size_t>;
   std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, const StateNames& state, bool is_top);
   std::unique_ptr<Step> compile_node(const nlohmann::json& node, Scope& scope);

@@ -96,7 +96,7 @@ c10::IValue Operand::get(Frame& frame) const {
 // ---- graphs -------------------------------------------------------------------------------------
 
 void Graph::plan_lifetimes() {
-  std::set<int> used, kept;  // kept: by the state, or until the end
+  std::set<int> used, kept;  // kept: state and outputs, which no step frees
   for (const Operand& output : outputs) used.insert(output.slots().begin(), output.slots().end());
   kept = used;
   for (const State& own : state) kept.insert(own.slot);

@@ -92,7 +92,7 @@ class Step {
   // The slot of each result; kNoSlot if unused.
   std::vector<int>& results() { return results_; }
   const std::vector<int>& results() const { return results_; }
-  // Slots last used here, more than once or in lists.
+  // Slots to free after this step: last used here, but not moved (set_last_use()), being used twice or in a list.
   std::vector<int>& frees() { return frees_; }
   const std::vector<int>& frees() const { return frees_; }
 

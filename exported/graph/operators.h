@@ -23,7 +23,7 @@ struct TrainingArgument {
 // Returns nullopt for operators that do not depend on the mode.
 std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& schema);
 
-// Returns whether it is a decomposed batch norm of eval(), which has no argument for the mode.
+// Returns whether the operator is a batch norm that was decomposed in eval(). It has no argument for the mode.
 bool evaluates_for_good(const c10::FunctionSchema& schema);
 
 // Operators that normalise by batch statistics in both modes if they have no running statistics: returns the index of

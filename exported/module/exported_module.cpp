@@ -146,7 +146,7 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   execution->state.reserve(state.size());
   for (const StateTensor& own : state) execution->state.push_back(own.tensor);
   for (const torch::nn::Module* module : trained_modules) execution->training.push_back(module->is_training() ? 1 : 0);
-  // The graph looks up the state itself; the caller's inputs follow.
+  // The graph takes state from `execution`, so its inputs for state stay empty; the caller's inputs follow.
   std::vector<c10::IValue> graph_inputs(state.size());
   for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
   std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);

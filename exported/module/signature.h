@@ -16,7 +16,6 @@
 
 namespace tessera::internal {
 
-// The shapes for which a model was exported: integers, and symbols with ranges.
 class ShapeCheck;
 
 // The parameters of Python's forward(*args, **kwargs), and the constraints on each value from the export.

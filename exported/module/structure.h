@@ -11,7 +11,7 @@ namespace tessera::internal {
 // The nesting of Python's inputs or outputs (a torch.utils._pytree.TreeSpec): sequences and dictionaries of leaves.
 class Structure {
  public:
-  // Element names of named tuples, which are stored apart, by the type's serialized name.
+  // Element names of named tuples, by the type's serialized name. A TreeSpec does not contain them.
   using FieldNames = std::map<std::string, std::vector<std::string>>;
 
   // Parses the output of treespec_dumps(), version 1. Throws ExportedError.
