@@ -82,8 +82,8 @@ class Bench {
   }
 
  private:
-  // The points of a class without the cost of every operator. Makes them monotonic: larger work that was faster, by
-  // noise, gets the time of smaller work.
+  // Subtracts the fixed cost of an operator from the points of a class. Makes them monotonic: larger work that was
+  // faster, by noise, gets the time of smaller work.
   SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
     std::vector<std::pair<double, double>> points;
     double before = 1e-9;

@@ -26,7 +26,7 @@ struct Exchanged {
   double sent_bytes;
 };
 
-constexpr int kCalls = 15, kQuickCalls = 5;  // averages out token buckets and packets of a link
+constexpr int kCalls = 15, kQuickCalls = 5;  // enough to average out a link's token bucket and packets
 
 // The median of several calls, averaged over ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {
@@ -51,7 +51,7 @@ double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) 
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
     const double alone_s = timer.once_s(multiply);
-    // The share of a core. If "hosts" are more than the cores of one machine, the others' messages use it too.
+    // The rank's share of a core. If one machine simulates more hosts than it has cores, others' messages slow it too.
     const double share = std::min((thread_processor_s() - began_s) / alone_s, 1.0);
     const double both_s = timer.once_s([&] {
       Pending pending = exchanged.start();

@@ -245,7 +245,7 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   for (size_t i = 0; i < trainings.size(); ++i) {
     const TimedTraining& timed = trainings[i];
     double busy_s = busy_seconds(timed, comm, by_processor);
-    // At most half of it, so that the rest can still explain the operators.
+    // Subtracts the exchanges, but at most half of busy_s, so that the rest can still explain the operators.
     double exchanged_s = 0;
     for (const RecordedCollective& each : collectives[i])
       exchanged_s += by_processor ? work_of(each).seconds(*link) : 0;

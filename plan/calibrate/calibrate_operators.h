@@ -29,7 +29,7 @@ OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels);
 // For an even count, the larger middle value. Needs at least one value.
 double median_of(std::vector<double> values);
 
-// in one step
+// The collectives of one training step.
 using TrainedCollectives = std::vector<RecordedCollective>;
 
 // Trains small decoders of several widths and lengths on all ranks at once, and times each kernel inside a step, with

@@ -18,8 +18,8 @@ class RankTimer {
 
   const CalibrationOptions& options() const { return options_; }
 
-  // Returns whether seconds are the thread's processor time: not with several threads a rank, because one does not see
-  // the time of the others.
+  // Returns whether seconds are the thread's processor time. False with several threads a rank, as a thread's clock
+  // does not include the others.
   bool by_processor() const { return options_.threads == 1; }
 
   // Reports the next measurement to rank 0's caller.

@@ -126,7 +126,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   at::Tensor tensor;
   const size_t bytes = meta.storage().nbytes();
   if (bytes > at::detail::computeStorageNbytes(meta.sizes(), meta.strides(), meta.element_size())) {
-    // The kernel shrank it in its memory.
+    // The kernel shrank the result, which keeps its larger memory.
     tensor = at::detail::empty_cpu({static_cast<int64_t>(bytes / meta.element_size())}, meta.scalar_type());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
   } else {
@@ -152,7 +152,7 @@ std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& 
   return arguments;
 }
 
-// Returns whether the kernel must run, on whatever the memory holds, because its shapes are unknown otherwise.
+// Returns whether the kernel must run, on meaningless values, because the shapes of its results are unknown otherwise.
 bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   if (traits.has_meta_kernel || shape_rule_of(traits.name) != nullptr) return false;
   int64_t bytes = 0;
@@ -175,7 +175,7 @@ void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<
   }
 }
 
-// Returns, or lists, the tensors that are written to; creates the others. The shape of an `out` may change.
+// Replaces the arguments on the stack by results: written arguments, and new tensors without values. Resizes an `out`.
 void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack& stack, Recorder& recorder) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();

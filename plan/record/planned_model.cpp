@@ -158,7 +158,7 @@ class PlannedArchive : public PlannedModel {
     const auto make = [&] {
       if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
       auto model = load(choice.checkpointed);
-      // The archive's pages become memory when they are written to.
+      // Reading the archive wrote to pages, which thereby use memory. Clones have no values, and release these pages.
       for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().clone());
       return model;
     };

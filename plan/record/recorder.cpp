@@ -84,7 +84,7 @@ class RecordingAllocator : public c10::Allocator {
     if (recorder && bytes > 0) {
       if (!maps && !recorder->has_data()) std::memset(memory, 0, bytes);
       const int64_t block = recorder->allocated(static_cast<int64_t>(bytes));
-      // Memory for copies to the host has no values, and no operator creates it that would mark it void.
+      // Memory for copies to the host has no values. It is marked void here, because no operator creates it.
       const bool is_void = !recorder->has_data() && MemoryKindScope::current() == MemoryKind::kHost;
       std::lock_guard lock(table().mutex);
       table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, is_void, block, recorder};

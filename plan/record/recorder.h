@@ -46,8 +46,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // Returns whether the thread is inside a communicator, whose memory is not recorded.
   static bool is_paused() { return MemoryKindScope::current() == MemoryKind::kTransport; }
 
-  // Sets the names of parameters. Identifies a parameter by its place in its storage, as for views of it; if it is
-  // sharded, its page's storage.
+  // Sets the names of parameters. Identifies a parameter, and any view of it, by its storage (a sharded parameter's
+  // page) and its bytes there.
   void name_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters);
 
   // Called by the operators' fallback.
@@ -60,7 +60,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   size_t add_collective(RecordedCollective collective);  // returns its index in the record, for add_wait()
   void add_wait(size_t collective);                      // a no-op once the record is finished
   void end_step();
-  RunRecord finish();  // Call once, while everything that should count as left at the end is alive.
+  RunRecord finish();  // Call once, before freeing the tensors that count as left at the end.
 
   // Return whether a tensor's values are void, and mark them void.
   static bool is_void(const at::Tensor& tensor);

@@ -40,7 +40,7 @@ struct CollectiveWork {
 // Throws as flow_of(). Zero for a group of one.
 CollectiveWork work_of(const RecordedCollective& collective);
 
-// Number of LinkSpeed::latency_s in each exchange: the bits of the group's size.
+// Number of LinkSpeed::latency_s in each exchange: log2 of the group's size, rounded up.
 int latencies_of(const RecordedCollective& collective);
 
 // Seconds to add up a byte, without its copy; 0 if unknown.

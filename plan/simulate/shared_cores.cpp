@@ -390,7 +390,7 @@ class CoreSimulation {
     turns_.wake(static_cast<size_t>(rank), turns_.now_s() + (sleeps ? speed_.wake_s : 0));
   }
 
-  // The messenger's thread has added up the data from other hosts.
+  // Adds up data from this host only: the messenger's thread has added up the data from other hosts.
   Outcome sum(int rank, const View& view) {
     if (view.flow.sum_bytes == 0 || (view.flow.only_root_sums && view.own != view.root)) return Outcome::kDone;
     const auto near = std::ranges::count_if(view.group, [&](int peer) { return share_memory(rank, peer); }) - 1;

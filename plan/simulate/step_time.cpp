@@ -34,7 +34,7 @@ class Simulation {
           break;
       }
     }
-    enter(step_);  // an empty step
+    enter(step_);  // has no effect unless the step is empty
     result_.total_s = now_ - began_;
     result_.exposed_s = result_.total_s - result_.compute_s;
     result_.processor_s = result_.compute_s;
