@@ -102,7 +102,7 @@ if(TesseraTorch_FOUND AND (TESSERA_CUDA OR TESSERA_TEST_GPU) AND NOT TARGET tess
   set_target_properties(tessera::torch_cuda PROPERTIES
     IMPORTED_LOCATION "${TESSERA_TORCH_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON
     INTERFACE_LINK_LIBRARIES "tessera::torch;tessera::c10_cuda;${TESSERA_CUDART_LIBRARY}"
-    # Only the NCCL file calls it by name; it must be linked anyway, because it registers the device.
+    # Links libtorch_cuda into every program, even if none of its symbols is used: loading it registers the device.
     INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
     INTERFACE_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}")

@@ -16,7 +16,7 @@ if(TESSERA_BUILD_TOOLS)
   install(TARGETS tessera_command COMPONENT tools DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
-# They import from the folder that they are in.
+# The Python programs, which import modules from their own folder.
 set(_python "${CMAKE_INSTALL_DATADIR}/tessera/tools")
 install(PROGRAMS tools/export_model.py tools/tokenize_text.py tools/tessera-convert DESTINATION ${_python}
   COMPONENT tools)

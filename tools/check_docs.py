@@ -63,7 +63,7 @@ def anchors(path):
 
 
 def is_made_of(piece, thrown, most=MOST_TEXTS):
-    """Whether it is up to `most` texts in a row."""
+    """Whether the piece consists of up to `most` of the texts, joined."""
     if piece in thrown:
         return True
     return most > 1 and any(piece[:length] in thrown and is_made_of(piece[length:].strip(), thrown, most - 1)
@@ -91,7 +91,7 @@ THROWS = re.compile(r"\b(?:throw\s+[\w:]+\s*|(?:refuse|fail|refuse_argument|fail
 
 
 def call_at(text, begin):
-    """From there to the closing parenthesis of its arguments."""
+    """The call that starts at `begin`, up to the closing parenthesis of its arguments."""
     depth = 0
     for token in re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|[()]').finditer(text, begin):
         depth += {"(": 1, ")": -1}.get(token[0], 0)

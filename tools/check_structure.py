@@ -22,7 +22,7 @@ TARGET = re.compile(r"^\s*(?:tessera_add_library\(\s*|add_library\(\s*tessera_)(
 RECURSIVE_MUTEX = re.compile(r"\brecursive_(?:timed_)?mutex\s+\w+\s*[;={]")
 ENGINE = re.compile(r"\bset_default_engine_stub\s*\(")
 
-# What changes the process, and not only Tessera's objects.
+# Calls that change the whole process, not only Tessera's objects.
 PROCESS_CALLS = {
     "signal": r"\bsigaction\s*\(|(?<![\w.>])signal\s*\(",
     "terminate handler": r"\bset_terminate\s*\(|\bset_new_handler\s*\(",

@@ -17,7 +17,7 @@ done
 cmake --build build/newest -j "$jobs" --target optim_tests
 build/newest/tests/optim/optim_tests --gtest_brief=1 --gtest_filter='FusedKernels.*:Dtypes.*:GroupOptions.*'
 
-# The package stores its libtorch.
+# The package stores the path of its libtorch, so the consumer finds the newest one.
 prefix="$PWD/build/newest/prefix"
 rm -rf "$prefix"
 cmake --install build/newest --prefix "$prefix" --component development >/dev/null

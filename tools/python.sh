@@ -24,8 +24,8 @@ set_up() {
   # torch's dependencies in pure Python, and the tests' packages.
   "${pip[@]}" 'numpy<3' 'safetensors<1' 'transformers<6' 'xxhash<4' filelock typing-extensions sympy networkx jinja2 fsspec
   echo "$torch_dir" >"$(echo "$environment"/lib/python3*/site-packages)/torch-wheel.pth"
-  # torch is built for CUDA and needs its libraries even without a GPU: first adds those that no CUDA Toolkit has; if
-  # that is not enough, all that its wheel requires.
+  # torch is built for CUDA and needs its libraries even without a GPU. First adds the libraries that are not in a CUDA
+  # Toolkit. If torch still does not load, adds all that its wheel requires.
   "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5
   if ! runs -c 'import torch' 2>/dev/null; then
     say "there is no CUDA Toolkit: fetching torch's CUDA libraries (2 GB)"

@@ -96,7 +96,7 @@ install_libtorch() {
   [ -e "$torch_dir/complete" ] && return
   [ "$(uname -m)" = x86_64 ] || { say "the pinned wheel is for x86_64, this is $(uname -m): pass -DCMAKE_PREFIX_PATH=<libtorch>"; exit 1; }
   unpack_wheel "torch==$torch_version" "$torch_dir"
-  # Keeps the largest libraries, which only the cuda preset links.
+  # Links the CUDA libraries of libtorch_cpu.so to those of the CUDA Toolkit, if it is installed.
   mkdir -p "$runtime_dir"
   local library
   for library in libcudart.so.13 libcupti.so.13; do

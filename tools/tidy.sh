@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/tidy
-# Without precompiled headers: gcc's are not clang's. So this finds missing includes as well.
+# Without precompiled headers: clang cannot read those of gcc. So this finds missing includes as well.
 cmake --preset release -B "$build" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_UNITY=OFF \
   --log-level=WARNING >/dev/null
 

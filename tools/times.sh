@@ -32,8 +32,8 @@ step() {
   return "$status"
 }
 
-# "<seconds> <what>" of each compilation since begin. .ninja_log has its start and end, in milliseconds of its own run,
-# and the time of that, in nanoseconds.
+# "<seconds> <output>" of each compilation since begin. .ninja_log has its start and end, in milliseconds since ninja's
+# start, and a time stamp, in nanoseconds.
 compilations() {
   local log begun
   begun=$(sed -n 's/^begin //p' "$TESSERA_TIMES")

@@ -34,7 +34,7 @@ class ConvertError(Exception):
 
 
 def refuse_pointer(beginning, where):
-    """Throws if a file begins as a clone without git-lfs has it."""
+    """Throws if a file is a pointer of Git LFS, as in a clone made without git-lfs."""
     if beginning.startswith(b"version https://git-lfs"):
         raise ConvertError(f"{where}: is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`")
 
@@ -195,7 +195,7 @@ def write(target, checkpoint, progress=lambda name: None):
 
 
 def write_tensor(file, entry):
-    """Returns its checksums."""
+    """Writes a tensor's data. Returns the checksums of its blocks."""
     sums, have = BlockSums(), 0
     loaded = entry.load()
     if isinstance(loaded, torch.Tensor):
@@ -260,7 +260,7 @@ def sync_folder(folder):
 
 @contextlib.contextmanager
 def damage_named(path):
-    """Damaged JSON raises errors of many kinds."""
+    """Turns the many kinds of errors that damaged JSON raises into a ConvertError with the path."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:

@@ -14,7 +14,7 @@ import torch
 from .checkpoint import ConvertError, refuse_pointer
 
 CHUNK_BYTES = 1 << 20
-handlers = []  # of signals: ctypes does not hold them
+handlers = []  # signal handlers; kept here because ctypes holds no reference
 METADATA = "torch.distributed.checkpoint.metadata"
 OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

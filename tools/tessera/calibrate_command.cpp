@@ -79,8 +79,8 @@ int calibrate(const Arguments& arguments) {
 
 namespace {
 
-// Numbers replace those of a file. On one host --link is its link; with several it is also the link within a host,
-// unless that is given.
+// Options replace the numbers of a speed file. On one host, --link is the link within it. With several, --link is the
+// link between hosts, and also within a host if neither the file nor --host-link gives that.
 void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines& machines) {
   const auto set = [](LinkSpeed& link, const std::string& bytes, const std::string& latency) {
     if (!bytes.empty()) link = {link.latency_s, bytes_per_s_of_text(bytes), 0};
@@ -133,7 +133,7 @@ KnownSpeed speed_of(const Arguments& arguments, Machines& machines) {
     speed.work = {}, speed.work_16bit = {}, speed.cores = 0;
     speed.work[static_cast<size_t>(WorkClass::kMemory)] = memory;
   }
-  // they would override the given values
+  // Speeds of single operators would override the given values.
   if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();
   if (!given.flops.empty() && given.bandwidth.empty() && given.gpu.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");

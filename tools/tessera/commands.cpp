@@ -221,7 +221,7 @@ int reshard(const Arguments& arguments) {
   read_beside_jobs({arguments.paths[0]}, checkpoint_of, [&](const auto& paths, std::list<ReadLock>& locks) {
     const fs::path &from = paths[0], &to = arguments.paths[1];
     std::error_code error;
-    if (fs::equivalent(from, to, error)) locks.clear();  // the replaced checkpoint is to be removed
+    if (fs::equivalent(from, to, error)) locks.clear();  // a lock would keep the replaced checkpoint from removal
     ProgressBar bar("resharding", bytes_of(read_manifest(from).saved));
     reshard_checkpoint(from, to, arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
     if (arguments.json) print({{"from", from.string()}, {"to", to.string()}, {"ranks", arguments.ranks}});

@@ -83,7 +83,7 @@ void write_page(const std::string& path, const std::string& page) {
     throw std::runtime_error("cannot write " + path + ": " + std::generic_category().message(errno));
 }
 
-// The best results of a search.
+// The number of best plans of a search that are printed.
 constexpr size_t kShown = 20;
 
 void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
