@@ -65,8 +65,8 @@ struct SavedTensors {
   bool has_rng = false;  // rank files include random generator states
 };
 
-// Throws CheckpointError unless every slice is inside its tensor and its file, slices share no byte, and the slices (or
-// runs) of each tensor cover it without overlap. `where` starts the message.
+// Checks that every slice is inside its tensor and its file, and that slices share no byte. Checks that the slices (or
+// runs) of each tensor cover it without overlap. Otherwise throws CheckpointError that starts with `where`.
 void check_saved_tensors(const SavedTensors& saved, const std::string& where);
 
 // The bytes of the data, without headers.

@@ -71,8 +71,8 @@ std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarT
 
 std::string state_name(const std::string& key, const std::string& fqn);  // "optim.exp_avg.blocks.0.weight"
 
-// Returns the shards with strides that define an order of elements: row-major for a parameter whose strides have holes
-// or overlaps (a column of a table, an expanded tensor), which is saved as a dense copy.
+// Returns the shards with strides that define an order of elements. If a parameter's strides have holes or overlaps (a
+// column of a table, an expanded tensor), they become row-major, and it is saved as a dense copy.
 std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards);
 
 // Returns the buffers, each tensor once; {name, aliases} as for parameters.

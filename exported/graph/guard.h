@@ -9,8 +9,8 @@
 
 namespace tessera::internal {
 
-// A condition on the inputs that Python's control flow depended on during export, and that the graph lacks: a Python
-// expression over sizes, strides and numbers of inputs.
+// A condition on the inputs on which Python's control flow depended during export, and that the graph lacks. It is
+// a Python expression over sizes, strides and numbers of inputs.
 //
 //   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
 class Guard {

@@ -10,8 +10,8 @@ namespace tessera::internal {
 
 // Returns the operator that a node's target names ("torch.ops.aten.linear.default"). Throws ExportedError if libtorch
 // lacks it, or if its namespace is neither aten nor in `namespaces` (of the program or of linked libraries). Also
-// throws for operators that an archive must not call: those that open files, or that could read memory outside the
-// archive, because they do not check geometry or indices.
+// throws for operators that an archive must not call. These open files, or do not check geometry or indices and could
+// read any memory.
 c10::OperatorHandle find_operator(const std::string& target, const std::vector<std::string>& namespaces);
 
 // The argument of an operator that Module::train() and eval() change: a training flag, or the probability of dropout,

@@ -45,8 +45,8 @@ void OperatorStep::call(torch::jit::Stack& stack) const {
   stack = {output, saved_mean, saved_scale, mean, variance};
 }
 
-// If the module is in the mode of the export, keeps the exported argument, which may differ from that mode (a dropout
-// that Python always applies, for example). Otherwise sets the argument for the other mode.
+// If the module is in the mode of the export, keeps the exported argument. It may contradict the mode: Python may
+// apply a dropout in eval() too. Otherwise sets the argument for the other mode.
 void OperatorStep::apply_switch(torch::jit::Stack& stack, const Execution& execution) const {
   const bool is_training = execution.training[switch_->module] != 0;
   if (is_training == switch_->module_was_training) return;

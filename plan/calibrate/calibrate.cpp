@@ -142,8 +142,8 @@ class Bench {
     return fit([&](const std::function<void()>& call) { return timer_.work_seconds_of(call); }, 1 << 12);
   }
 
-  // Fits the latency and the two speeds to the times of collectives of at least this many bytes, by relative errors:
-  // seconds = operations L + copied g + summed (r - g), with the counts of work_of().
+  // Fits the latency and the two speeds to the times of collectives of least_bytes or more. Minimizes relative errors
+  // of seconds = operations L + copied g + summed (r - g), with the counts of work_of().
   LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
     std::vector<double> rows, ones;
     for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {

@@ -104,8 +104,8 @@ double spread_of(std::vector<double> seconds) {
   return kOfNormal * median_of(std::move(seconds));
 }
 
-// The mean without the largest and the smallest. Some calls of a kernel take longer, because its memory is new: rarely
-// for each, but often in a step, so a sum of medians is less than the step.
+// The mean without the largest and the smallest. Some calls of a kernel take longer, because its memory is new. That is
+// rare for one kernel, but frequent in a step. So a sum of medians would be less than the step.
 double mean_of_most(std::vector<double> seconds) {
   std::ranges::sort(seconds);
   const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;
@@ -141,8 +141,8 @@ struct Explained {
   double busy_s, kernels_s, operators;
 };
 
-// Fits to all trainings, by relative errors, the factor for kernels, which recording slows down, and the seconds of an
-// operator outside its kernel: busy = factor * kernels + between * operators.
+// Fits two numbers to all trainings: the factor for kernels, which recording slows down, and the seconds of an operator
+// outside its kernel. Minimizes relative errors of busy = factor * kernels + between * operators.
 std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
   for (const auto& [busy_s, kernels_s, operators] : trainings) {
@@ -161,8 +161,8 @@ struct Pool {
 };
 
 // Returns one point for each quarter octave: the median of its samples. If more work took less time (other shapes,
-// strides, noise), merges both points into their mean, so that a slow point does not slow all larger ones. Work below
-// the smallest sample takes as long as that.
+// strides, noise), merges both points into their mean. So a slow point does not slow all larger ones. Work below the
+// smallest sample takes as long as that sample.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;

@@ -9,8 +9,8 @@ namespace tessera::internal {
 // Records this thread's operators in its current Recorder during its lifetime. If the Recorder has no data, does not
 // run operators that would compute with void values, and returns tensors without values instead.
 //
-// The dispatch key is libtorch's `Fake`, below autograd and above every backend: autograd, composite operators and the
-// wrappers run unchanged on CPU tensors and create the tensors that they would create with data. Shapes of an operator
+// The dispatch key is libtorch's `Fake`, below autograd and above every backend. So autograd, composite operators and
+// the wrappers run unchanged on CPU tensors, and create the same tensors as with data. Shapes of an operator
 // with a CPU kernel come from its meta kernel or shape_rule_of(). An operator with neither runs if it has few bytes;
 // one that is large, or needs values, throws std::invalid_argument with its name.
 class RecordedOperators {

@@ -25,8 +25,8 @@ struct CollectiveFlow {
 CollectiveFlow flow_of(const RecordedCollective& collective);
 
 // Returns the group of `rank` that corresponds to the recorded `members`, in their order: the recorded group if `rank`
-// is in it, otherwise ranks with equal distances, as in the groups of a grid. Throws std::invalid_argument if the
-// recorded group is not of a grid.
+// is in it. Otherwise the recorded group must be a row or column of a grid, and the result is the one with `rank`.
+// Throws std::invalid_argument if it is not.
 std::vector<int> group_of(const RecordedCollective& collective, int rank);
 
 // The mean work of a collective on a processor, for each rank within a host: operations started, bytes copied, bytes
