@@ -51,8 +51,8 @@ if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
     IMPORTED_LOCATION "${TESSERA_TORCH_CPU_LIBRARY}" IMPORTED_NO_SONAME ON
     INTERFACE_LINK_LIBRARIES tessera::c10
     # libtorch is compiled with NDEBUG. Without it, inline functions of its headers assert states that libtorch and
-    # Tessera's libraries no longer keep (the reference count in ~intrusive_ptr_target, RecordFunction::inputs_valid_),
-    # and the linker keeps one of both versions. A program turns its own asserts on again after the headers: guide.md.
+    # Tessera's libraries do not keep (the reference count in ~intrusive_ptr_target, RecordFunction::inputs_valid_). The
+    # linker takes one version for all files. A program turns its own asserts on again after the headers: guide.md.
     INTERFACE_COMPILE_DEFINITIONS NDEBUG
     INTERFACE_INCLUDE_DIRECTORIES "${_torch_includes}"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_torch_includes}")

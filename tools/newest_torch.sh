@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the libraries, train_gpt and a consumer of the installed package with the newest supported libtorch, measures
-# its fused kernels, and trains a few steps with both versions: losses and gradient norms must be equal in every digit.
+# Builds the libraries, train_gpt and a consumer of the installed package with the newest supported libtorch. Tests its
+# fused kernels. Trains a few steps with both versions: losses and gradient norms must be equal in every digit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jobs=${JOBS:-$(nproc)}

@@ -51,8 +51,8 @@ fs::path checkpoint_of(const fs::path& path) {
   return found;
 }
 
-// Runs `act` on checkpoints that may be replaced or removed by running jobs: each is protected from removal, and a
-// replaced one is read where it was moved to. `choose` is resolve() or checkpoint_of().
+// Runs `act` on checkpoints that running jobs may replace or remove. Protects each checkpoint from removal, and reads a
+// replaced one where it was moved to. `choose` is resolve() or checkpoint_of().
 void read_beside_jobs(const std::vector<fs::path>& given, fs::path (*choose)(const fs::path&),
                       const std::function<void(const std::vector<fs::path>&, std::list<ReadLock>&)>& act) {
   constexpr int kMostAttempts = 20;
