@@ -4,7 +4,7 @@
 // The model is a chain of linear layers under FullyShardedDataParallel with AdamW; ranks are threads. A round runs dd's
 // write and the save, the asynchronous saves, then dd's read, a plain read and the load. The order within a comparison
 // is random in each round. The table has medians, and medians of the rounds' ratios. Before a read, its files are
-// dropped from the page cache; before a write, deleted files are off the disk.
+// dropped from the page cache; before a write, older files are deleted.
 //
 // "the disk alone" is the fastest possible load: it reads the same files with direct I/O into new huge pages, by three
 // threads a file, without checksums or tensors.
@@ -285,7 +285,7 @@ class Bench {
     return round;
   }
 
-  // Without options: the time of the call, and the delay of a step that follows one forward and backward.
+  // The stall of a save with default options: the time of the call, and the delay of the next step.
   template <class Model>
   double stall_by_default(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
     auto seconds_of_step = [&] {

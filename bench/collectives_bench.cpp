@@ -41,7 +41,7 @@ void run(Kind kind, Who who, Rank& rank) {
   if (kind == Kind::kAllReduce) rank.gloo->allreduce(tensors)->wait();
 }
 
-// Checks the results of both against the definition.
+// Checks the results of one implementation against the definition.
 bool verify(Kind kind, Who who, Rank& rank, int world) {
   const int64_t part = rank.shard.numel();
   const int own = rank.comm->rank();

@@ -39,7 +39,7 @@ def check():
 
 
 class Turns:
-    """One step of each optimizer by name, in (milliseconds, processor milliseconds)."""
+    """Runs one step of a named optimizer; step() returns its (milliseconds, processor milliseconds)."""
 
     def __init__(self, program, threads):
         self.parameter = torch.zeros(NUMEL, requires_grad=True)

@@ -36,7 +36,7 @@ namespace {
 using namespace tessera;
 using Seconds = std::chrono::duration<double>;
 
-// Of all processes of the machine.
+// Seconds of a clock that all processes of the machine share.
 double now() { return Seconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 constexpr int kCopyEvery = 10;
@@ -68,7 +68,7 @@ class Training {
   train_step::Batch batch_;
 };
 
-// The victim dies in a step, after the copy of step 10 has had time. The first survivor adds the seconds to the file.
+// The victim dies in step 18, so the copy of step 10 has had time to end. The new rank 0 appends the seconds to a file.
 void die_and_resume(const Arguments& arguments, const train_step::Options& options) {
   const int launched_as = std::atoi(std::getenv("RANK"));
   const auto death_file = arguments.file + ".death";
@@ -95,7 +95,7 @@ void die_and_resume(const Arguments& arguments, const train_step::Options& optio
   });
 }
 
-// Returns when this rank's copy has ended, as far as its bytes tell.
+// Returns when all ranks have stopped copying: 300 ms without a copied byte.
 void wait_for_copy(const ElasticRun& run) {
   for (int64_t bytes = -1; bytes != run.copied_bytes();) {
     bytes = run.copied_bytes();
@@ -164,7 +164,7 @@ int spawn(int ranks, std::vector<std::string> words) {
                         [&](int argc, char** argv) { return spawn_elastic(ranks, argc, argv, {.restarts = 0}); });
 }
 
-// Starts each rank of each round.
+// Starts the ranks: of each kill, or of one comparison of costs. Returns the exit code.
 int start(const Arguments& arguments, char* program) {
   if (arguments.kills == 0) {
     return spawn(arguments.ranks > 0 ? arguments.ranks : 2,

@@ -30,8 +30,8 @@ using tessera::MemoryReport;
 
 constexpr double kGiB = 1024.0 * 1024 * 1024;
 
-// Memory of one rank. `flight`: the memory of units in flight on the device, in units, independent of the number of
-// units.
+// Memory of one rank. Gathered units, buckets and staging are in flight on the device: a number of units that does not
+// depend on the model.
 struct Need {
   double device_per_parameter = 0, host_per_parameter = 0, disk_per_parameter = 0;  // bytes
   double gathered_units = 0, bucket_units = 0, staging_shards = 0;

@@ -49,7 +49,7 @@ void report(benchmark::State& state, double bytes_per_element) {
                                               benchmark::Counter::kIsIterationInvariantRate);
 }
 
-// The revocable step.
+// A step that can be rolled back, and the confirmation that frees its backup.
 void host_adamw_revocable(benchmark::State& state) {
   at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
   tessera::HostAdamW optimizer({parameter}, kOptions);
@@ -61,7 +61,7 @@ void host_adamw_revocable(benchmark::State& state) {
   };
   step();
   for (auto _ : state) step();
-  report(state, 32);  // and the old parameter
+  report(state, 32);  // 28 as below, and a copy of the old parameter
 }
 
 template <class Optimizer>

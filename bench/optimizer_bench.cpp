@@ -37,7 +37,7 @@ struct Layout {
   int world, stage;
   auto operator<=>(const Layout&) const = default;
 };
-// The others are compared with the first.
+// The first layout, one rank, is the baseline of the others.
 constexpr std::array kLayouts{Layout{1, 3}, Layout{2, 3}, Layout{3, 3}, Layout{4, 3},
                               Layout{2, 0}, Layout{2, 1}, Layout{2, 2}};
 
@@ -85,7 +85,7 @@ struct Figures {
   at::Tensor probe;                                                          // a parameter at the end
 };
 
-// This rank's optimizer.
+// This rank's model and optimizer, and a function that returns a parameter.
 struct Trained {
   std::shared_ptr<ModelShards> model;
   torch::optim::Optimizer* optimizer;
@@ -94,7 +94,7 @@ struct Trained {
 };
 using Make = std::function<Trained(Blocks, std::shared_ptr<Communicator>, int stage)>;
 
-// Equal values in every layout, whole or sharded.
+// Sets gradients whose values are equal in every layout, whole or sharded.
 void give_gradients(const ModelShards& model) {
   for (const NamedShard& shard : model.named_shards()) {
     const at::Tensor gradient = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).mul(0.37).cos();

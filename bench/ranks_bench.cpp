@@ -71,7 +71,7 @@ Seconds measure(int world, int steps, const std::filesystem::path& folder) {
   return seconds;
 }
 
-// The result of one process.
+// The loss of the same training in one process.
 double reference(int steps) {
   auto model = eight_layers();
   torch::optim::SGD optimizer(model->parameters(), 0.01);

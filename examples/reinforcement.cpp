@@ -53,7 +53,7 @@ struct Experience {
 };
 
 // Plays on this rank alone. A stage below 3 runs the module without collectives, so ranks may play unequally long. In
-// stage 3 hold summon_full_params() meanwhile.
+// stage 3 a program must hold summon_full_params() meanwhile.
 Experience play(Policy& policy, std::mt19937& random) {
   const torch::NoGradGuard no_grad;
   std::vector<float> states, returns;

@@ -164,7 +164,7 @@ def measure_one(args, results, model, ranks, program):
     key = f"{model}/{ranks}/{program}"
     runs = results["runs"].setdefault(key, [])
     if runs and "error" in runs[-1]:
-        return  # cannot run
+        return  # the program fails with this model
     for _ in range(TRIES):
         began = time.time()
         line = run(args, command(args, program, model, ranks))

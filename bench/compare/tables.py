@@ -144,7 +144,7 @@ def verdict(value, goal):
 
 
 def limit_ratios(results, model, ranks, ours, cpu):
-    """The ratios of ours to computing and moving, measured in the same round."""
+    """The ratios of a step to computing and moving alone, measured in the same round."""
     exchange, _ = LIMIT_TARGETS[ours]
     kind = "_cpu_s" if cpu else "_s"
     least = {run["round"]: run["compute" + kind] + run[exchange + kind] for run in good_runs(results, model, ranks, LIMIT)}

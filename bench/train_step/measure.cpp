@@ -31,7 +31,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// One row of numbers from each rank.
+// Gathers one row of numbers from each rank, and reduces the columns.
 class OverRanks {
  public:
   OverRanks(tessera::Communicator& comm, const std::vector<double>& own) {

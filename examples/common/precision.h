@@ -34,7 +34,7 @@ struct ComputeOptions {
   DeviceKind device = DeviceKind::kAuto;
   std::optional<Precision> precision;  // default: kBFloat16 on a GPU, kFloat on the CPU
 
-  // For InitOptions.
+  // The value of InitOptions::device: a GPU, or nullopt for the CPU.
   std::optional<at::Device> device_of_ranks() const;
   Precision precision_on(at::Device place) const {
     return precision.value_or(place.is_cuda() ? Precision::kBFloat16 : Precision::kFloat);
@@ -49,13 +49,13 @@ void describe_precision(boost::program_options::options_description& description
 // "cuda:0, bf16, parameters and optimizer fp32"
 std::string describe(const std::string& device, Precision precision);
 
-// Forward and backward in a precision. Computes under autocast, unless FSDP casts the parameters that it gathers, and
-// the model needs no more than that. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
+// Forward and backward in a precision. `autocasts`: computes under autocast; false if FSDP's casts of gathered
+// parameters suffice. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
 class Mixed {
  public:
   Mixed(Precision precision, const std::shared_ptr<tessera::Communicator>& comm, bool autocasts);
 
-  // Of FSDP's units.
+  // The precision of FSDP's units.
   tessera::MixedPrecision of_units() const;
   // Returns compute(), a forward.
   template <class Compute>

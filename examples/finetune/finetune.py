@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 import export_model  # noqa: E402
 
 LENGTH = 64
-disable_progress_bar()  # of files that take no time
+disable_progress_bar()  # the files are so small that they load at once
 
 
 def prepare(out, text):

@@ -25,10 +25,10 @@ namespace {
 
 constexpr int kWidth = 64;                           // of the grid
 constexpr int kStride = 2;                           // steps that the surrogate predicts at once
-constexpr int kPatch = 2 * kStride + 1;              // a point depends on so many rows and columns of kStride steps ago
+constexpr int kPatch = 2 * kStride + 1;              // rows, and columns, that determine a point kStride steps later
 constexpr int kBatch = 128;                          // points of a rank and training step
 constexpr int kReportEvery = 10;                     // strides
-constexpr double kChange = 0.05, kDifference = 0.2;  // of common size in the field, to which the network is scaled
+constexpr double kChange = 0.05, kDifference = 0.2;  // usual values: scales of the network's output and input
 constexpr double kTimeStep = 0.05;                   // grid spacing 1; stable while u stays below 1.5
 
 // This rank's rows, and one row of each neighbour.
@@ -118,7 +118,7 @@ Points draw(const at::Tensor& before, const at::Tensor& after, int count = 0) {
   return {all.index_select(0, chosen), changes.index_select(0, chosen)};
 }
 
-// The error relative to that of the guess that nothing changes.
+// The error, relative to that of a surrogate that predicts no change.
 double relative_error(SurrogateImpl& surrogate, const Points& points) {
   const torch::NoGradGuard no_grad;
   return ((surrogate.forward(points.patches) - points.changes).norm() / points.changes.norm()).item<double>();
