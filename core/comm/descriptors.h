@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// Checks that this process can open so many more descriptors (files, sockets). With `may_raise`, raises its soft limit
+// Checks that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises its soft limit
 // (RLIMIT_NOFILE) up to the hard limit if necessary. Throws CommError with the needed and the available number: gloo
 // would end the process while it connects. `for_what` is for example "the connections of 256 ranks". Thread-safe.
 void require_descriptors(int64_t needed, const std::string& for_what, bool may_raise);

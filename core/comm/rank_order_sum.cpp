@@ -12,7 +12,7 @@ namespace tessera::internal {
 namespace {
 
 constexpr int64_t kBlockNumel = 1024;     // accumulators that fit in the first-level cache
-constexpr int64_t kGrainNumel = 1 << 16;  // a second thread does not pay for fewer elements
+constexpr int64_t kGrainNumel = 1 << 16;  // fewer elements are faster on one thread
 
 // min and max propagate NaN from either side, as torch's do.
 template <class Accumulator>

@@ -22,11 +22,11 @@ void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int6
 // Gives the same bits with the calling thread alone.
 void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 
-// out <- sum or average of `parts`, in this order, with the same bits by libtorch's operators: on any device, on the
-// current stream. The tensors must be on one device, of one floating dtype and shape; `out` may be one of the parts.
+// out <- sum or average of `parts`, in this order. Has the same bits, by libtorch's operators on any device's current
+// stream. The tensors must be on one device, of one floating dtype and shape; `out` may be one of the parts.
 void add_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 
-// Divides `numel` elements over so many ranks; the first ranks get one element more if need be.
+// Divides `numel` elements over `size` ranks. The first ranks get one element more if there is a remainder.
 std::vector<int64_t> even_counts(int64_t numel, int size);
 
 }  // namespace tessera::internal

@@ -33,7 +33,7 @@ class StoreClient : public c10d::Store {
   // client already.
   static c10::intrusive_ptr<c10d::Store> of(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
 
-  // Limits the patience from now on, also of calls in progress, of the client behind a store, if there is one.
+  // Limits the patience of the client behind a store, also for calls in progress. A no-op if there is no client.
   static void limit_patience(c10d::Store& store, std::chrono::milliseconds patience);
 
   // `patience` is also the timeout of wait() and get().

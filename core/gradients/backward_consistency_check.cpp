@@ -65,7 +65,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   }
   if (!is_alike || most > least) {
     require_agreement(*mesh_.world, kSubject, log_.lines());
-    report.require_alike(kSubject);  // in entries that the log has dropped
+    report.require_alike(kSubject);  // the difference is in entries that the log has dropped
   }
   require_same_gradients(kept);
 }

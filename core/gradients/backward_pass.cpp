@@ -21,7 +21,7 @@ struct BackwardPass::Token {
   ~Token() {
     if (is_over) return;
     if (const auto owner = pass.lock()) {
-      owner->after_failure();  // first: who still reads gradients, which go now
+      owner->after_failure();  // first: observers may still read gradients, which failed() drops
       owner->failed();
     }
   }

@@ -9,14 +9,14 @@
 
 namespace tessera::internal {
 
-// The life of one backward() after another, for a policy of gradients:
+// Base class of a wrapper's handling of gradients. Each backward() is a pass, with these calls:
 //
 //   not running -- enter(), by the first of our hooks --> begin() -- the engine's callback --> end()
 //                                                             \--- an exception ends it ---> fail() ... abandon()
 //
-// The engine drops the callbacks of a pass when the pass fails. So fail() is called as the exception leaves backward(),
-// and a thread that is not the engine's (a custom backward may start one) still belongs to a running pass. fail() does
-// not block. recover() blocks; every policy must call it before its next collective.
+// The engine destroys the callbacks of a pass when the pass fails, which calls fail() before backward() throws. Until
+// then, hooks on threads that are not the engine's (a custom backward may start one) belong to the running pass. fail()
+// does not block. recover() blocks; a subclass must call it before its next collective.
 //
 // Must be owned by a shared pointer. On a device the engine calls back from its own threads, never while the user's
 // thread runs. The mutex orders these calls. It is not recursive: callbacks to the user (visitors, observers) and
@@ -43,7 +43,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void after_end() {}
   // The wrapper, for errors.
   virtual std::string name() const = 0;
-  // Makes the backward that runs on this thread, if any, throw at its end. For the destructor of a policy: gradients
+  // Makes the backward that runs on this thread, if any, throw at its end. For the destructor of a subclass: gradients
   // that backward has not reached would stay unreduced.
   void fail_backward() const noexcept;
   // Called for every exception, before backward() throws, without the mutex. Must not throw.

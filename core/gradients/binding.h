@@ -32,7 +32,7 @@ auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
 // and the hook with it. So hook() must be called before each graph is recorded; it hooks such a parameter again.
 class Binding {
  public:
-  // `who` and `rank` are for errors. Every parameter that the module has now is known, listed or not.
+  // `who` and `rank` are for errors. require_nothing_new() accepts all parameters that the module has now.
   Binding(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters, std::string who,
           int rank);
 
@@ -50,7 +50,7 @@ class Binding {
   void hook(size_t parameter);
   void hook_all();
 
-  // Throws std::logic_error, naming the parameter, if the module has got one since it was wrapped.
+  // Throws std::logic_error, naming the parameter, if a parameter was added to the module after it was wrapped.
   void require_nothing_new() const;
 
   // Throws std::logic_error if dtype, shape or device of a parameter have changed since it was wrapped.

@@ -22,7 +22,7 @@ struct ReducerOptions {
   bool backend_all_reduce = false;  // see DdpOptions
   bool is_static = false;           // every pass has gradients for the same parameters: only the first is exchanged
   size_t in_flight = 2;             // reductions in flight: one is sent while the next bucket fills
-  size_t max_lazy_in_flight = 2;    // of reductions that progress only in wait(): ranks may be apart by as many
+  size_t max_lazy_in_flight = 2;    // if they progress only in wait(): a rank can be ahead of its peers by as many
   // A gradient of at least this many bytes may be reduced from autograd's memory. To copy a smaller one into its bucket
   // costs less than one more message.
   int64_t zero_copy_bytes = int64_t{256} << 10;

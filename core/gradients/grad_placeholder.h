@@ -20,7 +20,7 @@ enum class GradState {
   kPlaceholder,   // FSDP, in the module's own parameter: the gradient is in the shard
   kAccumulating,  // this rank's own sum, made under no_sync(); a step must not use it
   kLost,          // a failed backward lost it; a step must not run before zero_grad()
-  kUsers          // a tensor that the user has put there
+  kUsers          // a tensor that the user has assigned
 };
 
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.

@@ -51,7 +51,7 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
     at::Tensor& grad = members_[i].leaf.mutable_grad();
     if (grad.defined()) {
       add_to(grad, part_of(values, i));
-      if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user has put it there
+      if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user has assigned it
       forget_norm(grad);
     } else {
       // Detached: zero_grad() cannot detach a view that autograd knows.

@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Places the gradients of a pass in buckets, and knows which buckets are full. Without ranks: ReductionQueue reduces
-// the contents. Used by one thread at a time, under no autograd.
+// Places the gradients of a pass in buckets, and knows which buckets are full. Does not communicate: ReductionQueue
+// reduces the contents. Used by one thread at a time, under no autograd.
 class GradientCollector {
  public:
   struct Options {
@@ -35,7 +35,7 @@ class GradientCollector {
   // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has already begun, for example
   // because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
-  // The parameter needs no more gradients for its bucket to be full.
+  // Must be called when a parameter has its gradient or gets none. Buckets whose parameters have all arrived are full.
   void note_arrival(size_t parameter);
 
   // Removes the content of a bucket, in which absent gradients are zeros.

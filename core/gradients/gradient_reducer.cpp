@@ -100,7 +100,7 @@ void ReductionQueue::discard() {
 void ReductionQueue::wait(PendingReduction& reduction) {
   reduction.pending.wait();
   memory_.count_borrowed(-reduction.content.borrowed_bytes());
-  for (const auto& part : reduction.content.parts)  // whose stream need not be the current one
+  for (const auto& part : reduction.content.parts)  // a gradient's stream need not be the current one
     if (part.memory == BucketContent::Memory::kBorrowed && !part.values.is_cpu())
       part.values.record_stream(current_stream(part.values.device()));
 }

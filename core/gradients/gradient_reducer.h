@@ -23,8 +23,8 @@ namespace tessera::internal {
 
 // A bucket in a pass.
 enum class BucketState : uint8_t {
-  kIdle,     // has no turn yet
-  kQueued,   // has a turn
+  kIdle,     // not in the order yet
+  kQueued,   // waits for its turn in the order
   kReduced,  // its reduction has begun; more gradients need a second one
 };
 
@@ -58,7 +58,7 @@ class ReductionQueue {
 
   // Forgets the order of buckets, their states and results that wait.
   void clear();
-  // Gives a bucket the last turn, unless it has one.
+  // Appends a bucket to the order, unless it is in the order or was reduced.
   void enqueue(size_t bucket);
   BucketState state(size_t bucket) const { return states_[bucket]; }
   std::vector<bool> reduced() const;  // by bucket

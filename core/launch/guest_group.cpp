@@ -1,4 +1,4 @@
-// Groups of the ranks that a program already has.
+// Makes groups for programs whose ranks another library has started or connected.
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -93,8 +93,8 @@ std::string address_of(const Introduction& rank, bool one_host) {
   return one_host && named_address().empty() ? "127.0.0.1" : rank.address;
 }
 
-// Compares the options of all ranks. Throws std::invalid_argument on all of them. Returns the
-// introductions in rank order.
+// Compares the options of all ranks. If they differ or are wrong, throws std::invalid_argument on all ranks. Returns
+// the introductions in rank order.
 std::vector<Introduction> introduce(const Guests& guests, const at::Device& device) {
   const auto texts = exchange_or_fail(guests.exchange, guests.who, [&] {
     check(guests, device);
@@ -201,7 +201,7 @@ std::shared_ptr<Communicator> make_named_group(const Guests& guests) {
   }
 }
 
-// next_group() within the timeout.
+// Calls next_group() within the timeout.
 c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c10::intrusive_ptr<c10d::Store>& store) {
   std::string error = "it does not answer";
   try {

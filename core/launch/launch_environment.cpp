@@ -276,7 +276,7 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
   }
 }
 
-// Returns an id that is equal on all ranks of this host: of the process that serves PMI to them. Hydra makes a pair of
+// Returns an id of the process that serves PMI to the ranks of this host, equal on all of them. Hydra makes a pair of
 // sockets for each rank, and the kernel tells which process made it. Returns "" if that process is unknown.
 std::string pmi_server(const Variables& variables) {
   if (const auto port = variables.text("PMI_PORT")) return *port;

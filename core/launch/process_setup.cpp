@@ -25,7 +25,7 @@ struct Effect {
 };
 
 std::mutex effects_mutex;
-// Guarded by effects_mutex, the holders.
+// Effect::holders is guarded by effects_mutex.
 Effect effects[] = {
     {&ProcessSetup::cache_memory, "cache_memory", &start_caching_memory, &stop_caching_memory},
     {&ProcessSetup::terminate_handler, "terminate_handler", &tell_when_terminated, &stop_telling_when_terminated},

@@ -31,7 +31,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // A store answers its first question within milliseconds, or within this if many ranks ask it at once.
 std::chrono::milliseconds first_answer(int world) { return milliseconds(8000) + world * milliseconds(5); }
 
-// A rank that waits longer prints for whom, so that a hanging launch does not look like a working one.
+// A rank that waits longer prints the awaited ranks, so that a hanging launch does not look like a working one.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
 constexpr milliseconds kConnectRetry{50};
 constexpr milliseconds kShortestPoll{2};
@@ -85,7 +85,7 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
-// Rank 0 alone reads the texts of all ranks. Its answer is all that the others read, whatever the world size: "<rank>
+// Rank 0 alone reads the texts of all ranks. The others read only its answer, whatever the world size: "<rank>
 // <address>", or '!' and the error that ends the group.
 struct ReachableRank {
   int rank = -1;  // the first with an address that is not loopback; -1: all are on one host

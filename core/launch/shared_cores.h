@@ -4,7 +4,7 @@
 
 namespace tessera::internal {
 
-// ProcessSetup::share_cores. Thread-safe.
+// Implements ProcessSetup::share_cores. Thread-safe.
 void share_cores(const LaunchEnvironment& environment);
 
 // Restores the number of threads that share_cores() has changed, unless the program has changed it since.

@@ -386,7 +386,7 @@ class Ranks {
     ended_well_ += code == 0 ? 1 : 0;
     const auto rank = static_cast<size_t>(report.rank);
     const std::string text = c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status));
-    // Alone it would have no rank to join.
+    // If no other rank is alive, a restarted rank would have none to join.
     if (code != 0 && !code_ && restarts_[rank] < survival_.restarts && alive() > 0 &&
         alive() + starting_ + ended_well_ + 1 >= survival_.least_ranks && survival_.may_restart()) {
       ++restarts_[rank];
@@ -493,7 +493,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {
       tell_of_end(store, token, rank);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): those that wait for it then do until the timeout
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the others then wait for it until the timeout
     }
   });
 }

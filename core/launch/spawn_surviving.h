@@ -8,10 +8,10 @@
 namespace tessera::internal {
 
 struct Survival {
-  int least_ranks = 1;  // with fewer that run, will be started again, or have ended without error, all are ended
-  int restarts = 0;     // of each rank
-  std::map<std::string, std::string> variables = {};          // added to the environment of all ranks
-  std::map<std::string, std::string> restart_variables = {};  // and of those that are started again
+  int least_ranks = 1;                                // all are ended if fewer run, restart or have ended without error
+  int restarts = 0;                                   // of each rank
+  std::map<std::string, std::string> variables = {};  // added to the environment of all ranks
+  std::map<std::string, std::string> restart_variables = {};  // added for restarted ranks only
   std::function<bool()> may_restart = nullptr;                // asked when a rank has failed; null if `restarts` is 0
 };
 

@@ -69,7 +69,7 @@ void release_for_groups() {
   remove_holder();
 }
 
-// Until the last group of this process ends.
+// Catches the signals until the last group of this process ends.
 void catch_for_groups() {
   std::lock_guard lock(catching);
   if (std::exchange(is_held_for_groups, true)) return;

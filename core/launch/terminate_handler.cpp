@@ -44,7 +44,7 @@ std::string name_of_rank() {
   return "";
 }
 
-// In one call, so that the lines of ranks do not mix.
+// Writes in one call, so that the lines of ranks do not mix.
 void print_line(const std::string& text) {
   const std::string line = c10::str(program_invocation_short_name, ": ", name_of_rank(), text, "\n");
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());

@@ -15,7 +15,7 @@ struct BucketPiece {
 };
 
 // Cuts a layout so that each parameter of at least least_bytes is a piece of its own, and the elements between two of
-// these, padding included, are one. Pieces are in order and not empty. The same on all ranks.
+// these, padding included, are one piece. Pieces are in order and not empty. The same on all ranks.
 std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t element_bytes, int64_t least_bytes);
 
 }  // namespace tessera::internal

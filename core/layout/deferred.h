@@ -17,7 +17,7 @@ namespace tessera::internal {
 // Whether this thread has an open DeferredScope.
 bool is_deferring();
 
-// While an object of this class exists, this thread's operators are not recorded, even in deferred(): to read values.
+// While it lives, this thread's operators are not recorded, even in deferred(). For reading values.
 class OrdinaryScope {
  public:
   OrdinaryScope();

@@ -14,7 +14,7 @@ struct Partition {
   friend bool operator==(const Partition&, const Partition&) = default;
 };
 
-// Assigns each parameter, largest first, to the rank with the fewest bytes, the lowest of several. The heaviest rank is
+// Assigns each parameter, largest first, to the rank with the fewest bytes, the lowest such rank. The heaviest rank is
 // then within one parameter of the mean. (FairScale's OSS, torch.distributed's ZeroRedundancyOptimizer; Graham's
 // longest-processing-time rule.) `already_bytes`: bytes that the ranks own before, if any. Throws std::invalid_argument
 // for world_size < 1.

@@ -32,8 +32,8 @@ struct TensorSignature {
   }
 };
 
-// Whether the parameter is the view of its storage that begins at element `offset`, with these sizes and strides.
-// Others would show the values in another order.
+// Whether the parameter is the view of its storage that begins at element `offset`, with these sizes and strides. Other
+// views would show the values in another order.
 inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
 }

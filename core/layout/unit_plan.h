@@ -37,7 +37,7 @@ struct PlannedUnit {
 // units, and never the root. An empty policy names none.
 struct ParameterPolicies {
   WrapPolicy ignored;         // not in the plan, under any name
-  WrapPolicy full_precision;  // marked, if their first name is there
+  WrapPolicy full_precision;  // sets PlannedParameter::full_precision, if the first name is there
 };
 
 // Assigns each parameter of `root` to one unit. Parameters are in registration order, units in the order of their first

@@ -29,9 +29,9 @@ int64_t named_value(const path& file, const std::string& wanted) {
   return 0;
 }
 
-// Returns the folders that may limit this process: those of its group with this controller and of all groups above. In
-// a container the group's name may be one of the host, which is not visible; the topmost folder is then the
-// container's. Empty if the controller is not mounted in this version.
+// Visits the folders that may limit this process: those of its group with this controller and of all groups above. In a
+// container the group's name may be one of the host, which is not visible; the topmost folder is then the container's.
+// Visits none if the controller is not mounted.
 void visit(const ControlGroups& groups, const std::string& controller,
            const std::function<void(const path& folder, int version)>& visitor) {
   std::istringstream lines(groups.of_process);

@@ -5,12 +5,12 @@
 
 namespace tessera::internal {
 
-// Called with the bytes that a thread allocates on a disk. The result represents them until it is destroyed.
+// Called with the bytes that a thread allocates on a disk. The bytes count until the result is destroyed.
 using DiskBytesCounter = std::shared_ptr<void> (*)(int64_t bytes);
 
 // Sets the counter of disk bytes in the process, for record_run() and dry_run(): MemoryKind::kDisk.
 void set_disk_bytes_counter(DiskBytesCounter counter);
-// Called when bytes are allocated. Returns null if there is no counter.
+// Must be called when bytes are allocated on a disk. Returns null if there is no counter.
 std::shared_ptr<void> count_disk_bytes(int64_t bytes);
 
 }  // namespace tessera::internal

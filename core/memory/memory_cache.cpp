@@ -196,10 +196,10 @@ bool MemoryCache::give(void* memory) {
     if (looks) pressure_.given_bytes = 0;
     if (looks && !watch_) start_watch();
   }
-  if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is idle
+  if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // the system may take its pages
   {
     std::lock_guard lock(mutex_);
-    if (!keeps_freed_) return unmap_freed(block);  // since a moment ago
+    if (!keeps_freed_) return unmap_freed(block);  // set_keeps_freed(false) was called meanwhile
     stats_.idle_bytes += static_cast<int64_t>(block.bytes);
     if (block.is_on_call) pressure_.on_call_bytes += static_cast<int64_t>(block.bytes);
     const Stamp stamp = --last_stamp_;
@@ -216,8 +216,8 @@ bool MemoryCache::unmap_freed(const Block& block) {
   return true;
 }
 
-// For some time, either all or none of the blocks that become idle are marked. Marking costs as much as writing a tenth
-// of a block, or all of it in small pages.
+// Until the next check, either all blocks that become idle are marked or none. Marking costs as much as writing a tenth
+// of the block, or the whole block if its pages are small.
 int64_t MemoryCache::look_at_limit() {
   const int64_t needed_bytes = pressure_.limit->needed_bytes();
   std::lock_guard lock(mutex_);
@@ -232,8 +232,8 @@ int64_t MemoryCache::look_at_limit() {
   return needed_bytes;
 }
 
-// The cache checks when tensors are allocated. Other memory is not seen, so the thread checks before that could have
-// taken half of the rest.
+// give() checks the limit when tensors are freed, but other memory may fill up as well. So the thread checks again
+// before that could have taken half of the rest.
 void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();

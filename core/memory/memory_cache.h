@@ -31,8 +31,8 @@ namespace tessera::internal {
 // Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the longest
 // idle ones are unmapped, and one of them is resized to become the new block (mremap). If a control group limits
 // memory, and its processes need more than half of the limit, idle blocks are marked MADV_FREE, so that the system can
-// take their pages instead of killing the process. A thread checks that while there are idle blocks, because memory
-// other than tensors may take the rest. Thread-safe. docs/launch.md has measurements.
+// take their pages instead of killing the process. Once blocks are freed, a thread checks that, because memory other
+// than tensors may take the rest. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // malloc handles smaller ones well
@@ -120,7 +120,7 @@ class MemoryCache {
   Stats stats_;
 };
 
-// Tells that this thread is one of several ranks of the process.
+// Sets the rank of this thread, in a process with a thread for each rank.
 void set_memory_rank_of_thread(int rank);
 
 // Makes the cache libtorch's CPU allocator, for new CPU tensors of 256 KiB or more. A no-op if TESSERA_MEMORY_CACHE=0

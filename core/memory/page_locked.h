@@ -14,11 +14,11 @@ class PageLockedAllocator {
   virtual ~PageLockedAllocator() = default;
   // Throws std::runtime_error if there is no memory.
   virtual void* allocate(size_t bytes) = 0;
-  // No device may use the memory any more.
+  // The memory must not be in use by a device.
   virtual void free(void* memory) noexcept = 0;
 };
 
-// CUDA's in builds with TESSERA_CUDA, or the one that the process has set; null if there is none.
+// Returns the allocator that the process has set, or else CUDA's in builds with TESSERA_CUDA, or else null.
 PageLockedAllocator* page_locked_allocator();
 // Sets it for the process. Must precede the first page_locked().
 void set_page_locked_allocator(PageLockedAllocator* allocator);

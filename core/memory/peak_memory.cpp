@@ -39,7 +39,7 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// The allocations of counted threads by address. oneDNN's kernels free by raw_deleter(), which gets nothing else.
+// The allocations of counted threads by address. oneDNN's kernels free by raw_deleter(), which gets only the address.
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {

@@ -70,7 +70,7 @@ struct DistributedSampler::Position {
   DistributedSamplerOptions options;
   Cursor received, requested;
   std::optional<int64_t> loop_end;  // the end of the epoch that a loader reads
-  int64_t first_requests = 0;       // that a loader still makes before the loop receives its first batch
+  int64_t first_requests = 0;       // requests that a loader still makes before the loop receives its first batch
   std::optional<torch::data::FullDataLoaderOptions> loader;
 
   int64_t of_step() const { return world_size * options.batch_numel * options.accumulation; }
@@ -88,7 +88,7 @@ struct DistributedSampler::Position {
     return {rank * numel, numel};
   }
 
-  // Past one micro-batch.
+  // Moves the cursor past one micro-batch.
   void advance(Cursor& cursor, std::optional<int64_t> end) const {
     if (++cursor.micro_batch * options.batch_numel < run_of(cursor.first, end).numel) return;
     cursor.micro_batch = 0;
@@ -102,7 +102,7 @@ struct DistributedSampler::Position {
     std::vector<int64_t> found(static_cast<size_t>(std::min(options.batch_numel, run.numel - begin)));
     for (size_t i = 0; i < found.size(); ++i) {
       int64_t place = cursor.first + run.offset + begin + static_cast<int64_t>(i);
-      if (end && place >= *end) {  // a repeat, of the epoch's beginning
+      if (end && place >= *end) {  // repeats the epoch's beginning
         const int64_t numel = order.items_numel();
         place = *end - numel + (place - *end) % numel;
       }
@@ -111,7 +111,7 @@ struct DistributedSampler::Position {
     return found;
   }
 
-  // The end of the epoch of a loop that begins now. Without its last items, an epoch may already be over.
+  // The end of the epoch of a loop that begins now. With drop_last, the epoch may already be over.
   int64_t begin_loop(Cursor& cursor) const {
     int64_t end = end_of_epoch(cursor.first);
     if (options.drop_last && cursor.micro_batch == 0 && end - cursor.first < of_step()) {

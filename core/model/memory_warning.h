@@ -12,7 +12,7 @@ namespace tessera::internal {
 struct MemoryNeed {
   int64_t parameter_bytes = 0;
   int64_t gradient_bytes = 0;
-  int64_t in_use_bytes = 0;   // units that are unsharded at a time
+  int64_t in_use_bytes = 0;   // units that are unsharded at the same time
   int64_t freed_bytes = 0;    // of present parameters that will be freed
   int64_t present_bytes = 0;  // of present parameters that stay
 };

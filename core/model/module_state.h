@@ -33,8 +33,8 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
 // Whether a parameter's `.grad` is a gradient that it has had since before it was wrapped, which wrappers keep.
 bool is_earlier_gradient(const at::Tensor& grad);
-// Describes those gradients with checksums, one line each. Each rank keeps its own, so they must be equal where other
-// gradients would make ranks diverge.
+// Describes those gradients with checksums, one line each. Each rank keeps its own gradients. They must be equal on all
+// ranks where a difference would make ranks diverge.
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
 
 }  // namespace tessera::internal

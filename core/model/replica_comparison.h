@@ -11,12 +11,12 @@
 
 namespace tessera::internal {
 
-// A debugging aid: compares a checksum of every replicated parameter over all ranks, once in so many steps. It finds
-// replicas that have drifted apart, whatever the cause. If it is off, count_step() does nothing.
+// A debugging aid: compares a checksum of every replicated parameter over all ranks, every N steps. It finds replicas
+// that have drifted apart, whatever the cause. If it is off, count_step() does nothing.
 class ReplicaComparison {
  public:
   // `every`: steps from one comparison to the next. 0: the environment variable TESSERA_DEBUG decides, see
-  // steps_between_comparisons(). Throws std::invalid_argument for less, and for another value of the variable.
+  // steps_between_comparisons(). Throws std::invalid_argument for a negative number or an invalid variable.
   explicit ReplicaComparison(int64_t every);
 
   // Steps from one comparison to the next; 0 if it is off. Must be equal on all ranks.
@@ -35,7 +35,7 @@ class ReplicaComparison {
 // changed bit changes it. Does not depend on strides.
 at::Tensor checksum(const at::Tensor& tensor);
 
-// Of a value of TESSERA_DEBUG: "replicas:N" gives N, "replicas" gives 100, null or "" gives 0. Throws
+// Parses a value of TESSERA_DEBUG: "replicas:N" gives N, "replicas" gives 100, null or "" gives 0. Throws
 // std::invalid_argument for any other text.
 int64_t steps_between_comparisons(const char* debug);
 

@@ -119,8 +119,8 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
   if (scaled == nullptr) scaled = &shards;
   const at::Tensor own = local_contribution(shards, norm_type, comm.device(), row_numel);
   for (const auto* list : {&shards, scaled})
-    for (const at::Tensor& shard : *list) forget_norm(shard);  // that of all ranks is computed next
-  // The text makes ranks that clip by different numbers fail: each would scale its part by another factor.
+    for (const at::Tensor& shard : *list) forget_norm(shard);  // the norm over all ranks is computed next
+  // With the numbers in the text, ranks that clip by different ones fail instead of scaling by different factors.
   const at::Tensor norm = norm_over_ranks(own, norm_type, comm,
                                           c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm));
   if (error_if_nonfinite) require_finite_norm(comm.to_host(norm, "the gradient norm").item<double>(), comm.rank());

@@ -29,7 +29,7 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
                              const std::vector<at::Tensor>* scaled = nullptr, int64_t row_numel = int64_t{1} << 16);
 
 // Whether clipping changes gradients of this norm; true if it is infinite or NaN. As in torch, the factor is max_norm /
-// (norm + 1e-6), at most 1, which keeps the bits.
+// (norm + 1e-6), at most 1; a factor of 1 changes no bit.
 bool clips_gradients(double norm, double max_norm);
 
 // Returns the 2-norm of each tensor, of which this rank holds a part, for layer-wise optimizers (LAMB, LARS,

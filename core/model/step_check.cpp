@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
+// libtorch lets a backend attach a value to a tensor. The CPU and CUDA backends attach none.
 struct StepCheck::Mark : c10::BackendMeta {
   explicit Mark(std::function<void()> of_wrapper) : check(std::move(of_wrapper)) {}
   const std::function<void()> check;

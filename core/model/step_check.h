@@ -7,8 +7,8 @@
 
 namespace tessera::internal {
 
-// Lets a wrapper check its gradients before a step of an optimizer that was not given the wrapper (OSS): the check
-// hangs on the parameters themselves. A later wrapper's check replaces it; set_data() removes it, so that each forward
+// Lets a wrapper check its gradients before a step of an optimizer that was not given the wrapper (OSS): the check is
+// attached to the parameters themselves. A later wrapper's check replaces it. set_data() removes it, so each forward
 // attaches it again.
 class StepCheck {
  public:

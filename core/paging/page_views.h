@@ -32,8 +32,8 @@ bool is_metadata_only(const c10::FunctionSchema& schema);
 // Whether a result may be a view of an argument.
 bool returns_views(const c10::FunctionSchema& schema);
 
-// Whether the operator is set_(source) on a view of a page, by a tensor of another dtype. torch::load() calls it: into
-// a parameter that is cast for use, it would keep the parameter's dtype over bytes of another.
+// Whether the operator is set_(source) on a view of a page, by a tensor of another dtype. torch::load() calls it. On a
+// parameter that is cast for use, set_() would keep the dtype, but take bytes of another dtype.
 bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
 // Calls an operator with the values of stand-ins in their place.

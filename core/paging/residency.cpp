@@ -129,7 +129,7 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
     });
 }
 
-// Tells each pager of its pages among the arguments, in one call for each pager.
+// Calls Pager::use() once for each pager, with its pages among the arguments.
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
@@ -201,7 +201,7 @@ bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::Sc
 // Called above autograd for every operator with a view of a page among its arguments.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
-  // The operators that it calls come here themselves.
+  // If such an operator calls other operators, those come here themselves.
   if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
   if (sets_another_dtype(op, *stack)) {
     const at::Tensor source = torch::jit::pop(*stack).toTensor();

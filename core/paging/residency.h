@@ -24,8 +24,8 @@ class StandIn;
 // every operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
 class Page {
  public:
-  // `pager` must outlive the page's detach_pager(). `id` identifies the page to the pager; `name` is for errors: "unit
-  // 'blocks.3'".
+  // `pager` must live until detach_pager() is called. `id` identifies the page to the pager; `name` is for errors:
+  // "unit 'blocks.3'".
   Page(Pager* pager, int id, std::string name, at::Device device);
   ~Page();
   Page(const Page&) = delete;
@@ -52,8 +52,7 @@ class Page {
   // Whether operators may write to the views. If not, they throw std::logic_error.
   void set_writable(bool writable) { state_->writable = writable; }
   bool is_writable() const { return state_->writable; }
-  // `pager` is told of later writes before they happen, with an id of its own: Pager::before_write(). It must outlive
-  // the page's detach_pager().
+  // Makes later writes call pager.before_write(id) first. `pager` must live until detach_pager() is called.
   void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
 
   // The number of writes by operators, and by pointer as told by note_write().
@@ -63,7 +62,7 @@ class Page {
   // How autograd treats an operator: see current_grad_mode(). While the page's mode equals `mode`, uses of its views do
   // not reach the pager, since the page is filled and was used last. Most operators take this path.
   enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
-  // On a device, it holds only for operators on the current stream.
+  // On a device, `mode` holds only for operators on the current stream.
   void set_current(GradMode mode);
 
   // Operators on views of this page get arguments of dtype `from` converted to the views' dtype, and their results are

@@ -1,5 +1,5 @@
-// Paging apart from its work on each operator: the operators that it treats in a special way, a probe of the dispatch
-// key, and a refusal to pickle empty views.
+// The parts of paging that do not run for each operator: lists of operators with special treatment, a probe of the
+// dispatch key, and a refusal to pickle empty views.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/neg.h>
@@ -17,8 +17,8 @@
 namespace tessera::internal {
 namespace {
 
-// Views are not among them, since they check the bounds of the storage. _backward and set_data call other operators,
-// which have checks of their own.
+// Operators that return views are not listed, since they check the bounds of the storage. _backward and set_data call
+// other operators, which have checks of their own.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",
@@ -54,7 +54,7 @@ void watch_pickling() {
 }  // namespace
 
 bool is_metadata_only(const c10::FunctionSchema& schema) {
-  // None of these returns a fresh tensor, so that most operators need no look-up by name.
+  // Of the listed operators only data() returns a fresh tensor, so most operators need no look-up by name.
   const auto& returns = schema.returns();
   const bool makes_tensor =
       !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;

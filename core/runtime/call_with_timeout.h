@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Added to the timeout that a call has itself and should keep.
+// Added to the timeout of `ask` to get its patience, so that an error of `ask` itself comes first.
 inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
 
 // Calls `ask` on a new thread. Returns its result or throws its exception, or returns nullopt after `patience`; the

@@ -132,7 +132,7 @@ class CopyEngine {
   const std::shared_ptr<HostMemoryInUse> in_use_ = std::make_shared<HostMemoryInUse>();
 };
 
-// For an accelerator, and for the CPU that simulates one.
+// The engines for an accelerator, and for a CPU that simulates one.
 std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device);
 std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link);
 

@@ -23,7 +23,7 @@ struct FileFailure {
   std::filesystem::path path;  // the file, or the folder of an unnamed one
   FileAction action;
   int error_number = 0;        // errno, or 0
-  std::string problem;         // in words after the path, if errno does not describe it; else ""
+  std::string problem;         // the text after the path, if errno does not describe it; else ""
   bool is_unanswered = false;  // a remote storage did not answer, so the file may be intact
 
   std::string reason() const;  // errno in words
@@ -34,7 +34,7 @@ using ThrowFailure = void (*)(const FileFailure& failure);
 // Calls the handler. Throws std::logic_error if it returns.
 [[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
 
-// An open file, for reads and writes at given positions, which are complete or fail. const functions are thread-safe.
+// An open file. Reads and writes have a position, and transfer all bytes or fail. const functions are thread-safe.
 // Move-only; the destructor closes the file.
 class File {
  public:
@@ -75,7 +75,7 @@ class File {
   // with the requested and the free bytes, and leaves the file unchanged.
   int64_t extend(int64_t bytes);
   // Extends an empty file to `bytes` (whole blocks, above 0) and returns its memory, which the kernel writes out when
-  // other memory is scarce. The memory keeps the file.
+  // other memory is scarce. The memory keeps the file open.
   std::shared_ptr<void> map_new(int64_t bytes);
 
  private:

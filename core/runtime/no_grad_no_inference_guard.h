@@ -8,8 +8,8 @@
 
 namespace tessera::internal {
 
-// While it lives, operations of the manager on its own tensors make no inference tensors and are not recorded, although
-// hooks and fallbacks may run under InferenceMode or in a recorded forward.
+// While it lives, operators make no inference tensors, and autograd does not record them. Hooks and fallbacks need it:
+// they may run under InferenceMode or in a recorded forward.
 struct NoGradNoInferenceGuard {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;

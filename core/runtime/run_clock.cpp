@@ -26,7 +26,7 @@ struct RunAlarms {
   std::mutex mutex;
   std::multimap<RunClock::time_point, const RunAlarm*> waiting TESSERA_GUARDED_BY(mutex);
 
-  // Returns whether any are left.
+  // Calls the alarms that are due. Returns whether others wait.
   bool ring() {
     const std::lock_guard lock(mutex);
     while (!waiting.empty() && waiting.begin()->first <= RunClock::now()) {
@@ -87,7 +87,7 @@ void tick() {
   limit.store(now + kMostGapNs);
 }
 
-// Ends when the clock is no longer used: all that wait for a deadline read it, or have an alarm.
+// Ends when the clock is no longer used: every wait for a deadline reads the clock or has an alarm.
 void run() {
   do {
     for (int idle = 0; idle < kMostIdle; std::this_thread::sleep_for(RunClock::kTick)) {
@@ -110,7 +110,7 @@ void start_ticking() noexcept {
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // handlers of the program run in the program's threads
   try {
     std::thread(run).detach();
-  } catch (const std::system_error&) {  // no thread can be made: the clock does not stand still
+  } catch (const std::system_error&) {  // no thread can be made: the clock then counts stops as well
     limit = kNoLimit;
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);

@@ -6,10 +6,10 @@
 
 namespace tessera::internal {
 
-// The clock of all deadlines. It is steady, and does not advance while this process is stopped: by Ctrl-Z, SIGSTOP,
-// a debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread reads the
-// steady clock every kTick, and counts at most kMostGap between two readings. A wait must read this clock, or have an
-// alarm, at least once a second: else the thread ends. Thread-safe; also in a child of fork().
+// The clock of all deadlines. It is steady, and does not advance while this process is stopped: by Ctrl-Z, SIGSTOP, a
+// debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread reads the
+// steady clock every kTick, and counts at most kMostGap between two readings. A wait must have an alarm, or read this
+// clock at least once a second; otherwise the thread ends. Thread-safe; also in a child of fork().
 struct RunClock {
   using duration = std::chrono::nanoseconds;
   using rep = duration::rep;

@@ -14,7 +14,7 @@ struct MergedClock {
   std::filesystem::path file;
   int64_t run = 0;        // number of the run, by its start
   std::set<int> ranks;    // of that run with this clock
-  int64_t offset_ns = 0;  // added to the host's steady clock, which gives the clock of the run's reference rank
+  int64_t offset_ns = 0;  // added to the host's steady clock to get the clock of the run's reference rank
   int64_t error_ns = 0;   // bound of the error of offset_ns at the start of the run; 0 for the reference's clock
 };
 
@@ -29,9 +29,9 @@ struct MergedTrace {
 // on one clock from 0, and a process for each rank and run. Within a run, clocks are aligned by the offsets that init()
 // measured; runs are aligned by the Unix clocks of their reference ranks. Reads the inputs twice, line by line.
 //
-// Replaces `out` atomically at the end, and only if it is a merged trace. Throws std::runtime_error with the file, and
-// the line if there is one, if an input cannot be read, is no trace, is damaged other than by a missing end, or has a
-// rank of another input, or if `out` is another kind of file or cannot be written.
+// Writes `out` atomically at the end; an existing file must be a merged trace, and is replaced. Throws
+// std::runtime_error, with file and line, if an input cannot be read, is no trace, is damaged other than by a missing
+// end, or has a rank of another input. Also throws if `out` is another kind of file or cannot be written.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
 }  // namespace tessera::internal

@@ -52,8 +52,8 @@ class Trace {
 
   // Sets the rank of the spans that this thread adds. The default is the process's rank.
   static void set_rank_of_thread(int rank) noexcept;
-  // The first step of init(): reports a file that is no trace before ranks meet. Such a file is left unchanged, and
-  // tracing is off.
+  // Sets the process's rank. Opens the trace, so that init() reports a file that is no trace before ranks meet. Such a
+  // file is left unchanged, and tracing is off.
   static void set_rank_of_process(int rank) noexcept;
   // Sets the run of all spans that are not in the file yet. By default the process is a run by itself.
   void join(Run run);
@@ -91,7 +91,7 @@ class Trace {
   std::string text_of(const std::vector<Span>& spans, int64_t dropped, const Run& run, Written& written) const;
 
   const std::string path_;
-  const pid_t process_;  // a child of fork() is no rank
+  const pid_t process_;  // a child of fork() writes nothing when it ends
   std::mutex mutex_;
   std::condition_variable ends_;
   bool has_ended_ TESSERA_GUARDED_BY(mutex_) = false;

@@ -66,7 +66,7 @@ void GlooOperation::start_collective(Transport& carrier, const Collective& colle
 void GlooOperation::wait_for_room(const std::shared_ptr<TransportMessage>& room) {
   const auto began = steady_clock::now();
   deadline_ = RunClock::now() + comm_->timeout();
-  // Without a sequence number: the awaited rank has not started this operation, perhaps for a long time.
+  // Passes no sequence number: this waits for room, not until all ranks have started this operation.
   comm_->watch_.begin_wait();
   const auto failure = wait_for(room);
   if (!failure) comm_->in_flight_.end_wait();
@@ -114,7 +114,7 @@ void GlooOperation::wait_for_pipeline() {
 }
 
 std::optional<MessageFailure> GlooOperation::wait_for(const ReductionPipeline& pipeline) const {
-  // Not owning: the communicator outlives its watchdog.
+  // Does not own: the communicator outlives its watchdog.
   const std::shared_ptr<InterruptibleWait> wait(std::shared_ptr<void>(), &comm_->pipelines_);
   std::optional<MessageFailure> failure = MessageFailure{-1, false, ""};
   if (comm_->in_flight_.begin_wait(wait)) failure = comm_->pipelines_.wait(pipeline, deadline_);

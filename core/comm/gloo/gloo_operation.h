@@ -31,7 +31,7 @@ class GlooOperation : public Pending::Operation {
   // tensor.
   at::Tensor make_staging(int64_t numel, at::ScalarType dtype);
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
-  // Exchanges the whole operation by this transport.
+  // Starts the whole operation on this transport.
   void start_collective(Transport& carrier, const Collective& collective);
   // Reduces this rank's part on the pipeline thread after start_pipeline(): sums `own` and the parts received in this
   // step into `out`, segment by segment. If `publish`, sends the sum to all ranks in the next step.

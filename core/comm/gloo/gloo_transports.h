@@ -13,7 +13,7 @@
 
 namespace tessera::internal {
 
-// The transports of one rank of a gloo group. A new one is registered in connect().
+// The transports of one rank of a gloo group. A new kind of transport is registered in connect().
 class GlooTransports {
  public:
   // Those of a world of one.
@@ -37,7 +37,7 @@ class GlooTransports {
   bool withdraw() noexcept;
   void disconnect() noexcept;
 
-  // Connected only if a rank is not reached otherwise. Null if GlooOptions::carrier is set.
+  // Not connected at first if peer memory reaches all ranks. Null if GlooOptions::carrier is set.
   TcpTransport* tcp() const { return tcp_; }
 
  private:

@@ -21,7 +21,7 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Adds tensors to `keeper` that a peer may still access, unless it is null, and destroys the messages.
+  // Destroys the messages. If `keeper` is not null, first adds the tensors to it that a peer may still access.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
@@ -38,8 +38,8 @@ class OperationsInFlight {
 
   // Throws as require_whole() does. `operation` must stay alive until remove().
   void add(OperationResources& operation, const std::string& what);
-  // Of an operation that was not awaited, peers may still need the messages. Messages that complete without waiting are
-  // completed, unless this is a child of fork() (`may_complete` is false). The group keeps the others until it closes.
+  // Peers may still need the messages of an operation that was never awaited. Completes those that need no wait, unless
+  // this is a child of fork() (`may_complete` is false). The group keeps the others until it closes.
   void remove(OperationResources& operation, bool may_complete) noexcept;
 
   // Registers the wait that interrupt() ends. Returns false if the group is broken, and the wait is in vain.
@@ -47,7 +47,7 @@ class OperationsInFlight {
   bool begin_message_wait(const std::shared_ptr<TransportMessage>& message);
   void end_wait();
   void interrupt() noexcept;
-  // Of the current wait; "" if there is none.
+  // Why the current wait cannot end; "" if it can, or if there is none.
   std::string why_disconnected();
 
   // Ends all operations and disconnects the transports. A second call is a no-op. No pipeline may be running.

@@ -29,7 +29,7 @@ std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 // travel, and sends each sum as soon as it is complete. PipelineThread runs it, without the caller's thread. `own` and
 // `out` must not be accessed between construction and completion.
 //
-// Staging takes kStagingBytes / (ranks - 1) for each other rank, at least kLeastAhead chunks and at most the part. So
+// Staging takes kStagingBytes / (ranks - 1) for each other rank, at least kLeastAhead chunks and at most the part. That
 // many chunks are announced ahead; a peer with more to send waits.
 class ReductionPipeline {
  public:
@@ -85,7 +85,7 @@ class PipelineThread : public InterruptibleWait {
   void add(const std::shared_ptr<ReductionPipeline>& pipeline);
 
   // Blocks until the pipeline completes, and returns nullopt. Otherwise returns the first failure of any pipeline, or
-  // "timed out". For one thread.
+  // "timed out". Must be called by one thread.
   std::optional<MessageFailure> wait(const ReductionPipeline& pipeline, Deadline until);
   // Returns the messages of a completed pipeline that may still be in flight. They must be awaited.
   static TransportMessages published(ReductionPipeline& pipeline);
@@ -94,7 +94,7 @@ class PipelineThread : public InterruptibleWait {
 
   // Starts no further work, and makes wait() return. Thread-safe.
   void interrupt() noexcept override;
-  // About the message that the thread waits for. Thread-safe.
+  // Why the message that the thread waits for cannot arrive; "" if it can. Thread-safe.
   std::string why_disconnected() override;
   // Interrupts, and blocks until the thread accesses no tensor: at most for one chunk's sum.
   void stop() noexcept;

@@ -28,7 +28,7 @@ class RoundsTransport::Wait : public TransportMessage {
   RoundsTransport& transport_;
 };
 
-// This rank is SharedRoundsPlan::kRounds rounds ahead of another rank.
+// The wait of a rank that is SharedRoundsPlan::kRounds rounds ahead of another rank.
 class RoundsTransport::Room : public Wait {
  public:
   using Wait::Wait;

@@ -158,7 +158,7 @@ class ProcessGroupTransport : public Transport {
     return std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
   }
 
-  // Runs `start`, unless the group's class lacks the operation. Returns null then, now and later.
+  // Runs `start`. If the group's class lacks the operation, returns null, then and in all later calls.
   template <class Start>
   static Work try_to(std::atomic<bool>& is_able, Start start) {
     if (!is_able) return {};

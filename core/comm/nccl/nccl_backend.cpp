@@ -1,4 +1,4 @@
-// The only file that includes ProcessGroupNCCL.hpp. Built with TESSERA_CUDA. It makes NCCL's groups.
+// The only file that includes ProcessGroupNCCL.hpp. Built with TESSERA_CUDA. Makes NCCL's groups.
 #include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -11,8 +11,8 @@ namespace {
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
 // The error handling of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends the process unless
-// this is NoHandling; Tessera then ends the group, with an error that names the rank. c10d has no option of one group
-// for it, only a variable of the environment, which counts for all groups of the process. The member is protected.
+// this is NoHandling; Tessera then ends the group, with an error that names the rank. c10d's only option is an
+// environment variable, which applies to all groups of the process. So this class accesses the protected member.
 struct ErrorHandling : c10d::ProcessGroupNCCL {
   static void leave_to_tessera(c10d::Backend& group) {
     if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice

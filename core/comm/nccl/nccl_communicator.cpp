@@ -123,7 +123,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    // With a timeout: the ranks wait for each other, also for dead ones.
+    // Needs a timeout: split() waits for all ranks, also for dead ones.
     auto group = call_with_timeout(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
                                                               timeout = timeout(), device = device()] {
       c10::DeviceGuard guard(device);
@@ -154,7 +154,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
 
   const GroupProcess process_;
   const NcclOptions options_;
-  // From NCCL's report of a loss until the watchdog has named the rank, or cannot.
+  // The longest time from NCCL's report of a loss until the watchdog names the rank.
   const RunClock::duration naming_time_ = Heartbeat::kBeatsMissed * options_.beat_every + std::chrono::seconds(3);
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -163,7 +163,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   NcclQueue queue_;
   uint64_t sequence_ = 0;
   Watchdog watch_;
-  std::jthread looks_;  // last: it uses the rest
+  std::jthread looks_;  // last: the thread uses the other members
 };
 
 class NcclOperation : public Pending::Operation {
@@ -322,8 +322,8 @@ void NcclCommunicator::end_by(const std::string& error) {
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   uint64_t waits_for = static_cast<uint64_t>(-1);
-  std::optional<RunClock::time_point> lost_since;  // a peer, which the watchdog may name: it ends the group then
-  int silent_looks = 0;  // in a row: after a delay of this machine the first look finds an old question, answered soon
+  std::optional<RunClock::time_point> lost_since;  // loss of a peer; the watchdog may name it and end the group
+  int silent_looks = 0;                            // in a row; a single one may come from a delay of this machine
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
     const bool waits = look.oldest && !look.ends;
@@ -356,13 +356,13 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// The first reason counts. With an empty reason, which the watchdog's thread passes, the watchdog knows it.
+// The first reason counts. An empty reason, from the watchdog's thread, stands for explanation().
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();
   if (!oldest) return;
   if (!is_complete) reason = c10::str(*oldest, " failed on rank ", rank(), " of ", size(), ": ", reason);
-  // Before this rank's thread can throw, which may end the process: if it is rank 0's, the store ends with it.
+  // Precedes complete_end(): then this rank's thread may throw and end the process, and with rank 0's the store.
   watch_.publish_failure(reason);
   watch_.await_readers();
   queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);

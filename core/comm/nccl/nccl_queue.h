@@ -16,8 +16,8 @@
 
 namespace tessera::internal {
 
-// The operations of an NCCL group, which a device runs in the order in which they are started, and the end of the
-// group: it begins once, and has a reason when it is complete. Thread-safe.
+// The operations of an NCCL group, which a device runs in the order in which they are started. Also the end of the
+// group, which begins once and has a reason when it is complete. Thread-safe.
 class NcclQueue {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
@@ -34,7 +34,7 @@ class NcclQueue {
   struct Look {
     std::string error;  // of the oldest operation; "": it has none
     std::optional<Operation> oldest;
-    bool ends;                    // the group does
+    bool ends;                    // whether the group is ending or has ended
     uint64_t ended_count;         // operations that were removed so far
     std::deque<Operation> ended;  // removed now; destroyed by the caller, without the lock
   };

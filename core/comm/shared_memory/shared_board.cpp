@@ -206,7 +206,7 @@ void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds mo
   self.is_asleep.store(0);
 }
 
-// No ring is lost, for the same reason.
+// No ring is lost, for the same reason as in notify().
 void SharedBoard::ring() const {
   std::atomic<uint32_t>& rings = header().rings;
   rings.fetch_add(1);

@@ -64,8 +64,8 @@ class SharedRounds {
   std::shared_ptr<Round> begin(uint64_t tag, const Contribution& own, std::vector<uint64_t> expected,
                                std::function<void(const Contributions&)> read);
 
-  // Blocks until the round has been read. If ranks come with other tags they have diverged: it blocks until the
-  // watchdog interrupts.
+  // Blocks until the round has been read. If another rank begins it with another tag, ranks have diverged: blocks until
+  // the watchdog interrupts.
   Outcome wait(Round& round, Deadline until, int& peer);
   // Leaves a round without reading it.
   void drop(Round& round);

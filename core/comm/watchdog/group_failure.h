@@ -22,7 +22,7 @@ class GroupFailure {
     if (explanation_.empty()) explanation_ = explanation;
     is_published_ |= is_published;
   }
-  // Whether another rank has published why the group has failed.
+  // Whether the failure is published, by this rank or another, and this rank can explain it.
   bool is_known_to_all() const {
     std::lock_guard lock(mutex_);
     return is_published_ && !explanation_.empty();

@@ -26,7 +26,7 @@ class GroupNews {
 
   // Publishes that this rank has failed.
   void publish_failure(const std::string& reason);
-  // Whether this is the group's first call.
+  // Whether this is the first call by any rank of the group.
   bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
   // The first failures, in the order in which they were published; "" if there are none.
   std::string read_failures() const;

@@ -50,7 +50,7 @@ class StallSearch {
   std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
 };
 
-// The text of an error about two ranks that have started different operations under one number, the first such; "" if
+// The text of an error about the first number under which two ranks have started different operations; "" if
 // `published`, another rank's operations, agree with this rank's.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
 // A rank's operations as they are published.

@@ -122,7 +122,7 @@ void WatchdogLoop::interrupt(const std::string& reason, bool is_published) {
   if (operations.if_waiting([&] { failure.explain(reason, is_published); })) callbacks.interrupt();
 }
 
-// On behalf of a rank that does not wait, and may need the store after it has ended.
+// Lets a rank that does not wait learn of failures, and of the store's end, while the store exists.
 void WatchdogLoop::ask_for_news() {
   if (!news.has_news()) return;
   const std::string found = news.read_failures();
@@ -149,9 +149,9 @@ void WatchdogLoop::run() {
       if (beats)
         if (const std::string dead = heartbeat_.beat(is_stalled); !dead.empty()) interrupt(dead, false);
     } catch (const std::exception& error) {
-      // The store does not answer. The next turn asks again, and a transport knows whether its process has ended.
+      // The store does not answer. The next turn asks again. A transport knows whether the store's process has ended.
       if (is_stalled && heartbeat_.is_on()) interrupt(lost_store_text(error), false);
-      // c10d logs every call that fails.
+      // Stops asking for news, because c10d logs every call that fails.
       if (asks && failure.store_failure().empty()) failure.set_store_failure(lost_store_text(error));
     }
     control.end_calls();
