@@ -3,12 +3,15 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/StringUtil.h>
+#include <torch/serialize.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
 #include <optional>
+#include <thread>
+#include <tuple>
 #include <utility>
 
 #include "core/comm/rank_order_sum.h"
@@ -26,7 +29,13 @@ class SimulatedGroup {
   explicit SimulatedGroup(int size) : size_(size), aborted_(size, false), ended_(size, false) {}
 
   // Joins the ranks that share a store.
-  static std::shared_ptr<SimulatedGroup> join(c10d::Store& store, int rank, int size) {
+  static std::shared_ptr<SimulatedGroup> join(const c10::intrusive_ptr<c10d::Store>& shared, int rank, int size) {
+    if (groups_span_processes) {
+      auto group = std::make_shared<SimulatedGroup>(size);
+      group->store_ = shared;
+      return group;
+    }
+    c10d::Store& store = *shared;
     static std::mutex mutex;
     static std::map<int64_t, std::weak_ptr<SimulatedGroup>> groups;
     static int64_t next = 0;
@@ -46,6 +55,7 @@ class SimulatedGroup {
 
   // Returns all ranks' inputs of the collective once all have arrived; nullopt if this rank aborts.
   std::optional<Inputs> meet(uint64_t sequence, int rank, const std::string& what, std::vector<at::Tensor> inputs) {
+    if (store_) return meet_by_store(sequence, rank, what, inputs);
     std::unique_lock lock(mutex_);
     Collective& collective = collectives_[sequence];
     collective.inputs.resize(size_);
@@ -65,6 +75,7 @@ class SimulatedGroup {
 
   // Returns false if this rank aborts.
   bool all_have_read(uint64_t sequence, int rank) {
+    if (store_) return !is_aborted(rank);  // each rank has copies
     std::unique_lock lock(mutex_);
     Collective& collective = collectives_.at(sequence);
     ++collective.read;
@@ -102,7 +113,38 @@ class SimulatedGroup {
     bool differs = false;
     Inputs inputs;
   };
+
+  // Sends this rank's inputs to the other processes as bytes. Without an answer of all, blocks until abort().
+  std::optional<Inputs> meet_by_store(uint64_t sequence, int rank, const std::string& what,
+                                      const std::vector<at::Tensor>& inputs) {
+    const auto key = [](uint64_t of, int from) { return c10::str("simulated nccl ", of, " of rank ", from); };
+    try {
+      std::vector<at::Tensor> copies;  // saved without the rest of their storages
+      for (const at::Tensor& input : inputs) copies.push_back(input.clone());
+      const std::vector<char> bytes = torch::pickle_save(c10::IValue(std::make_tuple(what, copies)));
+      store_->set(key(sequence, rank), std::vector<uint8_t>(bytes.begin(), bytes.end()));
+      Inputs all;
+      for (int other = 0; other < size_; ++other) {
+        while (!store_->check({key(sequence, other)})) {
+          if (is_aborted(rank)) return std::nullopt;
+          std::this_thread::sleep_for(std::chrono::microseconds(300));
+        }
+        const std::vector<uint8_t> theirs = store_->get(key(sequence, other));
+        const auto elements = torch::pickle_load(std::vector<char>(theirs.begin(), theirs.end())).toTuple();
+        if (elements->elements()[0].toStringRef() != what)
+          throw std::runtime_error(c10::str(what, " meets ", elements->elements()[0].toStringRef()));
+        all.push_back(elements->elements()[1].toTensorVector());
+      }
+      if (sequence > 0) store_->deleteKey(key(sequence - 1, rank));  // all ranks have read it
+      return all;
+    } catch (const std::exception&) {  // the store is gone, or the collectives differ: NCCL would hang
+      wait_for_abort(rank);
+      return std::nullopt;
+    }
+  }
+
   const int size_;
+  c10::intrusive_ptr<c10d::Store> store_;  // null: the ranks are threads of this process
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<uint64_t, Collective> collectives_;
@@ -219,7 +261,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
       device_(device),
       owns_stream_(!settings().collectives_in_order),
       stream_(owns_stream_ ? take_stream(device.index()) : stream_of(device.index(), kOrderedStream)),
-      group_(SimulatedGroup::join(*store, rank, size)) {
+      group_(SimulatedGroup::join(store, rank, size)) {
   setBoundDeviceId(device);
 }
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -22,6 +23,10 @@ namespace tessera::accelerator {
 
 // The state that the ranks of a group share.
 class SimulatedGroup;
+
+// Whether the ranks of new groups are processes, which exchange the tensors of collectives as bytes through their
+// store. Vector clocks do not cross processes.
+inline std::atomic<bool> groups_span_processes = false;
 
 class Backend final : public c10d::Backend {
  public:

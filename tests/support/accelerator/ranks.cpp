@@ -50,4 +50,16 @@ void on_devices(int world, const std::function<void(std::shared_ptr<Communicator
   on_devices(world, body, options);
 }
 
+std::shared_ptr<Communicator> init_on_shared_device(InitOptions options) {
+  groups_span_processes = true;
+  set_nccl_backends(device_groups());
+  options.device = at::Device(at::kCUDA, 0);
+  options.process.cache_memory = false;
+  return init(options);
+}
+
+void delay_next_stream(int64_t cycles) {
+  if (on_gpus()) gpus()->delay_next_stream(cycles);
+}
+
 }  // namespace tessera::accelerator

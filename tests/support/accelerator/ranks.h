@@ -20,4 +20,11 @@ void on_devices(int world, const std::function<void(std::shared_ptr<Communicator
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
                 std::chrono::milliseconds timeout);
 
+// init() of a rank that is a process, with device 0, which ranks on one host may share. A Simulation must be running.
+std::shared_ptr<Communicator> init_on_shared_device(InitOptions options);
+
+// On GPUs: keeps one of the pool's streams, in turn, busy for so many cycles. The library, NCCL and the tests take
+// their streams from this pool. A no-op in the simulation, whose streams have delays of their own.
+void delay_next_stream(int64_t cycles);
+
 }  // namespace tessera::accelerator

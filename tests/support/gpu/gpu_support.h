@@ -12,6 +12,7 @@ using namespace internal;
 struct GpuSupport {
   std::shared_ptr<NcclBackends> groups;  // NCCL's
   PageLockedAllocator* page_locked;      // CUDA's
+  void (*delay_next_stream)(int64_t cycles);
 };
 
 }  // namespace tessera::accelerator
