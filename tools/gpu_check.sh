@@ -25,6 +25,10 @@ if [ "$status" -ne 0 ]; then
   exit 1
 fi
 
+echo "==== ranks that share a GPU"
+TESSERA_TEST_GPU=$PWD/build/release/tests/support/gpu/libtessera_gpu.so timeout 600 \
+  build/release/tests/accelerator/accelerator_ranks 2 3 4 || status=1
+
 echo "==== figures"
 devices=$(nvidia-smi --list-gpus | wc -l)
 for ((ranks = 1; ranks <= devices; ranks *= 2)); do

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/comm/nccl/rank_order_reduction.h"
+#include "tests/accelerator/collectives.h"
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::rank_order_test {
@@ -18,55 +19,13 @@ namespace {
 using namespace accelerator_training;
 using accelerator::on_devices;
 using accelerator::Simulation;
+using collectives::reduce_all;
+using collectives::Results;
 using testing_support::error_of;
 using testing_support::expect_contains;
-using testing_support::seeded;
 
 const InitOptions kInRankOrder{.timeout = std::chrono::seconds(60), .rank_order_sums = true};
-constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong};
-
-// The results of a rank, by name.
-using Results = std::map<std::string, at::Tensor>;
 using Body = std::function<Results(Communicator& comm)>;
-
-at::Tensor values_of(const Communicator& comm, int64_t numel, at::ScalarType dtype) {
-  return seeded(31 + comm.rank(), [&] { return torch::randn({numel}) * 100; }).to(dtype).to(comm.device());
-}
-
-// Every reduction, of even and uneven parts, into another tensor and in place.
-Results reduce_all(Communicator& comm) {
-  const int rank = comm.rank(), size = comm.size();
-  Results results;
-  for (const at::ScalarType dtype : kDtypes)
-    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMax}) {
-      if (op == ReduceOp::kAverage && !at::isFloatingType(dtype)) continue;
-      const std::string of = c10::str(dtype, " by ", static_cast<int>(op), ": ");
-      for (const int64_t numel : {1, 2, 67}) {
-        at::Tensor all = values_of(comm, numel, dtype), to_root = all.clone();
-        comm.all_reduce(all, op, "x").wait();
-        results[c10::str(of, "all-reduce of ", numel)] = comm.to_host(all, "x");
-        comm.reduce(to_root, size - 1, op, "x").wait();
-        results[c10::str(of, "reduce of ", numel)] = comm.to_host(to_root, "x");
-      }
-      std::vector<int64_t> even(size, 13), uneven;
-      for (int other = 0; other < size; ++other) uneven.push_back(other == 1 ? 0 : 5 + 2 * other);
-      for (const auto& counts : {even, uneven}) {
-        int64_t total = 0, begin = 0;
-        for (int other = 0; other < size; ++other) {
-          if (other < rank) begin += counts[other];
-          total += counts[other];
-        }
-        const at::Tensor full = values_of(comm, total, dtype), in_place = full.clone();
-        at::Tensor shard = torch::zeros({counts[rank]}, full.options());
-        comm.reduce_scatter(shard, full, op, counts, "x").wait();
-        results[c10::str(of, "reduce-scatter of ", total)] = comm.to_host(shard, "x");
-        shard = in_place.narrow(0, begin, counts[rank]);
-        comm.reduce_scatter(shard, in_place, op, counts, "x").wait();
-        results[c10::str(of, "reduce-scatter in place of ", total)] = comm.to_host(shard, "x");
-      }
-    }
-  return results;
-}
 
 // The names of results of any rank that are not bit-equal.
 std::string differences(int world, const Body& body, const InitOptions& options) {

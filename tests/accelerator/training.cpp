@@ -213,7 +213,8 @@ State train(const Case& of, std::shared_ptr<Communicator> comm) {
   }
   OSS<torch::optim::AdamW> optimizer(net->parameters(), adam, comm,
                                      OssOptions{.offload = {of.fsdp.offload.params, of.fsdp.offload.grads}});
-  ShardedDataParallel sdp(net, optimizer, comm, SdpOptions{.reduce_bucket_bytes = of.towers ? 0 : 4000});
+  ShardedDataParallel sdp(net, optimizer, comm,
+                          SdpOptions{.reduce_bucket_bytes = of.towers ? 0 : 4000, .wire = of.wire});
   return run_steps(of, sdp, optimizer, *comm);
 }
 
@@ -273,6 +274,7 @@ const std::vector<Case>& cases() {
       {.name = "sdp", .wrapper = Case::kSdp},
       {.name = "sdp_three_ranks", .wrapper = Case::kSdp, .world = 3, .clips = true, .accumulates = true},
       {.name = "sdp_unused_on_a_rank", .wrapper = Case::kSdp, .world = 3, .unused_on = 1},
+      {.name = "sdp_int8", .wrapper = Case::kSdp, .world = 3, .wire = WireFormat::kInt8Blocks},
       {.name = "sdp_offload", .wrapper = Case::kSdp, .fsdp = {.offload = host}},
       {.name = "sdp_offload_two_streams", .wrapper = Case::kSdp, .fsdp = {.offload = host}, .two_streams = true},
       {.name = "sdp_branches", .wrapper = Case::kSdp, .branches = true},

@@ -15,16 +15,17 @@ struct Case {
   std::string name;
   enum Wrapper { kFsdp, kSdp, kDdp } wrapper = kFsdp;
   int world = 2;
-  FsdpOptions fsdp{};         // .offload also applies to OSS
-  bool host_adam = false;     // HostAdamW instead of torch's AdamW
-  bool checkpointed = false;  // recomputes blocks in backward
-  bool activations = false;   // keeps block inputs in host memory
-  bool side_stream = false;   // runs the loop on a non-default stream
-  bool two_streams = false;   // alternates between two streams
-  bool branches = false;      // every second block uses the model's own stream
-  bool towers = false;        // two towers, one on the model's own stream, which also makes the next batch
-  bool one_unit = false;      // one FSDP unit of all blocks
-  bool evaluates = false;     // before and after the step
+  FsdpOptions fsdp{};                    // .offload also applies to OSS
+  WireFormat wire = WireFormat::kDtype;  // of SDP
+  bool host_adam = false;                // HostAdamW instead of torch's AdamW
+  bool checkpointed = false;             // recomputes blocks in backward
+  bool activations = false;              // keeps block inputs in host memory
+  bool side_stream = false;              // runs the loop on a non-default stream
+  bool two_streams = false;              // alternates between two streams
+  bool branches = false;                 // every second block uses the model's own stream
+  bool towers = false;                   // two towers, one on the model's own stream, which also makes the next batch
+  bool one_unit = false;                 // one FSDP unit of all blocks
+  bool evaluates = false;                // before and after the step
   bool clips = false;
   bool accumulates = false;  // under no_sync()
   int unused_on = -1;        // the rank whose model skips a block

@@ -1,0 +1,448 @@
+// Ranks as processes that share one device: accelerator_ranks [world size ...], 2 by default. NCCL refuses two ranks on
+// a GPU of one host, so each process has an NCCL_HOSTID, and NCCL sees as many hosts, which talk through sockets on
+// loopback. Without TESSERA_TEST_GPU the device is simulated. Shows results, order and failures, never speed.
+//
+// For each world size, one run checks the collectives and the wrappers, and then one run for each way to fail checks
+// what the surviving ranks report. Prints a line for each check, and a verdict at the end.
+#include <signal.h>
+#include <torch/torch.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/accelerator/collectives.h"
+#include "tests/accelerator/training.h"
+#include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/ranks.h"
+#include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::process_ranks {
+using namespace internal;
+namespace {
+
+using accelerator_training::Case;
+using accelerator_training::State;
+using collectives::Results;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using testing::ChildProcess;
+using testing_support::seeded;
+
+constexpr int kSurvived = 3;  // the exit code of a rank that has got a CommError
+constexpr int kProcessesAtOnce = 12;
+constexpr seconds kLimitOfChecks{180}, kLimitOfFailures{75};
+constexpr const char* kStorePort = "TESSERA_TEST_STORE_PORT";
+constexpr const char* kFolder = "TESSERA_TEST_FOLDER";
+
+double seconds_since(steady_clock::time_point began) {
+  return std::chrono::duration<double>(steady_clock::now() - began).count();
+}
+
+const Case kWrappers[] = {{.name = "ddp", .wrapper = Case::kDdp},
+                          {.name = "sdp", .wrapper = Case::kSdp},
+                          {.name = "fsdp", .wrapper = Case::kFsdp}};
+
+// The checks of one rank. A check returns what it has counted, and reports differences by fail().
+class Checks {
+ public:
+  explicit Checks(std::shared_ptr<Communicator> comm)
+      : comm_(std::move(comm)), size_(comm_->size()), is_exact_(!accelerator::on_gpus()) {
+    const char* const port = std::getenv(kStorePort);
+    TORCH_CHECK(port != nullptr, kStorePort, " is not set: start this program without RANK");
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<std::uint16_t>(std::stoi(port));
+    options.isServer = comm_->rank() == 0;
+    store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  }
+
+  int run() {
+    check("collectives", [&] { return compare(collectives::reduce_all, *comm_, is_exact_); });
+    check("moves of all types", [&] { return compare(collectives::move_all, *comm_, true); });
+    check("sums in rank order", [&] { return sums_in_rank_order(); });
+    check("two groups at once", [&] { return two_groups(); });
+    check("parity with CPUs", [&] { return parity(); });
+    check("random delays", [&] { return delays(); });
+    check("checkpoints", [&] { return checkpoints(); });
+    return failures_ > 0 ? 1 : 0;
+  }
+
+ private:
+  void check(const char* name, const std::function<std::string()>& body) {
+    const auto began = steady_clock::now();
+    const int before = failures_;
+    const std::string figures = body();
+    comm_->barrier();
+    if (comm_->rank() == 0 || failures_ > before)
+      std::printf("%s, rank %d of %d: %s%s, %.1f s\n", name, comm_->rank(), size_, failures_ > before ? "FAILED; " : "",
+                  figures.c_str(), seconds_since(began));
+  }
+  void fail(const std::string& text) {
+    ++failures_;
+    std::printf("FAILED on rank %d of %d: %s\n", comm_->rank(), size_, text.substr(0, 300).c_str());
+  }
+
+  // With the results of gloo, whose ranks are threads of each process.
+  std::string compare(Results (*body)(Communicator&), Communicator& comm, bool is_exact) {
+    Results expected;
+    run_ranks(size_, [&](std::shared_ptr<Communicator> on_cpu) {
+      Results results = body(*on_cpu);
+      if (on_cpu->rank() == comm_->rank()) expected = std::move(results);
+    });
+    const Results got = body(comm);
+    int equal = 0;
+    for (const auto& [name, value] : expected) {
+      const at::Tensor& own = got.at(name);
+      const bool is_equal = torch::equal(own, value);
+      equal += is_equal ? 1 : 0;
+      if (!is_equal && (is_exact || !is_near(own, value))) fail(name + " differs");
+    }
+    return c10::str(expected.size(), " results, ", equal, " of them with the bits of gloo");
+  }
+  // Sums of at most 5 values of up to about 500.
+  static bool is_near(const at::Tensor& own, const at::Tensor& expected) {
+    const at::ScalarType dtype = expected.scalar_type();
+    if (!at::isFloatingType(dtype)) return torch::equal(own, expected);
+    const double spacing = dtype == at::kBFloat16 ? 4 : dtype == at::kHalf ? 1 : dtype == at::kFloat ? 1e-3 : 1e-10;
+    return (own.to(at::kDouble) - expected.to(at::kDouble)).abs().max().item<double>() <= spacing;
+  }
+
+  std::shared_ptr<Communicator> group_in_rank_order() {
+    return communicator_from(c10::make_intrusive<c10d::PrefixStore>("in rank order", store_), comm_->rank(), size_,
+                             {.device = comm_->device(), .timeout = seconds(60), .rank_order_sums = true});
+  }
+  std::string sums_in_rank_order() {
+    const auto group = group_in_rank_order();
+    std::string figures = compare(collectives::reduce_all, *group, true);
+    State first;
+    for (const Case& of : kWrappers) {
+      const State state = accelerator_training::train(of, group);
+      if (first.empty()) first = state;
+      const std::string difference = accelerator_training::difference(first, state);
+      if (!difference.empty()) fail(of.name + " and ddp in rank order:" + difference);
+    }
+    return figures + ", wrappers equal bit for bit";
+  }
+
+  // Operations of a group and of two of its parts are in flight together.
+  std::string two_groups() {
+    const int half = comm_->rank() % 2;
+    const auto part = comm_->split(half);
+    constexpr int kTimes = 50;
+    for (int i = 0; i < kTimes; ++i) {
+      at::Tensor all = torch::full({1000}, comm_->rank() + 1.0, comm_->device()), some = all.clone();
+      auto of_part = part->all_reduce(some, ReduceOp::kSum, "some");
+      auto of_all = comm_->all_reduce(all, ReduceOp::kSum, "all");
+      of_all.wait();
+      of_part.wait();
+      double expected = 0;
+      for (int rank = half; rank < size_; rank += 2) expected += rank + 1;
+      if (comm_->to_host(some, "some").ne(expected).any().item<bool>()) fail("the sum of a part is wrong");
+      if (comm_->to_host(all, "all").ne(size_ * (size_ + 1) / 2.0).any().item<bool>()) fail("the sum of all is wrong");
+    }
+    return c10::str(kTimes, " times");
+  }
+
+  std::string parity() {
+    int count = 0;
+    double worst = 0;
+    for (Case of : accelerator_training::cases()) {
+      const bool has_copies = of.fsdp.hybrid.ranks_per_copy > 0 || of.fsdp.hybrid.ranks_per_secondary_copy > 0;
+      if (has_copies && size_ % 4 != 0) continue;
+      of.world = size_;
+      const State got = accelerator_training::train(of, comm_);
+      ++count;
+      if (comm_->rank() != 0) continue;  // all ranks have the same state
+      const bool is_rounded = of.fsdp.mixed_precision.param_dtype || of.wire == WireFormat::kInt8Blocks;
+      const State expected = accelerator_training::train_on_gloo(of);
+      const double tolerance = is_exact_ ? 0 : is_rounded ? 2e-2 : 1e-4;
+      const std::string difference = accelerator_training::difference(expected, got, tolerance);
+      if (!difference.empty()) fail(of.name + ":" + difference);
+      for (const auto& [name, value] : expected)
+        if (const auto own = got.find(name); own != got.end() && !is_rounded)
+          worst = std::max(worst, (own->second - value).abs().max().item<double>());
+    }
+    return c10::str(count, " cases, the largest difference in fp32 is ", worst);
+  }
+
+  // A thread keeps streams busy for random times while the wrappers train.
+  std::string delays() {
+    int count = 0;
+    for (Case of : kWrappers) {
+      of.clips = true;
+      const State expected = accelerator_training::train(of, comm_);
+      for (uint32_t seed = 1; seed <= 3; ++seed) {
+        std::atomic<bool> is_over = false;
+        std::thread delaying([&] {
+          const c10::DeviceGuard guard(comm_->device());
+          for (uint32_t x = 17 * seed + comm_->rank(); !is_over; x = x * 1664525 + 1013904223) {
+            accelerator::delay_next_stream(1 + x % 3'000'000);
+            std::this_thread::sleep_for(std::chrono::microseconds(x % 2000));
+          }
+        });
+        const State got = accelerator_training::train(of, comm_);
+        is_over = true;
+        delaying.join();
+        if (const std::string difference = accelerator_training::difference(expected, got); !difference.empty())
+          fail(of.name + " with delays:" + difference);
+        ++count;
+      }
+    }
+    return c10::str(count, " runs are equal bit for bit");
+  }
+
+  // Saved by two ranks; loaded by all, and by one rank on a CPU.
+  std::string checkpoints() {
+    const auto pair = comm_->split(comm_->rank() < 2 ? 0 : -1);
+    const std::filesystem::path folder = std::getenv(kFolder);
+    const auto net = [](int seed, at::Device device) {
+      return seeded(seed, [&] {
+        torch::nn::Sequential layers(torch::nn::Linear(33, 17), torch::nn::Tanh(), torch::nn::Linear(17, 5));
+        layers->to(device);
+        return layers;
+      });
+    };
+    const auto with = [&](int seed, const std::shared_ptr<Communicator>& comm, auto body) {
+      FullyShardedDataParallel fsdp(net(seed, comm->device()), comm,
+                                    {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+      body(fsdp, optimizer);
+      State state;
+      for (auto& entry : fsdp.full_state_dict()) state[entry.key()] = entry.value().cpu();
+      return state;
+    };
+    State saved;
+    if (pair)
+      saved = with(3, pair, [&](auto& fsdp, auto& optimizer) {
+        for (int step = 0; step < 3; ++step) {
+          optimizer.zero_grad();
+          fsdp(torch::ones({2, 33}, pair->device())).square().sum().backward();
+          optimizer.step();
+        }
+        save_checkpoint(folder / "saved", fsdp, optimizer);
+      });
+    comm_->barrier();
+    const auto load = [&](auto& fsdp, auto& optimizer) { load_checkpoint(folder / "saved", fsdp, optimizer); };
+    const State loaded = with(4, comm_, load);
+    if (comm_->rank() != 0) return "";
+    if (const auto text = accelerator_training::difference(saved, loaded); !text.empty()) fail("loaded by all:" + text);
+    State on_cpu;
+    run_ranks(1, [&](std::shared_ptr<Communicator> cpu) { on_cpu = with(5, cpu, load); });
+    if (const auto text = accelerator_training::difference(saved, on_cpu); !text.empty()) fail("loaded on a CPU:" + text);
+    return c10::str("saved by 2 ranks, loaded by ", size_, " and by one on a CPU");
+  }
+
+  const std::shared_ptr<Communicator> comm_;
+  const int size_;
+  const bool is_exact_;  // the simulation adds as gloo does
+  c10::intrusive_ptr<c10d::Store> store_;
+  int failures_ = 0;
+};
+
+// A way in which one rank fails in its third step, and what the others' errors must say of it; "%" is its rank.
+struct Failure {
+  const char* name;
+  const char* reason;
+  bool is_of_rank_0 = false;
+};
+constexpr Failure kFailures[] = {
+    {"is killed", "rank % has given no sign of life"},
+    {"of the store is killed", "rank 0", /*is_of_rank_0=*/true},
+    {"is stopped", "rank % has given no sign of life"},
+    {"throws", "rank % failed: out of data"},
+    {"leaves", "rank % has left the group"},
+    {"skips a backward", "rank %"},
+};
+int rank_that_fails(const Failure& failure, int world) { return failure.is_of_rank_0 ? 0 : world - 1; }
+
+int train_until_failure(const Failure& failure, const std::shared_ptr<Communicator>& comm) {
+  const std::string name = failure.name;
+  const bool fails = comm->rank() == rank_that_fails(failure, comm->size());
+  torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Tanh(), torch::nn::Linear(8, 8));
+  net->to(comm->device());
+  FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+  const at::Tensor x = torch::ones({2, 8}, comm->device());
+  auto began = steady_clock::now();
+  try {
+    for (int step = 0; step < 200; ++step) {
+      fsdp.zero_grad();
+      const bool fails_now = fails && step == 2;
+      if (step == 2) {
+        comm->barrier();  // all ranks have connected, and the device is idle
+        began = steady_clock::now();
+      }
+      if (fails_now && name.ends_with("is killed")) ::raise(SIGKILL);
+      if (fails_now && name == "is stopped") ::raise(SIGSTOP);
+      if (fails_now && name == "throws") throw std::runtime_error("out of data");
+      if (fails_now && name == "leaves") return 0;
+      const at::Tensor loss = fsdp(x).square().sum();
+      if (!(fails_now && name == "skips a backward")) loss.backward();
+      fsdp.clip_grad_norm_(1.0);  // reads the norm
+    }
+  } catch (const CommError& error) {
+    std::printf("survived for %.1f s: %s\n", seconds_since(began), error.what());
+    return kSurvived;
+  }
+  return 0;
+}
+
+int rank_main(const std::string& part) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // stderr is in the same file
+  const accelerator::Simulation simulation;
+  return run_main([&] {
+    at::set_num_threads(1);
+    const auto comm = accelerator::init_on_shared_device({.timeout = seconds(60)});
+    if (part == "checks") return Checks(comm).run();
+    const auto* const failure = std::ranges::find(kFailures, part, &Failure::name);
+    if (failure == std::end(kFailures)) throw std::invalid_argument("there is no part " + part);
+    return train_until_failure(*failure, comm);
+  });
+}
+
+// The processes of one group.
+class Group {
+ public:
+  Group(const std::string& program, const std::string& part, int world) : began_(steady_clock::now()) {
+    const std::string port = std::to_string(testing_support::free_port());
+    const std::string store_port = std::to_string(testing_support::free_port());
+    for (int rank = 0; rank < world; ++rank)
+      ranks_.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{program, part},
+                                                      ChildProcess::Environment{
+                                                          {"RANK", std::to_string(rank)},
+                                                          {"WORLD_SIZE", std::to_string(world)},
+                                                          {"LOCAL_RANK", "0"},
+                                                          {"LOCAL_WORLD_SIZE", "1"},
+                                                          {"MASTER_ADDR", "127.0.0.1"},
+                                                          {"MASTER_PORT", port},
+                                                          {kStorePort, store_port},
+                                                          {kFolder, (folder_ / "").string()},
+                                                          {"NCCL_HOSTID", "rank" + std::to_string(rank)},
+                                                          {"NCCL_SOCKET_IFNAME", "lo"},
+                                                          {"NCCL_NET", "Socket"},
+                                                          {"NCCL_IB_DISABLE", "1"},
+                                                          {"NCCL_P2P_DISABLE", "1"},
+                                                          {"NCCL_SHM_DISABLE", "1"},
+                                                      }));
+  }
+  // The exit code of a rank, -1 after the limit, which counts from the start of the group.
+  int wait(int rank, seconds limit) {
+    const auto left = limit - std::chrono::duration_cast<seconds>(steady_clock::now() - began_);
+    return ranks_[rank]->wait(std::max(left, seconds(0)));
+  }
+  std::string output(int rank) const { return ranks_[rank]->output(); }
+  int size() const { return static_cast<int>(ranks_.size()); }
+
+ private:
+  const testing_support::TemporaryFolder folder_;
+  const steady_clock::time_point began_;
+  std::vector<std::unique_ptr<ChildProcess>> ranks_;
+};
+
+// The lines of checks, without warnings of libraries.
+std::string lines_of_checks(const std::string& output) {
+  std::istringstream lines(output);
+  std::string line, text;
+  while (std::getline(lines, line))
+    if (line.find(", rank ") != std::string::npos || line.starts_with("FAILED")) text += line + "\n";
+  return text.substr(0, 3000);
+}
+
+std::string last_lines(const std::string& text) { return text.substr(text.size() - std::min<size_t>(text.size(), 600)); }
+
+// Prints the lines of the ranks; returns whether all ended well.
+bool run_checks(const std::string& program, int world) {
+  Group group(program, "checks", world);
+  bool is_right = true;
+  for (int rank = 0; rank < world; ++rank) {
+    const int code = group.wait(rank, kLimitOfChecks);
+    is_right = is_right && code == 0;
+    if (rank == 0 || code != 0) std::printf("%s", lines_of_checks(group.output(rank)).c_str());
+    if (code != 0)
+      std::printf("FAILED: rank %d of %d %s\n%s\n", rank, world,
+                  code < 0 ? "did not end in time" : ("ended with code " + std::to_string(code)).c_str(),
+                  last_lines(group.output(rank)).c_str());
+  }
+  return is_right;
+}
+
+// Prints what the survivors said; returns whether each of them named the rank that has failed.
+bool check_survivors(const Failure& failure, Group& group) {
+  const int failed = rank_that_fails(failure, group.size());
+  std::string reason = failure.reason;
+  if (const auto at = reason.find('%'); at != std::string::npos) reason.replace(at, 1, std::to_string(failed));
+  // A rank that skips a backward lives on, and gets an error, too.
+  const bool all_survive = std::string_view(failure.name) == "skips a backward";
+  int right = 0, survivors = 0;
+  double longest_s = 0;
+  std::string wrong;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank == failed && !all_survive) continue;
+    ++survivors;
+    const int code = group.wait(rank, kLimitOfFailures);
+    const std::string output = group.output(rank);
+    const std::string key = "survived for ";
+    const auto at = output.find(key);
+    if (code == kSurvived && at != std::string::npos && output.find(reason, at) != std::string::npos) {
+      ++right;
+      longest_s = std::max(longest_s, std::stod(output.substr(at + key.size())));
+    } else {
+      wrong += c10::str("FAILED: rank ", rank, " ended with code ", code, "; expected an error with '", reason, "':\n",
+                        last_lines(output), "\n");
+    }
+  }
+  std::printf("%d ranks, one %s: %d of %d report it, after %.1f s at most\n%s", group.size(), failure.name, right,
+              survivors, longest_s, wrong.c_str());
+  return right == survivors;
+}
+
+int supervise(const std::string& program, const std::vector<int>& worlds) {
+  int wrong = 0, parts = 0;
+  const auto began = steady_clock::now();
+  for (const int world : worlds) {
+    ++parts;
+    wrong += run_checks(program, world) ? 0 : 1;
+    // Several together, because they mostly wait. Each process has its turns on the device.
+    const auto at_once = static_cast<size_t>(std::max(1, kProcessesAtOnce / world));
+    for (size_t begin = 0; begin < std::size(kFailures); begin += at_once) {
+      const size_t end = std::min(std::size(kFailures), begin + at_once);
+      std::vector<std::unique_ptr<Group>> groups;
+      for (size_t i = begin; i < end; ++i)
+        groups.push_back(std::make_unique<Group>(program, kFailures[i].name, world));
+      for (size_t i = begin; i < end; ++i) {
+        ++parts;
+        wrong += check_survivors(kFailures[i], *groups[i - begin]) ? 0 : 1;
+      }
+    }
+    std::fflush(stdout);
+  }
+  std::printf("ranks as processes: %s, %d of %d parts, %.0f s\n", wrong > 0 ? "FAILED" : "passed", parts - wrong, parts,
+              seconds_since(began));
+  return wrong > 0 ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace tessera::process_ranks
+
+int main(int argc, char** argv) {
+  if (tessera::launched()) return tessera::process_ranks::rank_main(argc > 1 ? argv[1] : "checks");
+  std::vector<int> worlds;
+  for (int i = 1; i < argc; ++i) worlds.push_back(std::atoi(argv[i]));
+  if (worlds.empty()) worlds.push_back(2);
+  if (std::ranges::any_of(worlds, [](int world) { return world < 2 || world > 16; })) {
+    std::fprintf(stderr, "accelerator_ranks: world sizes are 2 to 16\n");
+    return 2;
+  }
+  return tessera::process_ranks::supervise(argv[0], worlds);
+}
