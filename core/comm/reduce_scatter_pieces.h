@@ -13,8 +13,8 @@ namespace tessera::internal {
 Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
                               ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 
-// Whether the group sends pieces without concatenating them. Not NCCL, which reduces one tensor at a time, nor a world
-// of one, which sends nothing.
+// Whether the group sends pieces without concatenating them. False for NCCL, which reduces one tensor at a time, and
+// for a world of one, which sends nothing.
 bool exchanges_pieces(const Communicator& comm);
 
 }  // namespace tessera::internal

@@ -18,10 +18,10 @@ class StoreThread;
 // Returns the store behind prefixes.
 c10d::Store& underlying(c10d::Store& store);
 
-// A store whose calls all end. A call of c10d's TCPStore waits for ever, and blocks all other calls of its process, if
-// the process that serves the store is stopped or the link to it is cut. This class makes the calls on a thread of its
-// own. It throws c10::Error, with kNoAnswer, when the store has not answered for the patience. The thread is then left
-// behind, and a call that it has not begun is never made. When the store answers again, so does this class.
+// A store whose calls all end. If the process that serves a c10d TCPStore is stopped, or the link to it is cut, a call
+// waits for ever and blocks all other calls of its process. This class makes the calls on a thread of its own. It
+// throws c10::Error, with kNoAnswer, when the store has not answered for the patience. The thread is then left behind,
+// and a call that it has not begun is never made. When the store answers again, so does this class.
 //
 // wait() and get() poll, so that they do not block other calls. Thread-safe. All that the library does with a store
 // from outside goes through this class: a group wraps the store that it is given.

@@ -13,9 +13,9 @@
 
 namespace tessera::internal {
 
-// The ranks' consistency check at the end of a pass. In one small all-reduce, whose size does not depend on the number
-// of ranks, they exchange their use of parameters and a fingerprint of all collectives since the last check, which must
-// be equal. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
+// The ranks' consistency check at the end of a pass. In one small all-reduce they exchange their use of parameters and
+// a fingerprint of all collectives since the last check, which must be equal. Its size does not depend on the number of
+// ranks. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
 //
 // On a device the host blocks only for results that it needs now. A rank without a gradient for some parameter waits
 // for the marks of the other ranks. A rank with all gradients reads the marks in a later pass. All ranks must then

@@ -37,7 +37,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // Called on the engine's thread; backward() throws its exceptions. After any but CommError the pass has failed and is
   // abandoned at once. After a CommError nothing can be waited for.
   virtual void end() = 0;
-  virtual void fail() = 0;     // called during the exception: must not be collective nor throw
+  virtual void fail() = 0;     // called during the exception: must neither be collective nor throw
   virtual void abandon() = 0;  // blocks until nothing of a failed pass is in flight
   // After end(), without the mutex: an exception fails the pass.
   virtual void after_end() {}

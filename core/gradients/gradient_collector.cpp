@@ -9,7 +9,7 @@ namespace tessera::internal {
 namespace {
 
 // Whether the caller has the only reference to a gradient and its memory. A view, such as the transposed product that
-// is the gradient of a linear layer's weight, keeps its base alive, which then must have no other reference either.
+// is a linear layer's weight gradient, keeps its base alive. The base must then have no other reference either.
 bool is_held_once(const at::Tensor& gradient) {
   const bool has_base = gradient.is_view() && gradient._base().use_count() == 1;
   return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);

@@ -95,7 +95,7 @@ class ReductionQueue {
   const ReducerOptions& options_;
   BucketCollectives collectives_;
   Observer observer_;
-  std::deque<size_t> order_;                                  // buckets whose turn is yet to come
+  std::deque<size_t> order_;                                  // buckets that wait for their turn
   std::vector<BucketState> states_;                           // by bucket
   std::array<std::deque<PendingReduction>, kStages> stages_;  // oldest first
 };

@@ -19,7 +19,7 @@ int64_t steady_now_ns();
 //
 // `clocks` has Trace::clock_id() by rank, or "" for a rank that is not traced. It must be equal on all ranks, and this
 // rank must be traced. Hosts are compared, not ranks: the first traced rank of each other host asks the first traced
-// rank for its clock, eight times through the store, and keeps the fastest answer (Cristian's algorithm, and NTP's
+// rank for its clock. It asks eight times through the store, and keeps the fastest answer (Cristian's algorithm, NTP's
 // filter). The answer was read between question and answer, so their midpoint errs by at most half of that time:
 // Run::error_ns. Later drift is not measured; NTP adjusts the rate of a steady clock, too.
 //

@@ -6,8 +6,8 @@
 
 namespace tessera::internal {
 
-// Chooses the CUDA device of a rank among `visible_count`: the index that it asks for, or else the only visible device
-// (some schedulers show each process its own device alone), or else the device of its local rank. Throws
+// Chooses the CUDA device of a rank among `visible_count`: the index that it asks for, or else the only visible device,
+// or else the device of its local rank. (Some schedulers show each process only its own device.) Throws
 // std::invalid_argument if there is no such device.
 c10::Device choose_cuda_device(c10::Device wanted, const LaunchEnvironment& environment, int visible_count);
 

@@ -179,8 +179,8 @@ std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::o
 }
 
 // Returns whether srun started this process as a task of a step. Batch scripts have SLURM_PROCID=0 and the job's
-// SLURM_NTASKS as well, and shells of salloc the latter, but no variable of a step. Both have SLURM_SUBMIT_DIR, which
-// tasks inherit. Without either, the user has set srun's variables by hand.
+// SLURM_NTASKS, and salloc's shells have SLURM_NTASKS, but neither has a step's variable. Both have SLURM_SUBMIT_DIR,
+// which tasks inherit. Without this and a step's variable, the user has set srun's variables by hand.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
   return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));

@@ -9,9 +9,9 @@
 namespace tessera::internal {
 
 // Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
-// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, so that the
-// error is at most half a scale, and decodes to the same bits everywhere. A block with an infinite or NaN element
-// decodes to NaN, so that checks find it. A value that fp32 cannot hold counts as infinite.
+// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale: the error
+// is at most half a scale. It decodes to the same bits everywhere. A block with an infinite or NaN element decodes to
+// NaN, so that checks find it. A value that fp32 cannot hold counts as infinite.
 //
 // Encoded bytes are the fp32 scales, one a block, then the int8 codes. They must start at a multiple of 4. CPUs encode
 // on intra-operator threads, other devices by torch's operators, to the same bits.

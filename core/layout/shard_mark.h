@@ -31,8 +31,8 @@ struct LowPrecisionPart {
 };
 
 // Marks a leaf tensor as a wrapper's part of a parameter. Code that needs whole parameters refuses it by its label
-// ("parameter 'fc.weight' on rank 1"), whole_sizes() returns the parameter's shape, and optimizers find its 16-bit
-// copy, if it has one. The mark belongs to the TensorImpl.
+// ("parameter 'fc.weight' on rank 1"). whole_sizes() returns the parameter's shape. Optimizers find its 16-bit copy, if
+// it has one. The mark belongs to the TensorImpl.
 void mark_as_shard(const at::Tensor& tensor, std::string label, std::vector<int64_t> whole_sizes,
                    LowPrecisionPart low_precision = {});
 bool is_shard(const at::Tensor& tensor);

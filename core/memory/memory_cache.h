@@ -22,17 +22,17 @@ namespace tessera::internal {
 
 // Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. A training step requests the same
 // blocks each time, and glibc handles that badly. A freed gradient of 16 MB leaves a hole that is a few alignment bytes
-// too small for the next one, and memory that glibc returns to the system costs 4,000 page faults to get again.
+// too small for the next one. Memory that glibc returns to the system costs 4,000 page faults to get again.
 //
 // Blocks are in huge pages if the system grants them (transparent_hugepage: madvise or always). A block of at least a
 // huge page is a mapping of its own; smaller ones share mappings, and are unmapped separately. A block serves requests
 // of up to 1/8 less; the one freed last is reused first, while it may be in a processor's cache.
 //
 // Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the longest
-// idle ones are unmapped, and one of them is resized to become the new block (mremap). If a control group limits
-// memory, and its processes need more than half of the limit, idle blocks are marked MADV_FREE, so that the system can
-// take their pages instead of killing the process. Once blocks are freed, a thread checks that, because memory other
-// than tensors may take the rest. Thread-safe. docs/launch.md has measurements.
+// idle ones are unmapped, and one of them is resized to become the new block (mremap). If the processes of a control
+// group need more than half of its memory limit, idle blocks are marked MADV_FREE: the system can take their pages
+// instead of killing the process. Once blocks are freed, a thread checks that, because memory other than tensors may
+// take the rest. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // malloc handles smaller ones well

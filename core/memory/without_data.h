@@ -15,8 +15,8 @@ class WithoutDataScope {
 };
 bool is_without_data();  // of this thread
 
-// While it lives, this thread waits for every asynchronous transfer that it starts, so that memory use does not depend
-// on the speed of a disk (record_run()).
+// While it lives, this thread waits for every asynchronous transfer that it starts. So memory use does not depend on
+// the speed of a disk (record_run()).
 class WaitForTransfersScope {
  public:
   WaitForTransfersScope();

@@ -22,7 +22,7 @@ namespace tessera::internal {
 // The activity of a rank during a span; the category ("cat") in the file.
 enum class SpanKind {
   kCompute,    // operators: of a unit under FSDP, else of a forward or backward
-  kGather,     // an all-gather, broadcast or scatter, from its start until its results are there
+  kGather,     // an all-gather, broadcast or scatter, from its start until its results are available
   kReduce,     // a reduce-scatter, all-reduce or reduce, likewise
   kWait,       // the rank's thread blocks in Pending::wait()
   kOptimizer,  // an optimizer's step

@@ -32,7 +32,7 @@ inline constexpr int64_t kPidsOfRun = 1'000'000;
 // Whether a trace may be written to `path`: there is no file, or it is empty or a trace. Opens only regular files.
 bool may_hold_trace(const std::string& path);
 
-// Returns the first bytes of a file, at most so many; none if it cannot be read.
+// Returns the first bytes of a file, at most `bytes`; none if it cannot be read.
 std::string begin_of_file(const std::string& path, size_t bytes);
 
 // A trace file that is open for appending, with an exclusive lock (flock). Not thread-safe.

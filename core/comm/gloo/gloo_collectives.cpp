@@ -112,8 +112,8 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
 }
 
 // Exchanges `parts`, indexed by rank. Returns this rank's part of all ranks: by segment, then by rank. Its own segments
-// are not copied. The received segments share one allocation of at least the full size, because the memory cache may
-// just have freed that size, for another stage of the same tensor; fresh pages would cost more.
+// are not copied. The received segments share one allocation of at least the full size. The memory cache may just have
+// freed that size, for another stage of the same tensor; fresh pages would cost more.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {
   const auto& own = parts[rank_];
   Segments segments;

@@ -136,7 +136,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                                           int position) {
   std::string what = "joining the groups of a split";
   if (!label().empty()) what += " in the group of " + label();
-  // Counted on all ranks, including those of no part.
+  // Counts this operation on all ranks, including ranks of no part.
   const GlooOperation joining(shared_from_this(), std::move(what));
   WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;

@@ -17,8 +17,8 @@ constexpr int kConnectionsOfPair = 2;
 // Selects the connection of a message, as the last bit of its tag.
 inline int connection_bit(int rank, int peer, bool is_send) { return is_send == (rank < peer) ? 1 : 0; }
 
-// Makes c10d's gloo group with so many connections between each pair of ranks, all served by one thread. Collective.
-// Its send() and recv() must be called under a SigpipeBlock: they write to sockets.
+// Makes c10d's gloo group with `connections` connections between each pair of ranks, all served by one thread.
+// Collective. Its send() and recv() must be called under a SigpipeBlock: they write to sockets.
 c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  const GlooOptions& options, int connections);
 

@@ -29,7 +29,7 @@ class GlooTransports {
 
   // Whether all messages move data before they are awaited.
   bool are_eager() const { return are_eager_; }
-  // Whether operations on full tensors of so many elements move no data until they are awaited.
+  // Whether operations on full tensors of this size move no data until they are awaited.
   bool are_lazy(int64_t full_numel) const { return !by_peer_.empty() && full_numel > max_eager_numel_; }
 
   // See Transport.

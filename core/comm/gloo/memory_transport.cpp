@@ -41,7 +41,7 @@ class MemoryTransport::Message : public TransportMessage {
   bool complete_without_waiting() noexcept override {
     try {
       memory_.copy_if_matched(announced_);
-    } catch (const PeerMemory::Unreachable&) {  // the next wait reports the same
+    } catch (const PeerMemory::Unreachable&) {  // the next wait reports it
     }
     return announced_->slot == nullptr;
   }

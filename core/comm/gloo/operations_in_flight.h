@@ -25,7 +25,7 @@ struct OperationResources {
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
-// The operations of a group that are in flight on this rank, the current wait of the rank's thread, and whether the
+// The operations of a group that are in flight on this rank, and the current wait of its thread. Knows whether the
 // group is broken or closed. Thread-safe.
 class OperationsInFlight {
  public:

@@ -20,8 +20,8 @@ namespace {
 // A step that no operation has: the tag of a message that is never sent.
 constexpr int kNoStep = 3;
 
-// 14 bits of the sequence number tell operations apart that are in flight together, 2 the step, 14 the hash, and the
-// last one selects the connection: see [Note: one way].
+// 14 bits of the sequence number distinguish the operations in flight. 2 bits are the step, 14 the hash, and the last
+// one selects the connection: see [Note: one way].
 int tcp_tag(const MessageTag& tag, int connection) {
   return static_cast<int>((tag.sequence & 0x3fff) << 17 | (tag.step & 0x3) << 15 | (tag.fingerprint & 0x3fff) << 1) |
          connection;
@@ -107,9 +107,9 @@ Transport::StartedCollective TcpTransport::start_collective(const Collective& co
           2 * static_cast<int64_t>(collective.full.nbytes()) * (size_ - 1) / size_};
 }
 
-// When a connection ends, gloo ends the waits for the messages that are announced on it, but not the wait for a message
-// that is being transferred (Pair::signalException): that wait would last until its timeout. A further announcement
-// does fail, so this function makes one on behalf of a long wait. Its message is never sent.
+// When a connection ends, gloo ends the waits for the messages that are announced on it. It does not end the wait for a
+// message in transfer (Pair::signalException), which would last until its timeout. A further announcement does fail, so
+// this function makes one during a long wait. Its message is never sent.
 std::string TcpTransport::why_disconnected(int peer, bool is_send) {
   c10::intrusive_ptr<c10d::Backend> backend;
   {

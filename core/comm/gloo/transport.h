@@ -103,7 +103,7 @@ class Transport {
     throw std::logic_error("this transport carries no collectives");
   }
 
-  // Operations on full tensors of at most so many elements move data before they are awaited; 0: none do.
+  // Operations on full tensors of at most this size move data before they are awaited; 0: none do.
   virtual int64_t max_eager_numel() const = 0;
 
   // A rank that this transport reaches and whose process has ended; -1: none is known.

@@ -9,14 +9,12 @@
 
 namespace tessera::internal {
 
-// Gives every rank the texts of all ranks, in rank order. Collective. Throws std::exception if a rank does not come in
-// time.
+// Gives every rank the texts of all ranks, in rank order. Collective. Throws std::exception if a rank is late.
 using TextExchange = std::function<std::vector<std::string>(const std::string& own)>;
 
-// Exchanges texts through a store, under keys that begin with `prefix`. Rank 0 reads the texts of all ranks and
-// publishes them under one key, so a rank's cost does not grow with the number of ranks. Throws CommError, which names
-// the missing ranks, after `timeout`. Throws std::invalid_argument if ranks pass different sizes, or one rank comes
-// twice.
+// Exchanges texts through a store, under keys that begin with `prefix`. Rank 0 reads all texts and publishes them under
+// one key, so a rank's cost does not grow with the number of ranks. Throws CommError, which names the missing ranks,
+// after `timeout`. Throws std::invalid_argument if ranks pass different sizes, or two callers the same rank.
 TextExchange exchange_through(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
                               int size, std::chrono::milliseconds timeout);
 

@@ -1,10 +1,10 @@
 // The NCCL backend, on any c10d::Backend that behaves as ProcessGroupNCCL does.
 //
-// A group is one NCCL communicator, which runs operations in the order of their start. So gathers and reductions cannot
-// wait for each other in different orders on two ranks, which would deadlock on a GPU that runs one NCCL kernel at a
-// time. wait() orders the current stream after the operation, and does not block the host. A thread watches the
-// operations. If NCCL reports an error, or a peer fails, diverges, is late or is dead, the thread aborts the group, and
-// every later call throws the reason.
+// A group is one NCCL communicator, which runs operations in the order of their start. So two ranks cannot run a gather
+// and a reduction in different orders, which would deadlock on a GPU that runs one NCCL kernel at a time. wait() orders
+// the current stream after the operation, and does not block the host. A thread watches the operations. The thread
+// aborts the group if NCCL reports an error, or a peer fails, diverges, is late or is dead. Every later call then
+// throws the reason.
 #include "core/comm/nccl/nccl_communicator.h"
 
 #include <ATen/ops/empty.h>

@@ -13,9 +13,9 @@
 namespace tessera::internal {
 
 // Reductions of a device group that add in rank order, for InitOptions::rank_order_sums. Ranks exchange shards of the
-// tensor by an all-to-all, in the tensor's dtype, and each rank adds the values of its shard on a stream of this
-// object. An all-reduce then sends the sums to all ranks. So each rank sends the bytes of a ring, and the results have
-// gloo's bits.
+// tensor by an all-to-all, in the tensor's dtype. Each rank adds the values of its shard on a stream of this object. An
+// all-reduce then sends the sums to all ranks. So each rank sends the bytes of a ring, and the results have gloo's
+// bits.
 //
 // The exchange proceeds in pieces, so its memory is at most kStagingBytes whatever the size of the tensor. Must be
 // called by one thread at a time.

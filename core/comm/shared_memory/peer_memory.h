@@ -25,8 +25,8 @@ namespace tessera::internal {
 // message copies it at once. (Open MPI and UCX call this cross-memory attach.)
 //
 // Only Linux has these calls, and a kernel or container may forbid them. connect() tries them and leaves out
-// unreachable ranks. Under Yama's ptrace_scope 1, with `permits_tracing`, it permits the descendants of the ranks'
-// nearest common ancestor, the launcher, to attach to this process while the group lives (tracer_permission.h).
+// unreachable ranks. Yama's ptrace_scope 1 requires `permits_tracing`: while the group lives, the descendants of the
+// ranks' nearest common ancestor, the launcher, may attach to this process (tracer_permission.h).
 class PeerMemory {
  public:
   // A message that this rank has announced. It is complete when `slot` is null.

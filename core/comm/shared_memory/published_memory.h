@@ -20,8 +20,8 @@ class PublishedMemory {
 
   uint64_t number() const { return number_; }  // unique in this process; 0: nothing is published
 
-  // Returns the address. Throws std::runtime_error if no memory of at least so many bytes is published under the number
-  // for this access.
+  // Returns the address. Throws std::runtime_error if no memory of at least `bytes` is published under the number for
+  // this access.
   static void* find(uint64_t number, uint64_t bytes, bool to_write);
 
  private:

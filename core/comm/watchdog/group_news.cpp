@@ -10,7 +10,7 @@
 namespace tessera::internal {
 namespace {
 
-// An error lists at most so many failures. The first ones are the cause of the others.
+// The most failures that an error lists. The first failures are the cause of the others.
 constexpr int kMostFailures = 4;
 
 // Keys of the store. Without destructors: detached threads may use them while the process ends.

@@ -12,8 +12,8 @@
 
 namespace tessera::internal {
 
-// Messages of the ranks of a group in its store: failures, the ranks that have left, and those that have read the news.
-// All functions ask the store, so they may block, or throw if the store is lost. Thread-safe.
+// Messages of a group's ranks in its store: failures, ranks that have left, and ranks that have read the news. All
+// functions ask the store, so they may block, or throw if the store is lost. Thread-safe.
 class GroupNews {
  public:
   // `serves_store`: the store is in this process.

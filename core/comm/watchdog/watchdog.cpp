@@ -18,7 +18,7 @@
 namespace tessera::internal {
 namespace {
 
-// An error lists at most so many waits in other groups.
+// The most waits in other groups that an error lists.
 constexpr size_t kMostWaits = 4;
 
 // The watchdogs of this process, for its end. Never destroyed.

@@ -20,7 +20,7 @@ namespace tessera::internal {
 class WatchdogLoop;
 
 // Finds the reason why an operation does not end, through the store. Its thread does nothing while operations end
-// within a second. Then a waiting rank searches for these reasons, and ends the wait long before the timeout, with an
+// within a second. Then a waiting rank searches for these reasons. It ends the wait long before the timeout, with an
 // error that names the rank and the operation:
 // - A rank has failed: it has published its reason in the store.
 // - The ranks have diverged: the first rank to stall publishes its last operations, and the others compare them with
