@@ -28,7 +28,7 @@ foreach(public
   list(TRANSFORM names APPEND "=${CMAKE_MATCH_1}")
   list(APPEND library_of ${names})
 endforeach()
-# What any library may include: plain values without an implementation.
+# Headers that any library may include: plain values without an implementation.
 list(APPEND library_of include/tessera/model/range=base)
 
 function(find_library_of path result)

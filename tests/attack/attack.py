@@ -219,7 +219,7 @@ def kill(run):
 
 
 def stop(run):
-    """One of several ranks stops, and goes on when the others have ended."""
+    """One of several ranks stops, and continues when the others have ended."""
     world = run.draw.randint(2, 3)
     victim = run.draw.randrange(world)
     job = begin(run, world)
@@ -233,7 +233,7 @@ def stop(run):
 
 
 def suspend(run):
-    """The whole job stops for longer than its timeout, and goes on."""
+    """The whole job stops for longer than its timeout, and continues."""
     job = begin(run, 2)
     for process in job.ranks:
         process.send(signal.SIGSTOP)
@@ -296,7 +296,7 @@ def cut(run):
         subprocess.run(["ip", "-n", hosts.names[victim], "link", "set", "veth0", "down"], check=True)
         job.end_of(range(world))
         others = [rank for rank in range(world) if rank != victim]
-        if world > 2 and victim != 0:  # of two, each names the other; without rank 0's store, no rank can name the victim
+        if world > 2 and victim != 0:  # two ranks name each other; without rank 0's store, none can name the victim
             job.name(victim, others)
     run.check_newest(job.folder, reported(job.ranks[0].output()))
 
@@ -333,7 +333,7 @@ def change(file, draw):
     data = bytearray(file.read_bytes())
     kind = draw.choice(["bit", "bit", "cut", "noise", "inserted", "removed", "gone", "empty", "pointer", "folder", "pipe", "loop"])
     at = draw.randrange(max(1, len(data)))
-    if draw.randrange(2):  # in what describes the rest
+    if draw.randrange(2):  # in the first or last 600 bytes, which describe the rest
         at = draw.choice([at % 600, len(data) - 1 - at % 600]) % max(1, len(data))
     if kind == "bit":
         data[at] ^= 1 << draw.randrange(8)
@@ -389,7 +389,7 @@ def damage(run):
         what = f"{form} {place}, {file.relative_to(hurt)} damaged ({how})"
         told, values = answer.startswith("refused "), answer.split(" ", 2)[1:2]
         if form == "newest":
-            # A link to itself proves no damage, so the older one may not be taken.
+            # A link to itself does not prove damage, so the reader must not take the older checkpoint.
             is_right = told and how == "loop" and str(file) in answer or not told and (values == right[form, place].split(" ", 2)[1:2] or
                                      values == older.split(" ", 2)[1:2] and (file.parent.name in answer or how == "gone"))
         elif told:
@@ -426,12 +426,12 @@ def fuzz(what, command, environment, seconds):
     return f"{what} ended by {name_of(done.returncode)}: {done.stdout[-3000:].decode(errors='replace')}" if done.returncode else ""
 
 
-# With the number of times that each is drawn.
+# Each attack with its weight in the draw.
 ATTACKS = {kill: 5, stop: 3, suspend: 1, spawn: 3, cut: 2, disk: 6, damage: 4}
 
 
 def kind_of(seed, number):
-    """First each kind once, then drawn ones."""
+    """Returns each kind once, then drawn kinds."""
     kinds = list(ATTACKS)
     return kinds[number] if number < len(kinds) else random.Random(f"{seed}:{number}:kind").choices(kinds, ATTACKS.values())[0]
 

@@ -129,7 +129,7 @@ void add(std::string& all, const at::Tensor& tensor) {
 
 struct Values {
   std::string all;   // the bytes of all tensors
-  std::string rest;  // the value of the checkpoint, and the errors of those that were passed over
+  std::string rest;  // the value of the loaded checkpoint, and the errors of damaged ones
 };
 
 Values read_sharded(const std::string& format, const fs::path& path) {
@@ -168,7 +168,7 @@ std::string answer(const std::string& format, const fs::path& path) {
     return std::string("refused ") + error.what();
   } catch (const tessera::ExportedError& error) {
     return std::string("refused ") + error.what();
-  } catch (const std::exception& error) {  // of another kind: not an answer to damage
+  } catch (const std::exception& error) {  // readers must not answer damage by other errors
     return std::string("wrong ") + error.what();
   }
 }

@@ -95,7 +95,7 @@ TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
       EXPECT_LE(params, model / kRanks * 1.05 + 4096);
       EXPECT_EQ(grads, params);
       EXPECT_LE(sent / model, 3 * part * 1.05 + 0.02);
-      EXPECT_GE(sent / model, 2 * part);  // the last units stay for backward
+      EXPECT_GE(sent / model, 2 * part);  // the last units stay gathered for backward
     } else {
       EXPECT_NEAR(sent / model, (wrapper == "oss" ? 3 : 2) * part, wrapper == "ddp" ? 0.03 : 0.05) << wrapper;
     }

@@ -270,7 +270,7 @@ TEST(CheckpointFaults, InterruptedCallsAreRepeatedAndShortWritesContinued) {
     save_full(folder / "m.safetensors", model);
     load_full(folder / "m.safetensors", model);
     set_on_all(interrupts_every, 0);
-    // A file that takes no more, without an error.
+    // A write that takes no bytes, and gives no error.
     set_on_all(writes_of_bytes, 0);
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "a", model); }), "takes no bytes");
     set_on_all(writes_of_bytes, -1);
@@ -369,7 +369,7 @@ TEST(CheckpointFaults, ASaveThatFailedAndNobodyWaitedForIsAWarning) {
 
 // The other ranks get the error at once, and the group still works.
 TEST(CheckpointFaults, OneRankThatCannotWriteInTheBackgroundIsNamedAtOnce) {
-  for (int world : {3, 5}) {  // rank 0 reads the ranks' descriptions; those of subgroups
+  for (int world : {3, 5}) {  // 3: rank 0 reads all ranks' descriptions; 5: those of subgroups
     const TemporaryFolder folder;
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       Replicated model(torch::nn::Linear(30, 30).ptr(), comm);
@@ -474,7 +474,7 @@ TEST(CheckpointFaults, AnExceptionBesideASaveTakesNothingOfIt) {
   }
 }
 
-// A hurried save waits for a working rank, but not for a lost one.
+// A hurried save waits for a rank whose heartbeats arrive, but not for a silent one.
 TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
   const auto rank_0_is_told = [](std::chrono::milliseconds timeout,
                                  const std::function<void(SaveCoordinator&)>& rank_1) {
@@ -563,7 +563,7 @@ TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
       save_checkpoint(name(5), model, adam, {{"step", 5}}, {.keep_last = 3});
       EXPECT_TRUE(newest()->damaged.empty() || damaged == 1);
     });
-    // A thread removes step 1 under another name.
+    // A background thread renames step 1 and removes it.
     for (int i = 0; i < 3000 && entries(folder.path()) > 3; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     EXPECT_FALSE(std::filesystem::exists(name(1)));

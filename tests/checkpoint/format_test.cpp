@@ -79,7 +79,7 @@ TEST(SafetensorsHeader, HostileOnesAreRefused) {
   }
 }
 
-// CPU time, so that other programs do not matter: four times the tensors take four times as long, not sixteen times.
+// Measures CPU time, which other programs do not affect. Four times the tensors must take four times as long, not 16.
 TEST(SafetensorsHeader, CostsAreLinearInTheTensors) {
   auto seconds = [](int64_t tensors) {
     double least = 1e9;
@@ -195,7 +195,7 @@ TEST(Format, EveryFlippedBitIsFound) {
     ASSERT_FALSE(is_refused(sample.directory));
     for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
       const std::string whole = file_bytes(entry.path());
-      // Version 2 has more files, so every fifth bit: each bit of a byte gets its turn.
+      // Version 2 has more files, so only every fifth bit is changed. That covers each position in a byte.
       for (size_t bit = 0; bit < 8 * whole.size(); bit += version == 1 ? 1 : 5) {
         std::string damaged = whole;
         damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ (1 << bit % 8));

@@ -278,7 +278,7 @@ TEST(HostileSave, OneRanksFullDiskIsToldByItsName) {
   });
 }
 
-// Makes one call of a save fail, the next one in each save; or that call and all later ones.
+// Makes call number `from` of a save fail; with `goes_on`, also all later calls.
 class Refusal {
  public:
   void begin(fs::path folder, int from, bool goes_on, int reason) {
@@ -402,7 +402,7 @@ TEST(HostileSave, AClockThatGoesBackOrAheadChangesNothing) {
         comm->barrier();
         const auto path = folder / ("at-" + std::to_string(++step));
         ASSERT_EQ(save_either_way(in_background, path, trained.fsdp, trained.optimizer, step, {.keep_last = 2}), "");
-        // Also the times of files.
+        // The files' times follow the changed clock, too.
         if (comm->rank() == 0) {
           const auto time = fs::file_time_type::clock::now();
           fs::last_write_time(path / "tessera.json", time);

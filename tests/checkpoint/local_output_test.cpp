@@ -64,7 +64,7 @@ TEST(LocalOutput, HasWhatItWasGivenWhateverTheFileSystemCan) {
   }
 }
 
-// For a large file; a small one needs no more calls.
+// Allocates the blocks of a large file first. A small file needs no such call.
 TEST(LocalOutput, ClaimsTheDisksBlocksBeforeItWrites) {
   const TemporaryFolder folder;
   auto calls_of = [&](const std::string& name, int64_t bytes) {

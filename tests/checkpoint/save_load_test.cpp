@@ -303,7 +303,7 @@ TEST(Checkpoint, EachRankReadsOnlyWhatItNeeds) {
       int64_t own = 0, ends = 0;
       for (const auto& shard : fsdp.named_shards()) {
         own += static_cast<int64_t>(shard.tensor.nbytes());
-        // A box may begin and end inside a block; a shard has at most 3 boxes, from 4 slices of 3.
+        // Each box may begin and end inside a block. A shard has at most 3 boxes.
         ends += shard.held.numel() > 0 ? 2 * 3 : 0;
       }
       EXPECT_GE(bytes_read, own);
@@ -365,7 +365,7 @@ TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
   });
 }
 
-// With another number of groups, each keeps its own options, which may need more state than was saved.
+// If the number of groups differs, each group keeps its own options, which may need more state than was saved.
 template <class Optimizer, class Options>
 void step_after_loading_into_two_groups(const std::shared_ptr<Communicator>& comm, const std::filesystem::path& folder,
                                         const Options& before, const Options& after) {
@@ -579,7 +579,7 @@ TEST(Checkpoint, ATiedParameterThatAGroupListsTwiceIsOne) {
   });
 }
 
-// A checkpoint of this library has such a parameter once, under one name, and lists the others.
+// A checkpoint of this library has a tied parameter once, under one name, and lists its other names.
 TEST(Checkpoint, ATiedParameterIsLoadedByTheNameThatIsNotLeftOut) {
   struct Tied : torch::nn::Module {
     Tied() {
@@ -679,7 +679,7 @@ TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
   EXPECT_EQ(latest_checkpoint(folder.path()), folder / "d");
 }
 
-// For example, one job evaluates the newest while another trains.
+// For example, one job evaluates the newest checkpoint while another trains and replaces it.
 TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadToItsEnd) {
   const TemporaryFolder folder;
   std::atomic<int> replacements = 0;
@@ -754,7 +754,7 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }),
                     "not a directory");
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
-    // The system resolves it beside the link's target.
+    // The system resolves `..` to the parent of the link's target.
     save_checkpoint(folder / "runs/../behind", model, {{"step", 7}});
     EXPECT_EQ(load_checkpoint(folder / "runs/../behind", model)["step"], 7);
     EXPECT_EQ(load_checkpoint(folder / "disk/behind", model)["step"], 7);
@@ -792,7 +792,7 @@ TEST(Checkpoint, WhatNoSaveHasWrittenIsNeverRemoved) {
   EXPECT_EQ(names_in(folder / "last"), with_own);
   EXPECT_TRUE(is_own("last"));
   {
-    const ReadLock hold(folder / "last");  // a reader of the old one must not hide them
+    const ReadLock hold(folder / "last");  // a reader of the old checkpoint must not hide the user's files
     save("last");
     EXPECT_TRUE(is_own("last"));
   }
@@ -847,7 +847,7 @@ TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
   });
 }
 
-// A program that resumes would start anew; the folder is not empty either.
+// The user gave a checkpoint in place of its folder. Without the error, a program that resumes would start anew.
 TEST(Checkpoint, TheNewestInACheckpointIsRefusedByName) {
   const TemporaryFolder folder;
   folder.write("mine/tessera.json", "{}");  // of another program: no checkpoint, and no error
@@ -886,7 +886,7 @@ TEST(Checkpoint, TheNewestInWhatIsNoFolderIsRefusedByName) {
   });
 }
 
-// One unit is summoned; the other would be writable.
+// One unit is summoned. The other could be written, which would leave a half-loaded model.
 TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   const TemporaryFolder folder;
   const auto refuses = [&](std::shared_ptr<Communicator> comm, const CpuOffload& offload) {
@@ -1271,7 +1271,7 @@ TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) 
       }
       EXPECT_TRUE(found) << through_data;
     }
-    // its writes are not counted, so it is copied at once
+    // torch's SGD does not count its writes, so the save copies at once, in spite of copy_in_background.
     torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(0.1));
     auto safe = save_checkpoint_async(folder / "d", fsdp, sgd, {}, {.copy_in_background = true});
     sgd.step();

@@ -83,7 +83,7 @@ TEST(TrainingState, IsSavedByOneCallAndGoesOnOnAnyNumberOfRanks) {
         const auto items = sampler.next();
         std::copy(items.begin(), items.end(), seen.begin() + static_cast<long>(step * kInStep + comm.rank() * of_rank));
       }
-      // After three steps; the fifth halves the rate.
+      // Three steps were taken before the save; the fifth halves the rate.
       auto rate = [&] { return static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).lr(); };
       const double before = rate();
       scheduler.step();
@@ -110,7 +110,7 @@ TEST(TrainingState, IsSavedByOneCallAndGoesOnOnAnyNumberOfRanks) {
   });
 }
 
-// A list as in a program; each link of the chain uses another wrapper and number of ranks.
+// Lists objects as a program does. Each link of the chain resumes with another wrapper and number of ranks.
 TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
   const TemporaryFolder folder;
   auto under = [&](int stage, int world, auto body) {
@@ -156,7 +156,7 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
       for (size_t i = 0; link + 1 == chain.size() && i < 2; ++i) EXPECT_TRUE(own[i].allclose(expected[i]));
       model.comm()->barrier();
     });
-  // Without the averages; with a model that has them; and as another program's model.
+  // Loads the model without averages; the averages as the model; and a file of the model alone.
   const auto last = name(chain.size() - 1);
   consolidate_checkpoint(last, folder / "m.safetensors", /*state=*/false);
   under(2, 2, [&](auto& model, auto&, Ema& ema) {

@@ -51,7 +51,7 @@ void over_each_transport(int world, const std::function<void(std::shared_ptr<Com
   }
 }
 
-// Runs collectives with shards of several sizes in one group.
+// The shard sizes that each group runs its collectives with.
 constexpr int64_t kNumels[] = {0, 1, 5, 1000, 70001};
 
 class Collectives : public testing::TestWithParam<int> {
@@ -560,7 +560,7 @@ TEST(BackendAllReduce, RanksOfOneProcessMayStartTheirFirstAtOnce) {
   }
 }
 
-// The operation connects first, and waits for all ranks.
+// The first operation connects to all ranks, and waits for them.
 TEST(BackendAllReduce, ARankThatFailsBeforeItsFirstEndsTheOthersByName) {
   std::vector<std::string> errors(3);
   const auto began = std::chrono::steady_clock::now();

@@ -9,20 +9,20 @@
 //   reaped   as exit; in the starting process a thread reaps every child, or, if RANK is 1, the system does
 //   stop     stops (SIGSTOP) while large messages are in flight; cut: kills itself then
 //   save     stops 5 ms after an asynchronous save has begun ("saves"): in the folder TESSERA_TEST_FOLDER
-//   saving   none ends: saves without end
-//   pause    none ends before all have seen that they were stopped and continued ("runs"); rank RANK is the last
+//   saving   all ranks save repeatedly, and none ends
+//   pause    all run ("runs") until each has seen that it was stopped and continued; rank RANK is slow
 //   split    stops while groups are made one after the other
 //   connect  kills itself while the others connect for their first all-reduce by gloo's algorithm
 //   fork     has a child (fork) that uses its group, aborts it and destroys it; then all continue
 //   beats    kills itself while the others are in a wait that no transport ends: the heartbeats of a Watchdog end it
 //   late     as throw, while the last rank is busy for two seconds
 //   linger   all end without error, the others three seconds later
-//   leave    ends without error while the others continue, the last rank as late
+//   leave    ends without error while the others continue, the last rank after two seconds
 //   absent   ends without error before it joins the others
 //   torn     ends during a large message, which it cannot read to the end
 //   one-line throws in run_main(), while the others are in collectives
 //   one-line-all   all throw in run_main(); one-line-exit: all return 3
-//   save     all loop until stop_requested(), save for a second, and return 128 + signal
+//   until-stopped  all loop until stop_requested(), save for a second, and return 128 + signal
 // The other ranks continue with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
@@ -155,7 +155,7 @@ int save_for_ever(const std::shared_ptr<tessera::Communicator>& comm, bool stops
   return 22;
 }
 
-// The others wait for the slow rank most of the time, also while they are stopped.
+// The other ranks wait for the slow rank most of the time, so they usually stop inside a wait.
 int run_until_continued(tessera::Communicator& comm, bool is_slow) {
   say("runs");
   auto before = std::chrono::steady_clock::now();

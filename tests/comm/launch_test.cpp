@@ -231,7 +231,7 @@ TEST(SpawnLocal, CtrlCOnATerminalEndsAllRanks) {
   EXPECT_TRUE(all_gone(output, 2));
 }
 
-// In their own time: a save may take longer than the end of a failed group.
+// Ranks may take longer to save after a signal than the ranks of a failed group may take to end.
 TEST(SpawnLocal, RanksSaveBeforeTheyStop) {
   for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) {
     ChildProcess program({kProgram, "--spawn", "3", "--grace-ms", "20000", "until-stopped"});
@@ -568,8 +568,8 @@ TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
   }
 }
 
-// Rank 0's process serves the store, and ends as soon as it can: by its own exception, by that of an operation that
-// rank 1 has failed, or without error. Rank 2 starts its next operation long after that.
+// Rank 0's process serves the store and ends first: by its own exception, by an operation that fails because of rank 1,
+// or without error. Rank 2 starts its next operation long after that.
 TEST(Launchers, AllReadWhyAGroupEndsHoweverLate) {
   struct Case {
     const char* mode;
@@ -724,7 +724,7 @@ std::string run_to_error(const ChildProcess::Environment& environment, int code)
   return program.output();
 }
 
-// As every process of the network can list them.
+// Returns the store's keys, which every process of the network can list.
 std::vector<std::string> keys_of_store(const std::string& port) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(std::stoi(port));
@@ -845,7 +845,7 @@ TEST(LaunchErrors, AStrangerIsRefused) {
   stranger["TESSERA_STORE_TOKEN"] = "of another";
   const auto other = run_to_error(stranger, kCommError);
   EXPECT_TRUE(contains(other, "this process has another TESSERA_STORE_TOKEN than rank 0")) << other;
-  ChildProcess one({kProgram}, member);  // no process has taken its place
+  ChildProcess one({kProgram}, member);  // the refused processes must not take its place
   EXPECT_EQ(zero.wait(), 0) << zero.output();
   EXPECT_EQ(one.wait(), 0) << one.output();
 }

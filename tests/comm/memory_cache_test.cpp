@@ -116,7 +116,7 @@ TEST(MemoryCache, CutsOrGrowsWhatItWouldUnmap) {
   EXPECT_EQ(cache.stats().mapped, 1);
   EXPECT_EQ(cache.stats().remade, 2);
 
-  // In small pages, at any page, until it must start at a huge page.
+  // A block below a huge page grows at any page. One above it must start at a huge page, and keeps its contents.
   cache.release();
   cache.give(take_marked(kMiB));
   cache.give(cache.take(kMiB * 3 / 2));

@@ -165,7 +165,7 @@ TEST(PeerMemoryCopies, WhoComesSecondToASmallMessageCopiesAtOnce) {
   });
 }
 
-// Receiving takes a rank so long that the other one can begin, now or in another round.
+// A copy takes so long that the other rank can begin one too, in this round or another.
 TEST(PeerMemoryCopies, OfTwoThatWaitEachCopies) {
   constexpr int kRounds = 10;
   c10d::HashStore store;
@@ -189,7 +189,7 @@ TEST(PeerMemoryCopies, OfTwoThatWaitEachCopies) {
   EXPECT_TRUE(is_seen);
 }
 
-// Of two waiting ranks neither takes the other's half. In this test the sent data is not received.
+// A waiting rank copies its receives before its sends. Here its sends have no address to go to, so wait() then throws.
 TEST(PeerMemoryCopies, WhatIsReceivedComesFirst) {
   c10d::HashStore store;
   on_two_threads([&](PeerMemory& memory, int rank) {
@@ -208,7 +208,7 @@ TEST(PeerMemoryCopies, WhatIsReceivedComesFirst) {
   });
 }
 
-// It sleeps until its receive completes, and meanwhile sends under another tag of the same operation.
+// Rank 1 sleeps until its receive completes. Meanwhile it copies its send under another tag of the same operation.
 TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsOperationIsMatchedMeanwhile) {
   constexpr uint64_t kReceived = uint64_t{5} << 32 | 7, kSent = uint64_t{5} << 32 | 9, kLater = uint64_t{6} << 32 | 9;
   c10d::HashStore store;
@@ -246,7 +246,7 @@ TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsOperationIsMatchedMeanwhile) {
   });
 }
 
-// Neither waits for any message: a rank that finds no room copies.
+// Neither rank waits before it has announced all messages: a rank that finds the channel full copies.
 TEST(PeerMemoryCopies, BothRanksMayBeAThousandMessagesAhead) {
   constexpr int kMessages = SharedBoard::Channel::kSlots + 100;
   on_two_threads([&](PeerMemory& memory, int rank) {
@@ -469,7 +469,7 @@ TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
   EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL}));
 }
 
-// Its process id is reused at once, by a process that even has a copy of its memory.
+// The process id of a dead rank is reused at once, by a process that even has a copy of its memory.
 TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
   on_two_threads([](PeerMemory&, int) {});  // makes the process's random number, which fork then copies
   constexpr int kNoSuchNumber = 77;
@@ -587,7 +587,7 @@ TEST(PeerMemoryProcesses, ARankThatStopsOrDiesWhileItCopiesEndsTheOthersInTime) 
   }
 }
 
-// It has not copied when it drops the message that it announced second, and copies then.
+// Rank 0 announces its messages last, so it must copy. It drops the operation without a wait, and copies then.
 TEST(PeerMemoryProcesses, ARankThatDropsAnOperationAndLeavesTakesNothingFromTheOthers) {
   constexpr int64_t kNumel = 1 << 20;
   const auto codes = on_processes(2, [](const c10::intrusive_ptr<c10d::Store>& store, int rank) {

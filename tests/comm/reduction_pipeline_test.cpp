@@ -122,8 +122,8 @@ TEST(ReductionPipeline, SomeRanksShareAHost) {
   expect_definition(5, 11 * kChunkFloats + 3, ReduceOp::kAverage, at::kBFloat16, /*together=*/3);
 }
 
-// More chunks than are announced ahead, so that staging is reused. (A rank of five has room for 8 chunks of each other
-// one.)
+// The tensor has more chunks than staging has room for, so staging is reused: each of five ranks has room for 8 chunks
+// of each peer.
 TEST(ReductionPipeline, StagingIsLessThanWhatComes) {
   const int64_t numel = 11 * kChunkFloats + 5;
   const at::Tensor expected = reduced(5, numel, ReduceOp::kSum);

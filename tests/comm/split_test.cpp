@@ -155,7 +155,7 @@ TEST(Split, ARankThatCannotJoinItsPartEndsTheOthersJoining) {
                                       " of 3: rank 1 failed: " + errors[1]);
 }
 
-// The errors of `world` ranks whose waits fail, with a timeout that would show.
+// Returns the errors of `world` ranks. Fails if the ranks wait for the timeout of 10 minutes.
 std::vector<std::string> errors_of_waits(int world, const std::function<void(Communicator&)>& program,
                                          const InitOptions& options = {}) {
   std::vector<std::string> errors(world);
@@ -191,7 +191,7 @@ TEST(Split, RanksThatWaitForEachOtherInDifferentGroupsAreTold) {
   }
 }
 
-// Their operations look alike, so only this check can detect the mix.
+// The threads' operations look alike, so only the check for a single thread can detect the mix.
 TEST(Split, TwoThreadsOfOneGroupAreRefused) {
   for (const bool splits : {false, true}) {
     for (const bool peer_memory : {true, false}) {
@@ -243,7 +243,7 @@ TEST(Split, AnotherThreadMayAbortAtAnyTime) {
   }
 }
 
-// Rows and columns: no two of the four form a cycle.
+// The groups are rows and columns of a grid: no two of the four form a cycle.
 TEST(Split, ACycleOfFourGroupsIsTold) {
   const auto errors = errors_of_waits(4, [](Communicator& comm) {
     const auto row = comm.split_by([](int rank) { return rank / 2; });
@@ -286,7 +286,7 @@ TEST(Split, WaitsInSeveralGroupsThatEndAreNoCycle) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// Threads that are made for each epoch, so that thread ids are reused; or that change their groups.
+// The program makes threads for each epoch, so thread ids are reused; or its threads exchange their groups.
 TEST(Split, ThreadsThatHandOverTheirGroupsAreNoCycle) {
   for (const bool is_new : {true, false}) {
     const auto errors = errors_of_waits(2, [&](Communicator& comm) {

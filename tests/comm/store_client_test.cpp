@@ -1,4 +1,4 @@
-// Stores that do not answer, and the clock of the deadlines.
+// Stores that do not answer, and the clock that measures deadlines.
 #include "core/comm/store_client.h"
 
 #include <gtest/gtest.h>

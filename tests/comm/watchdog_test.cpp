@@ -84,7 +84,7 @@ TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   ranks[77]->watch.publish_failure("no more data");
   for (const auto& rank : ranks) EXPECT_TRUE(rank == ranks[77] || soon([&] { return rank->interrupts > 0; }));
   EXPECT_EQ(ranks[200]->watch.explanation(), "rank 77 failed: no more data");
-  // A consequence is not published as a reason.
+  // An error that follows from another rank's failure is not published as a reason.
   ranks[200]->watch.publish_failure("the all-gather failed");
   EXPECT_EQ(ranks[77]->watch.explanation(), "rank 77 failed: no more data");
 }

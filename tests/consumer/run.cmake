@@ -38,7 +38,7 @@ if(GENERATOR STREQUAL "Ninja")
   if(NOT compiled MATCHES " -O3 ")
     message(FATAL_ERROR "in a project without a build type Tessera's own files are not optimised:\n${compiled}")
   endif()
-  set(linked "${WORK_DIR}/linked") # as the build tree, with Tessera's own libraries in the place of this project's
+  set(linked "${WORK_DIR}/linked") # mirrors the build tree, but with the libraries of Tessera's own build
   file(REMOVE_RECURSE "${linked}")
   file(MAKE_DIRECTORY "${linked}")
   run(${CMAKE_COMMAND} --build "${build}" --target CMakeFiles/consumer.dir/main.cpp.o)

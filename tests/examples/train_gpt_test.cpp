@@ -209,7 +209,6 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
   }
 }
 
-// Each optimizer, in one stage over ranks, compared with one process.
 TEST(TrainGpt, EachWrapperComputesInThePrecisionThatIsAsked) {
   const auto exact = train("--wrapper local --batch 4 --sample 0");
   for (const std::string precision : {"bf16", "fp16"})
@@ -250,6 +249,7 @@ TEST(TrainGpt, TheScaleOfLossesIsResumed) {
   EXPECT_EQ(saved(), expected);
 }
 
+// Each optimizer, in one stage over ranks, compared with one process.
 TEST(TrainGpt, OptimizersDoNotDependOnHowTheBatchIsSpread) {
   const std::vector<std::pair<std::string, std::string>> spreads{{"adamw8bit --lr 1e-3", "fsdp"},
                                                                  {"muon --lr 1e-3", "fsdp"},

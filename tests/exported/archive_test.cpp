@@ -176,7 +176,7 @@ TEST(Archive, WhatNobodyHasCheckedIsRefused) {
         {.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); }, .unchecked = unchecked});
   };
   EXPECT_NE(model_of("norms_decomposed", true), nullptr);
-  // Ties without memory, inputs without positions, modes with random operators.
+  // The record also has ties of tensors without memory, positions of inputs, and modes of random operators.
   const Warnings warnings;
   auto untied = model_of("decoder_meta", true);
   EXPECT_EQ(warnings.text(), "");
@@ -308,7 +308,7 @@ TEST(Archive, FlippedBitsAreFound) {
     damaged[static_cast<size_t>(place.begin + place.bytes / 2)] ^= 1;
     const auto file = temporary.write("damaged.pt2", damaged);
     const std::string error = error_of<ExportedError>([&] { load_exported(file); });
-    if (!is_tensor) continue;  // others may be unused
+    if (!is_tensor) continue;  // other members may be unused
     ++tensors;
     expect_contains(error, "is damaged: its CRC-32 is ");
     EXPECT_NE(load_exported(file, {.unchecked = true}), nullptr);

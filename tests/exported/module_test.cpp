@@ -226,7 +226,7 @@ TEST(ExportedModule, ConvertsBuffersThatAreNotSaved) {
   EXPECT_TRUE(at::allclose(y, expected.at("eval.0").to(at::kDouble), 1e-4, 1e-5));
 }
 
-// Frees values after their last use: evaluation takes the memory of the widest point.
+// Values are freed after their last use, so an evaluation takes the memory of its widest point.
 TEST(ExportedModule, FreesValuesAfterTheirLastUse) {
   const Expected expected("decoder_meta");
   auto model = load_exported(data_file("decoder_meta.pt2"), {.weights = data_file("decoder_meta_weights.safetensors")});
@@ -239,7 +239,7 @@ TEST(ExportedModule, FreesValuesAfterTheirLastUse) {
   const int64_t with_graph = peak_of();
   const at::NoGradGuard no_grad;
   const int64_t without = peak_of();
-  // 128 positions: at most 23 + 12 + 24 and 3 x 12 floats of each are alive, with autograd of two blocks.
+  // At most 23 + 12 + 24 + 3 x 12 floats of each of 128 positions are alive; the graph keeps those of two blocks.
   EXPECT_LT(without, 128 * 4 * 140);
   EXPECT_LT(without * 2, with_graph);
 }

@@ -161,7 +161,7 @@ TEST(Checkpointed, TrainsTiedWeightsUnderFsdp) {
   }
 }
 
-// Without ties all additions have the same order.
+// Without tied weights all additions have the order of the unsharded loop.
 TEST(Checkpointed, ChainsAreBitEqualUnderFsdpAndReduceAsTheyGo) {
   for (int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {3})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {

@@ -153,7 +153,7 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
   c10::Allocator* const before_test = c10::GetCPUAllocator();
   static Counting counting(before_test);  // blocks may outlive the test
   c10::SetCPUAllocator(&counting, /*priority=*/1);
-  // Kernels of oneDNN want one that can raw_allocate().
+  // oneDNN's kernels need an allocator that supports raw_allocate().
   const ScopeExit restores([&] { c10::SetCPUAllocator(before_test, /*priority=*/1); });
   constexpr int64_t kUnitBytes = (256 * 256 + 256) * 4, kUnits = 16;
   auto build = [] {

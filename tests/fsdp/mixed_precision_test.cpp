@@ -54,7 +54,7 @@ at::Tensor input(int rank) {
   return seeded(70 + rank, [&] { return torch::randn({4, kWidth}); });
 }
 
-// The loop by hand.
+// The reference: the same loop, written by hand.
 class ByHand {
  public:
   ByHand(int world, at::ScalarType compute, at::ScalarType reduce, bool exact_norm)

@@ -241,7 +241,7 @@ TEST(Usage, ParametersWithoutGradientOnSomeRanksCountAsZeroThere) {
   });
 }
 
-// As in the unsharded loop: with a gradient of zeros Adam would count a step.
+// As in the unsharded loop: with a gradient of zeros Adam would step such a parameter.
 TEST(Usage, ParametersThatNoRankUsedHaveNoGradient) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(1, [] { return Branches(); });
@@ -630,7 +630,7 @@ TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
   });
 }
 
-// The same if the hook keeps a view of it.
+// Writes have no effect either if the hook keeps a view of the gradient.
 TEST(Usage, AGradientOfWhichAViewIsKeptTravelsAsItWas) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {

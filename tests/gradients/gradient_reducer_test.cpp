@@ -471,7 +471,7 @@ TEST(GradientReducer, CountsTheBytesOfBucketsInFlight) {
 
 // ---- the host -----------------------------------------------------------------------------------
 
-// Copies when it is waited for; or fails, while `fails` is set.
+// A copy is made in wait(), or fails if `fails` was set at its start.
 class SlowCopies final : public CopyEngine {
  public:
   SlowCopies() : CopyEngine(at::kCPU) {}

@@ -153,7 +153,7 @@ TEST(GuestStore, RefusesARankThatComesTwice) {
   EXPECT_THROW(exchange(), std::invalid_argument);
 }
 
-// A file of the store's size, descriptors, threads, ports and memory.
+// Compares keys of the store, descriptors, threads, ports and memory after 100 groups and after 1,000.
 TEST(GuestStore, AThousandGroupsLeaveNothingBehind) {
   const StorePtr store = hash_store();
   const auto make = [&](int count) {

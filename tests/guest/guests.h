@@ -19,7 +19,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 inline std::vector<std::string> on_threads(int world, const std::function<void(int rank)>& body) {
   std::vector<std::string> errors(static_cast<size_t>(world));
   std::vector<std::thread> threads;
-  // libtorch makes it at its first use, which ThreadSanitizer cannot see.
+  // Creates the generator before the threads start: ThreadSanitizer does not see libtorch's synchronization of it.
   static_cast<void>(at::globalContext().defaultGenerator(at::kCPU));
   for (int rank = 0; rank < world; ++rank)
     threads.emplace_back([&, rank] {
@@ -54,9 +54,9 @@ struct Surrogate : torch::nn::Module {
 
 inline at::Tensor inputs_of(int rank) { return torch::arange(24, at::kDouble).view({8, 3}).add(rank).mul(0.3).cos(); }
 
-// Trains the model for a few steps in fp64 on energies and their second derivatives with respect to parameters: the
-// loss has the forces, gradients of energies. Returns the parameters.
 enum class Wrapper { kDdp, kOssSdp, kFsdp };
+// Trains the model for a few steps in fp64. The loss has energies and forces, which are gradients of energies, so
+// backward computes second derivatives. Returns the parameters.
 inline std::vector<at::Tensor> train_forces(const std::shared_ptr<Communicator>& comm, Wrapper wrapper) {
   auto model = std::make_shared<Surrogate>();
   const at::Tensor x = inputs_of(comm->rank()).requires_grad_();

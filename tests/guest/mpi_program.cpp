@@ -1,4 +1,4 @@
-// An MPI program that Tessera's groups are guests of. Started by mpi_test.cmake with 1 to 4 ranks, once for each MPI.
+// An MPI program in which Tessera's groups are guests. Started by mpi_test.cmake with 1 to 4 ranks, once for each MPI.
 #include <tessera/mpi.h>
 
 #include <cstdio>
@@ -41,7 +41,7 @@ long entries_of(const char* folder) {
   return std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator());
 }
 
-// A message of the program that is awaited all the time, whatever its sender and tag, and a sum now and then.
+// The program's own traffic: a receive of any sender and tag that stays pending, and sums on demand.
 class HostTraffic {
  public:
   HostTraffic() { MPI_Irecv(&received_, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &request_); }

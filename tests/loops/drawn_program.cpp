@@ -94,7 +94,7 @@ struct Player {
   Trainer& run;
   const std::string name;  // of its checkpoint
   const unsigned tree;
-  std::vector<at::Tensor> losses;    // of forwards whose backward is to come
+  std::vector<at::Tensor> losses;    // of forwards without a backward so far
   std::unique_ptr<ScopeExit> alone;  // no_sync
   std::vector<at::Tensor> average;
   bool is_saved = false;
@@ -111,7 +111,7 @@ class Drawer {
 
   DrawnProgram draw(uint64_t seed) {
     DrawnProgram program{.seed = seed, .optim = Optim(pick(3)), .tree = static_cast<unsigned>(pick(100000))};
-    // Where rows are apart ranks have different ones: in three of four programs, at least.
+    // In at least three of four programs rows are independent of each other, so ranks have different rows.
     const bool any = one_in(4);
     while (!any && mixes_rows(program.tree)) program.tree = static_cast<unsigned>(pick(100000));
     program.same_data = mixes_rows(program.tree);
@@ -223,7 +223,7 @@ class Drawer {
             [](Player& player) { player.run.notes.push_back(player.run.clip_grad_norm_(0.5)); }};
   }
 
-  // Actions beside an iteration, at any point of it.
+  // Draws an extra action, for any point of an iteration.
   Action draw_extra() {
     using Draw = Action (Drawer::*)();
     static constexpr Draw kAll[] = {&Drawer::evaluation,
@@ -597,7 +597,7 @@ Play play_of(const DrawnProgram& program) {
           .model = [tree = program.tree] { return drawn_net(tree, 1); },
           .same_data = program.same_data,
           .unused = true,
-          // Norms of features that are all alike, behind a ReLU that lets nothing through, make much of rounding.
+          // Norms of equal features, such as the zeros of a ReLU, amplify rounding.
           .rounding = 1e3,
           .optimizers = {program.optim}};
 }

@@ -25,7 +25,7 @@ struct DrawnProgram {
   uint64_t seed;
   Optim optim;
   unsigned tree;   // of the model's two parts
-  bool same_data;  // the tree looks at rows together
+  bool same_data;  // output rows depend on other rows
   std::vector<Action> actions;
 };
 

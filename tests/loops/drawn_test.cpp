@@ -23,13 +23,13 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 Outcome run(const Setup& setup, const DrawnProgram& program, int world) {
   Outcome outcome =
       outcome_of(setup, play_of(program), loop_of(program), world, program.optim, std::chrono::seconds(5));
-  const char* refused = std::getenv("TESSERA_LOOP_REFUSED");  // to see which program is
+  const char* refused = std::getenv("TESSERA_LOOP_REFUSED");  // to find the program with this error
   if (refused != nullptr && outcome.wrong.empty() && outcome.error.find(refused) != std::string::npos)
     outcome.wrong = "refused: " + first_line(outcome.error);
   return outcome;
 }
 
-// Leaves out each action without which it fails as well.
+// Removes each action that the failure does not need.
 void cut_down(const Setup& setup, int world, DrawnProgram& program, std::string& wrong) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(40);
   for (size_t i = program.actions.size(); i > 0 && std::chrono::steady_clock::now() < until; --i) {
@@ -44,7 +44,7 @@ void cut_down(const Setup& setup, int world, DrawnProgram& program, std::string&
 
 TEST_P(Drawn, Loops) {
   const auto& setup = GetParam();
-  // In the short form each of those that take turns, as in other loops, runs some of the programs.
+  // Setups that take turns run fewer programs.
   const uint64_t first = number_of("TESSERA_LOOP_SEED", 1),
                  count = number_of("TESSERA_LOOP_PROGRAMS", setup.takes_turns ? 2 : 6);
   std::map<std::string, std::pair<int, uint64_t>> refusals;  // how often, and by which program

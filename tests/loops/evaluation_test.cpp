@@ -88,7 +88,7 @@ TEST_P(Evaluation, InferenceModeBeforeTheFirstStep) {
   });
 }
 
-// Rank 0 alone validates, as it alone prints: through the module where that is a whole one.
+// Only rank 0 validates, as only rank 0 prints. FSDP may refuse it, because the module is sharded.
 TEST_P(Evaluation, RankZeroValidatesThroughTheModule) {
   play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {

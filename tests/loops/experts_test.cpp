@@ -10,7 +10,7 @@ namespace {
 
 TESSERA_LOOPS(ExpertLayers, all_setups);
 
-// Each row is one of four experts', who are called where they have rows.
+// Each row belongs to one of four experts. An expert without rows is not called.
 struct Experts : Net {
   Experts() {
     for (int i = 0; i < 4; ++i) experts->push_back(torch::nn::Linear(kFeatures, kFeatures));
@@ -34,7 +34,7 @@ struct Experts : Net {
 const Play kExperts{.expect = Expect::kEither, .model = [] { return seeded_model<Experts>(301); }, .unused = true};
 
 TEST_P(ExpertLayers, ExpertsThatSomeRanksHaveNoRowsFor) {
-  if (GetParam().stage < 3) play(GetParam(), kExperts, three_steps);  // where units are gathered: evaluated, below
+  if (GetParam().stage < 3) play(GetParam(), kExperts, three_steps);  // not in stage 3, which gathers units
 }
 
 TEST_P(ExpertLayers, ExpertsThatSomeRanksHaveNoRowsForEvaluated) {
@@ -102,7 +102,7 @@ TEST_P(ExpertLayers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
   });
 }
 
-// By which a parameter that the pass did not seem to need gets a gradient after all.
+// The hook gives a gradient to a parameter that the outer pass does not reach.
 TEST_P(ExpertLayers, AHookThatGoesBackwardThroughAnotherLoss) {
   Play play_of = mixture(GetParam());
   play_of.expect = Expect::kEither;

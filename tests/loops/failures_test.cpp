@@ -81,7 +81,7 @@ bool on_any_rank(Trainer& run, bool flag) {
   return run.shards()->comm()->to_host(any, "a flag").item<double>() > 0;
 }
 
-// One rank's data are no good: all know before they go on.
+// One rank's data is invalid. The ranks exchange a flag, and all skip the step.
 TEST_P(FailuresReplicated, AForwardThatFailsOnOneRankIsGivenUpByAll) {
   play(GetParam(), {}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);
@@ -104,7 +104,7 @@ TEST_P(FailuresReplicated, AForwardThatFailsOnOneRankIsGivenUpByAll) {
   });
 }
 
-// That rank tries again, unknown to the others.
+// The rank whose forward fails calls it again. The others do not know.
 TEST_P(FailuresReplicated, AForwardThatFailsOnOneRankIsCalledAgainThere) {
   play(GetParam(), {}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);
@@ -119,7 +119,7 @@ TEST_P(FailuresReplicated, AForwardThatFailsOnOneRankIsCalledAgainThere) {
   });
 }
 
-// The optimizer's step throws, is caught, and training goes on.
+// The optimizer's step throws, is caught, and training continues.
 TEST_P(Failures, AStepThatThrowsIsCaught) {
   play(GetParam(), {}, [](Trainer& run) {
     run.train(0);

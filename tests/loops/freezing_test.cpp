@@ -107,7 +107,7 @@ TEST_P(Freezing, ALayerThawsBetweenTwoParts) {
   });
 }
 
-// A layer that is frozen once has no gradient from then on, not even one of zeros: momentum would go on with it.
+// A frozen layer must have no gradient, not even zeros: with zeros, its momentum would still change it.
 void train_with_a_frozen_layer(Trainer& run, const std::function<void(Mlp&)>& freeze) {
   auto& net = mlp_of(*run.model);
   run.train(0);
@@ -202,7 +202,7 @@ TEST_P(Freezing, ACheckpointedFrozenBaseWithAdapters) {
 
 // The optimizer has some of the parameters; those of a thawed layer are added as a group.
 TEST_P(Freezing, AGroupForEachLayerThatThaws) {
-  if (GetParam().stage == 2 || GetParam().stage == 1) return;  // an optimizer of its own
+  if (GetParam().stage == 2 || GetParam().stage == 1) return;  // OSS is the optimizer there
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     auto& net = mlp_of(*run.model);
     set_frozen(*net.fc1, true);
@@ -263,7 +263,7 @@ TEST_P(Freezing, FrozenBetweenForwardAndBackward) {
   });
 }
 
-// The gradient is there already, and the optimizer asks for nothing else.
+// The optimizer steps every parameter that has a gradient, frozen or not.
 TEST_P(Freezing, FrozenBetweenBackwardAndStep) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     at::Tensor weight = mlp_of(*run.model).fc2->weight;
@@ -288,7 +288,7 @@ TEST_P(Freezing, FrozenFromTheBeginning) {
   });
 }
 
-// A schedule of freezing that the model keeps itself. In shards, one of a unit that is in use already is refused.
+// The model unfreezes its own layer in forward. FSDP refuses this for a unit that is already in use.
 TEST_P(Freezing, UnfrozenInsideForward) {
   auto frozen = [] {
     Model model = mlp();
@@ -322,7 +322,7 @@ TEST_P(Freezing, FrozenInsideForward) {
   });
 }
 
-// A forward that was given up leaves nothing for the next one.
+// A forward that threw must not affect the next one.
 TEST_P(Freezing, FrozenAfterAForwardThatThrew) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);

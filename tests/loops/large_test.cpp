@@ -63,7 +63,7 @@ TEST_P(LargeUnits, LargeOnesAfterABackwardThatThrew) {
   });
 }
 
-// Of so many large ones, which go as backward begins.
+// Has so many large units that they are evicted as backward begins.
 struct ManyLarge : Net {
   ManyLarge() {
     register_module("in", in), register_module("middle", middle), register_module("out", out);

@@ -21,7 +21,7 @@ namespace {
 
 TESSERA_LOOPS(Layers, all_setups);
 
-// Weights that are computed from others, as weight norm does, put where a layer looks for its own.
+// Computes a weight from other parameters, as weight norm does, and reads the data of one of them.
 struct Normalised : Net {
   Normalised() {
     register_module("fc1", fc1);
@@ -104,7 +104,7 @@ TEST_P(Layers, WeightNorm) {
   play(GetParam(), {.model = [] { return seeded_model<WeightNormed>(35); }}, three_steps);
 }
 
-// One layer's weight is another's, turned; both are used in pieces.
+// Two layers use one weight, one of them transposed; other weights are used in parts.
 struct ByParts : Mlp {
   at::Tensor forward(const at::Tensor& x) override {
     const at::Tensor both = torch::cat({fc1->weight, fc2->weight.slice(0, 2, 6)});
@@ -119,7 +119,7 @@ TEST_P(Layers, WeightsByParts) {
   play(GetParam(), {.model = [] { return seeded_model<ByParts>(41); }, .unused = true}, three_steps);
 }
 
-// A number alone, nothing at all, and one that no step uses.
+// A parameter without dimensions, one without elements, and one that no step uses.
 struct Odd : Net {
   Odd() {
     register_module("layers", layers);
@@ -141,7 +141,7 @@ TEST_P(Layers, ANumberAndNothing) {
   play(GetParam(), {.model = [] { return seeded_model<Odd>(42); }, .unused = true}, three_steps);
 }
 
-// A schedule leaves layers out, the same ones on all ranks; the first ones in some steps.
+// A schedule skips layers, in some steps the first one. It is equal on all ranks.
 struct Skipping : Net {
   Skipping() {
     for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(kFeatures, kFeatures));
@@ -230,7 +230,7 @@ TEST_P(Layers, SpectralNorm) {
   play(GetParam(), {.model = [] { return seeded_model<Spectral>(48); }}, three_steps);
 }
 
-// One number, and nothing at all.
+// A parameter without dimensions, and one without elements.
 struct Tempered : Mlp {
   Tempered() {
     scale = register_parameter("scale", torch::tensor(1.5));
@@ -277,8 +277,8 @@ TEST_P(Layers, BilinearLayersAndTransformers) {
   play(GetParam(), {.model = [] { return seeded_model<Others>(51); }}, three_steps);
 }
 
-// A learning rate of one bit. torch's SGD rounds its product with a bfloat16 gradient in the remainder of a vector, but
-// not within vectors, and shards cut vectors elsewhere. With one bit there is nothing to round.
+// The learning rate has one significant bit. torch's SGD rounds its product with a bfloat16 gradient in the remainder
+// of a vector, but not within vectors, and shards cut vectors elsewhere. With one bit there is nothing to round.
 TEST_P(Layers, HalfTheModelInBfloat16) {
   struct HalfHalf : Net {
     HalfHalf() {
@@ -295,7 +295,7 @@ TEST_P(Layers, HalfTheModelInBfloat16) {
   });
 }
 
-// Keeps its weights in a list of its own as well.
+// LSTM and GRU keep their weights in a list of their own, too.
 struct Recurrent : Net {
   Recurrent() { register_module("lstm", lstm), register_module("gru", gru), register_module("out", out); }
   at::Tensor forward(const at::Tensor& x) override {
@@ -478,7 +478,7 @@ TEST_P(Layers, ConvolutionsAndNorms) {
   play(GetParam(), {.model = [] { return seeded_model<Convolutional>(36); }}, three_steps);
 }
 
-// In single precision, and compared so.
+// Computes in single precision, so results are compared with a larger tolerance.
 struct Complex : Net {
   Complex() { register_module("layer", layer); }
   at::Tensor forward(const at::Tensor& x) override {
@@ -510,7 +510,7 @@ struct Lookup : Net {
   torch::nn::Linear out;
 };
 
-// Forward itself changes the weight, in the rows that it is asked for.
+// Forward changes the rows of the weight that it looks up.
 TEST_P(Layers, EmbeddingWithMaxNorm) {
   auto lookup = [] { return seeded(5, []() -> Model { return std::make_shared<Lookup>(0.5); }); };
   play(GetParam(), {.expect = Expect::kEither, .model = lookup, .same_data = true}, [](Trainer& run) {

@@ -26,7 +26,7 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Models are small. Their gradients are reduced without a copy, as large ones are, and OSS steps in turns.
+// Models are small. These limits let wrappers treat them as large: no copies of gradients, and OSS steps in turns.
 constexpr int64_t kZeroCopyBytes = 1;
 [[maybe_unused]] const bool all_are_large = [] {
   least_step_bytes = 1;
@@ -49,7 +49,7 @@ std::unique_ptr<ShardedOptimizer> sharded_optimizer(Optim kind, std::vector<at::
   return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm, options);
 }
 
-// An optimizer of torch's, some parameters at a time: OSS sends some while the next ones are stepped.
+// torch's optimizer, which steps some parameters at a time: OSS sends these while it steps the next ones.
 template <class Base>
 struct InTurns : Base, ChosenStep {
   using Base::Base;
@@ -71,7 +71,7 @@ double clip_by(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>
   return torch::nn::utils::clip_grad_norm_(parameters, max_norm, norm_type);
 }
 
-// Also a rank of OSS alone, which has the whole batch and is told of no wrapper.
+// A process without a wrapper. Also a rank of OSS alone, which has the whole batch.
 class OneProcess final : public Trainer {
  public:
   OneProcess(Model module, std::unique_ptr<torch::optim::Optimizer> optimizer)
@@ -94,7 +94,7 @@ class OneProcess final : public Trainer {
     for (const auto& entry : model->named_buffers()) state.insert(entry.key(), entry.value().detach().clone());
     return state;
   }
-  // What its loss adds up over all rows is divided by it from then on.
+  // Divides all later gradients: the loss is a sum over the rows of all ranks.
   void set_gradient_divide_factor(double factor) override {
     if (divisor_) return static_cast<void>(*divisor_ = factor);
     divisor_ = std::make_shared<double>(factor);
@@ -118,7 +118,7 @@ std::unique_ptr<Trainer> make_one_process(Model model, Optim kind) {
   return alone;
 }
 
-// Null where the wrapper has an optimizer of its own: Zero.
+// One rank of a wrapper. `optimizer` is null for Zero, which has its own.
 template <class Wrapper>
 class Rank final : public Trainer {
  public:
@@ -237,7 +237,7 @@ auto make_zero(int stage) {
   };
 }
 
-// What one process, or one rank, saw.
+// The results of one process, or of one rank.
 struct Record {
   std::vector<double> notes;
   torch::OrderedDict<std::string, at::Tensor> state;
@@ -307,8 +307,7 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks,
 
 // Whether the text names its subject: a parameter or a unit of the model.
 bool has_name(const std::string& text, const Net& model) {
-  // Autograd's own words, where the wrapper left autograd to find the fault.
-  // An optimizer knows parameters by their place in its groups.
+  // Includes words of autograd, for errors that it finds, and of optimizers, which know parameters by their places.
   for (const char* words : {"(root)", "the root unit", "modified by an inplace operation", " of group ",
                             "parameter number ", "state_dict() on", " of the model'", "the ranks have diverged"})
     if (text.find(words) != std::string::npos) return true;
@@ -328,8 +327,8 @@ std::vector<std::string> parts_of(const std::string& text, const std::string& be
   return parts;
 }
 
-// What docs/loops.md says that errors begin with: the pieces of each between its "...", where `the root unit` may stand
-// for a unit.
+// Returns the errors that docs/loops.md quotes, each as its pieces between "...". A piece omits "unit '...'", because
+// an error may name the root unit instead.
 std::vector<std::vector<std::string>> documented_refusals() {
   std::ifstream file(built(TESSERA_LOOPS_PAGE));
   TORCH_CHECK(file, "cannot read ", built(TESSERA_LOOPS_PAGE), ", which says what is refused");
@@ -365,7 +364,7 @@ bool says_one_of(const std::string& error, const std::vector<std::string>& texts
   return std::ranges::any_of(texts, [&](const std::string& text) { return error.find(text) != std::string::npos; });
 }
 
-// Whether it is refused for the reason that it should be.
+// Returns "" if the loop is refused for the expected reason, else the problem.
 std::string judge_reason(const Play& play, const Record& expected, const std::string& error) {
   if (!play.says.empty())
     return says_one_of(error, play.says) ? "" : "refused for another reason: " + first_line(error);
@@ -374,7 +373,7 @@ std::string judge_reason(const Play& play, const Record& expected, const std::st
   return "refused as docs/loops.md does not say: " + first_line(error);
 }
 
-// The first error in the ranks' results; "" if there is none.
+// Returns the first problem of the ranks' results; "" if there is none.
 std::string judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
                   const Net& model) {
   const std::string wrong = difference(expected, ranks, play.rounding);
@@ -397,7 +396,7 @@ const char* name_of(Optim kind) {
   return kind == Optim::kSgd ? "SGD" : (kind == Optim::kMomentum ? "momentum" : "Adam");
 }
 
-// Each optimizer at some world, so that the matrix stays quick.
+// Each world has one optimizer, so that the matrix stays quick.
 std::vector<Optim> optimizers_at(int world, const Play& play) {
   if (!play.optimizers.empty()) return play.optimizers;
   if (world == 1) return {Optim::kSgd};
@@ -436,7 +435,7 @@ Model another_mlp() {
 }
 
 at::Tensor Trainer::rows(int seed) const {
-  // Of a generator of its own: a checkpointed part of another rank, a thread, sets and restores the default one.
+  // Uses its own generator: a checkpointed part of another rank, a thread, sets and restores the default one.
   const at::Tensor all =
       torch::randn({kRows, kFeatures}, at::detail::createCPUGenerator(static_cast<uint64_t>(100 + seed)), at::kDouble);
   return (same_data ? all : all.slice(0, kRows * rank / world, kRows * (rank + 1) / world)).to(device);
@@ -459,10 +458,10 @@ void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.name; }
 // Whether ranks have devices of the accelerator (tests/support/accelerator), in place of the CPU.
 static bool is_on_accelerator() { return std::getenv("TESSERA_TEST_ACCELERATOR") != nullptr; }
 
-// Sanitizers look at what ranks share, and take ten times as long; so does the simulation.
+// Sanitizers and the simulation take ten times as long. They find errors between ranks, for which two ranks suffice.
 static std::vector<int> worlds_to_play() {
 #ifdef TESSERA_HAS_ACCELERATOR
-  if (is_on_accelerator() && accelerator::device_count() < 2) return {1};  // of GPUs
+  if (is_on_accelerator() && accelerator::device_count() < 2) return {1};  // one GPU
 #endif
   return is_on_accelerator() || std::getenv("TESSERA_TEST_TREES") != nullptr ? std::vector<int>{2}
                                                                              : std::vector<int>{1, 2, 3, 4};
@@ -511,11 +510,11 @@ std::vector<Setup> fsdp_setups() {
 
 std::vector<Setup> replicated_setups() {
   const std::vector<int> worlds = worlds_to_play();
-  // Parameters travel one by one.
+  // Parameters are sent one by one.
   const OssOptions host{.broadcast_bucket_bytes = 100, .offload = {.params = true}};
   std::vector<Setup> setups = {
       {"ddp", 0, worlds, make_ddp_with({})},
-      // Gradients are no views of buckets, which optimizers that detach gradients in place do not take.
+      // Gradients are no views of buckets, because optimizers that detach gradients in place do not support views.
       {"ddp_copies", 0, worlds, make_ddp_with({.gradient_as_bucket_view = false})},
       {"ddp_oss", 1, worlds, make_ddp_oss({})},
       {"oss_sdp", 2, worlds, make_oss_sdp({}, {})},
@@ -555,8 +554,8 @@ static size_t place_among(const std::vector<Setup>& setups, const std::string& n
          setups.begin();
 }
 
-// Sanitizers take ten times as long. Each of the two plays one half of the loops in every setup, since setups differ in
-// few functions.
+// Sanitizers take ten times as long. Each of the two sanitizers plays one half of the loops in every setup, since
+// setups differ in few functions.
 static bool is_others_half([[maybe_unused]] size_t turn) {
 #if defined(__SANITIZE_ADDRESS__)
   return turn % 2 != 0;
@@ -584,7 +583,7 @@ std::vector<int> worlds_of(const Setup& setup) {
 Outcome outcome_of(const Setup& setup, const Play& given, const Loop& loop, int world, Optim kind,
                    std::chrono::milliseconds timeout) {
   Play play = given;
-  // There is no wrapper to refuse what each rank does as the one process.
+  // Each rank of OSS alone runs the loop like the one process, without a wrapper that could refuse it.
   if (setup.name == "oss_alone" && play.expect == Expect::kRefused) play.expect = Expect::kEither;
   InitOptions options;
   options.timeout = timeout;

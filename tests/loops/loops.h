@@ -25,7 +25,7 @@ struct Net : torch::nn::Module {
 };
 using Model = std::shared_ptr<Net>;
 
-// Three layers: fc1, fc2, fc3. `hook`, if any, is set on what fc2 gives.
+// Three layers: fc1, fc2, fc3. `hook`, if set, is registered on fc2's output.
 struct Mlp : Net {
   Mlp();
   at::Tensor forward(const at::Tensor& x) override;
@@ -37,7 +37,7 @@ struct Mlp : Net {
 };
 Model mlp();
 Model another_mlp();  // of other values
-// Any other, in fp64.
+// Returns a model of another class, in fp64.
 template <class Module>
 Model seeded_model(uint64_t seed) {
   return seeded(seed, []() -> Model {
@@ -50,7 +50,7 @@ inline Mlp& mlp_of(Net& net) { return dynamic_cast<Mlp&>(net); }
 
 enum class Optim { kSgd, kMomentum, kAdam };
 
-// The interface of a loop: one process alone, or one rank of a wrapper.
+// The interface that a loop uses. It runs in one process alone, or as one rank of a wrapper.
 class Trainer {
  public:
   explicit Trainer(Model module) : model(std::move(module)) {}
@@ -67,10 +67,10 @@ class Trainer {
   virtual double clip_grad_norm_(double max_norm, double norm_type = 2) = 0;
   virtual torch::OrderedDict<std::string, at::Tensor> state() = 0;  // collective
   virtual void set_gradient_divide_factor(double factor) = 0;
-  // Of this process's share of a sum over all.
+  // Divides gradients by the sum over all processes of `own`, this process's share.
   virtual int64_t divide_gradients_by_sum(int64_t own) = 0;
   virtual ModelShards* shards() { return nullptr; }  // null without a wrapper
-  // Null but under FullyShardedDataParallel.
+  // Null except under FullyShardedDataParallel.
   virtual FullyShardedModule* fsdp() { return nullptr; }
   // The same wrapper and optimizer around another model.
   std::unique_ptr<Trainer> another(Model module) { return make_another(std::move(module)); }
@@ -91,7 +91,7 @@ class Trainer {
   bool same_data = false;
   std::vector<double> notes;
   std::function<std::unique_ptr<Trainer>(Model)> make_another;
-  std::shared_ptr<void> keeps;  // destroyed after it
+  std::shared_ptr<void> keeps;  // destroyed after the wrapper
 
  private:
   at::Tensor rows(int seed) const;
@@ -117,11 +117,11 @@ struct Play {
   // Some parameters are not used in each step: DdpOptions::find_unused_parameters.
   bool unused = false;
   double rounding = 1;  // how many times the rounding of other loops
-  // Of the error that it is refused with, one of these; of one that may be refused, else one that docs/loops.md has.
+  // Texts of which a refusal must contain one. If empty, a loop that may be refused needs an error of docs/loops.md.
   std::vector<std::string> says = {};
-  // A world of one may do an act that larger worlds refuse, if its result is right.
+  // Whether a world of one may run a loop that larger worlds refuse, if its result is right.
   bool equal_alone = false;
-  // Empty: all, at some world.
+  // Empty: each optimizer at one of the worlds.
   std::vector<Optim> optimizers = {};
 };
 
@@ -130,7 +130,7 @@ struct Setup {
   int stage;
   std::vector<int> worlds;
   std::function<std::unique_ptr<Trainer>(Model, std::shared_ptr<Communicator>, Optim, const Play&)> make;
-  // Played by others, too, but for details: in the short form each of its like has some of the loops.
+  // A variant of other setups: in the short form it plays one in four loops.
   bool takes_turns = false;
 };
 void PrintTo(const Setup& setup, std::ostream* out);
@@ -139,8 +139,8 @@ std::vector<Setup> all_setups();
 std::vector<Setup> fsdp_setups();
 std::vector<Setup> replicated_setups();  // stages 0 to 2
 
-// The worlds at which the test that runs now is played by the setup. In the short form each loop is played by every
-// setup, but by one in four of those that take turns; at 2, 3 or 4 ranks by turns, and at one by every fourth.
+// Returns the worlds at which the setup plays the running test: in the full matrix all, in the short form one of 2, 3
+// and 4, for one in four loops also 1. Setups that take turns play one in four loops, and no world of 1.
 std::vector<int> worlds_of(const Setup& setup);
 
 // The result of a loop that one process and the setup's ranks have run.
@@ -152,21 +152,21 @@ struct Outcome {
 Outcome outcome_of(const Setup& setup, const Play& play, const Loop& loop, int world, Optim kind,
                    std::chrono::milliseconds timeout = std::chrono::seconds(20));
 
-// Of a loop that has a backward between a step and zero_grad(): refused where a step drops gradients (offload.grads).
+// Expectation for a backward between a step and zero_grad(): refused if a step drops gradients (offload.grads).
 inline Expect where_gradients_stay(const Setup& setup) {
   return setup.name == "oss_sdp_offload_grads" ? Expect::kRefused : Expect::kEqual;
 }
 
 inline const std::vector<std::string> kDropped{"was dropped when a step had taken it"};
-// Why a loop that steps by itself is not supported under ShardedDataParallel.
+// Why ShardedDataParallel does not support loops with their own optimizers.
 inline constexpr char kOwnersAlone[] = "only owners have gradients (docs/loops.md, Not supported)";
 
-// The same at the worlds of the setup, and fails if anything is wrong.
+// Calls outcome_of() at the setup's worlds, and fails the test if an outcome is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);
 
 inline bool is_sharded(const Setup& setup) { return setup.stage == 3; }
 inline bool is_at_owners(const Setup& setup) { return setup.stage == 2; }
-// Of a loop that FullyShardedDataParallel refuses.
+// Expectation for a loop that only FullyShardedDataParallel refuses.
 inline Expect unless_sharded(const Setup& setup) { return is_sharded(setup) ? Expect::kRefused : Expect::kEqual; }
 
 inline void step_with(Trainer& run, const at::Tensor& loss) {
@@ -179,7 +179,7 @@ inline void set_frozen(torch::nn::Module& module, bool frozen) {
   for (auto& parameter : module.parameters()) parameter.requires_grad_(!frozen);
 }
 
-// Fewer numbers than ranks.
+// Has two elements, fewer than three or four ranks.
 struct Tiny : Net {
   Tiny() { scale = register_parameter("scale", torch::tensor({0.5, 0.25})); }
   at::Tensor forward(const at::Tensor& x) override { return x * scale[0] + scale[1]; }

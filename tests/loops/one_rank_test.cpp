@@ -1,5 +1,5 @@
 // Mistakes of one rank alone. All ranks must refuse them by name, before any rank waits without end. One process has no
-// counterpart, so no such loop may end as its loop does.
+// counterpart, so results that equal its own are wrong, too.
 #include "tests/loops/loops.h"
 
 namespace tessera::loops::one_rank_test {
@@ -15,7 +15,7 @@ bool has_owners() {
          name.find("/zero2") != std::string::npos;
 }
 
-// The loss is not noted: it is another already when the ranks find out.
+// Does not note the loss, which already differs when the ranks detect the mistake.
 void train_unseen(Trainer& run, int step) {
   run.optimizer().zero_grad();
   run.loss(step).backward();
@@ -129,7 +129,7 @@ TEST_P(OneRank, LeavesOutAStep) {
   });
 }
 
-// Its loss was not finite, say.
+// For example, because the loss of that rank was not finite.
 TEST_P(OneRank, TheLastRankLeavesOutABackward) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     for (int step = 0; step < 6; ++step) {
@@ -161,7 +161,7 @@ TEST_P(OneRankOfCopies, HasABackwardThatFails) {
   });
 }
 
-// Unlike one that it calls again, or that all give up.
+// Refused, unlike a failed forward that the rank repeats, or after which all ranks skip backward.
 TEST_P(OneRankOfCopies, LeavesOutABackwardAfterAForwardThatFailed) {
   if (GetParam().name == "oss_alone") return;  // no wrapper sees backwards
   play(GetParam(), refused({"'forward of the model'"}), [](Trainer& run) {

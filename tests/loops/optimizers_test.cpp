@@ -17,7 +17,7 @@ namespace {
 
 TESSERA_LOOPS(Optimizers, all_setups);
 
-// Each rank its own, into memory, as a program of one process does.
+// Each rank saves its own optimizer to memory, as a program of one process does.
 TEST_P(Optimizers, OptimizerSavedAndLoadedByTorch) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) run.train(step);

@@ -68,7 +68,7 @@ TEST_P(Outputs, AForwardThatGivesItsInput) {
   });
 }
 
-// The loss is looked at first, and a step is taken only where it is worth it: alike on all ranks.
+// All ranks read the loss first, and skip backward and step in the same iterations.
 TEST_P(Outputs, GraphsThrownAwayWithoutABackward) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
@@ -81,7 +81,7 @@ TEST_P(Outputs, GraphsThrownAwayWithoutABackward) {
   });
 }
 
-// Of two stages that meet at a leaf, as pipelines do it.
+// Two stages joined by a detached leaf, as in pipelines.
 struct TwoStages : Mlp {
   at::Tensor forward(const at::Tensor& x) override {
     first = fc1(x).tanh();
@@ -127,7 +127,7 @@ at::Tensor rows(int64_t seed) {
   return seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
 }
 
-// Modules that return results by their arguments.
+// A module that returns results through its arguments.
 struct Cell : torch::nn::Module {
   Cell() {
     register_module("own", own);

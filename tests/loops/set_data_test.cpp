@@ -12,7 +12,7 @@ namespace {
 
 TESSERA_LOOPS(SetData, all_setups);
 
-// What torch::save wrote of another model of this form.
+// Returns another model's values, as torch::save writes them.
 std::string saved() {
   std::ostringstream file;
   torch::save(another_mlp(), file);
@@ -70,7 +70,7 @@ TEST_P(SetData, LoadBeforeTheFirstStep) {
   });
 }
 
-// As load_checkpoint() does that resumes, if there is anything to resume from.
+// The loaded values are written to before the first step, as when load_checkpoint() resumes.
 TEST_P(SetData, LoadBeforeTheFirstStepAndWrittenOver) {
   play(GetParam(), {}, [](Trainer& run) {
     load(run.model);
@@ -169,7 +169,7 @@ TEST_P(SetData, SetDataOfOtherStrides) {
   });
 }
 
-// What backward needs is gone, and something has looked at the new values before it begins.
+// set_data() replaces values that backward needs, and the new values are read before backward begins.
 TEST_P(SetData, SetDataThenALookBetweenForwardAndBackward) {
   for (const bool evaluates : {false, true})
     play(GetParam(), {.expect = Expect::kEither}, [evaluates](Trainer& run) {

@@ -12,7 +12,7 @@ namespace tessera::loops {
 using namespace internal;
 namespace {
 
-// Sanitizers keep freed memory, and notes of it.
+// Sanitizers keep freed memory, and records of it.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kIsSanitized = true;
 #else
@@ -21,7 +21,7 @@ constexpr bool kIsSanitized = false;
 
 TESSERA_LOOPS(Sharded, fsdp_setups);
 
-// For what one process has no counterpart of.
+// Runs a body that has no counterpart in one process.
 void on_ranks_of(const Setup& setup, const std::function<void(std::shared_ptr<Communicator>)>& body) {
   InitOptions options;
   options.timeout = std::chrono::seconds(20);

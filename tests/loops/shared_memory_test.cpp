@@ -27,7 +27,7 @@ TEST_P(SharedMemory, AViewOfAWeightKeptOverSteps) {
   });
 }
 
-// In another order of memory than the usual.
+// A convolution, whose weight the test stores in channels-last order.
 struct ChannelsLast : Net {
   ChannelsLast() { register_module("convolution", convolution), register_module("fc", fc); }
   at::Tensor forward(const at::Tensor& x) override {
@@ -75,7 +75,7 @@ TEST_P(SharedMemory, WeightsThatAreViews) {
   play(GetParam(), {.model = model}, three_steps);
 }
 
-// One number behind many: torch's optimizers refuse to write to it.
+// All rows share the memory of one, so torch's optimizers refuse to write to them.
 TEST_P(SharedMemory, AnExpandedWeight) {
   auto model = [] {
     return seeded(54, []() -> Model {
@@ -88,7 +88,7 @@ TEST_P(SharedMemory, AnExpandedWeight) {
   play(GetParam(), {.expect = Expect::kEither, .model = model}, three_steps);
 }
 
-// One weight is the other's, turned; or begins in its middle.
+// One weight is the transpose of another, in the same memory.
 TEST_P(SharedMemory, AWeightThatIsAnotherTurned) {
   auto model = [] {
     Model net = mlp();
@@ -150,8 +150,7 @@ TEST_P(SharedMemory, ABufferThatIsAWeightTurned) {
        three_steps);
 }
 
-// All parameters were cut from one vector, as a program does that has sent them itself. The vector is not used any
-// more.
+// All parameters are views of one vector, as in a program that has broadcast them itself. The vector is not used again.
 TEST_P(SharedMemory, AVectorThatParametersWereCutFrom) {
   struct WithVector : TwoWeights {
     at::Tensor vector;

@@ -23,8 +23,8 @@ namespace {
 TESSERA_LOOPS(StepsByHand, all_setups);
 TESSERA_LOOPS(StepsByHandSharded, fsdp_setups);
 
-// In two groups, a layer left out at first (whose momentum begins later), gradients zeroed in place, a look in between,
-// a step given up. The one process has torch's.
+// Two groups, a layer that is skipped at first (its momentum begins later), gradients zeroed in place, an evaluation
+// after backward, and a skipped step. The one process uses torch's SGD.
 TEST_P(StepsByHand, AFusedOptimizerOfOnesOwn) {
   if (is_at_owners(GetParam())) GTEST_SKIP() << kOwnersAlone;
   play(GetParam(), {.unused = true}, [](Trainer& run) {
@@ -75,7 +75,7 @@ TEST_P(StepsByHand, DescentByHandThroughTheModulesData) {
        });
 }
 
-// Sharpness aware: up by the gradient, and back.
+// Sharpness-aware minimization: moves up the gradient, computes the step's gradient there, and moves back.
 TEST_P(StepsByHand, StepsFromWhereTheLossIsWorse) {
   if (is_at_owners(GetParam())) GTEST_SKIP() << kOwnersAlone;
   play(GetParam(), {}, [](Trainer& run) {
@@ -108,7 +108,7 @@ TEST_P(StepsByHand, StepsFromWhereTheLossIsWorse) {
   });
 }
 
-// Where gradients are reduced to their owners the others have none to step with.
+// If gradients are reduced to owners, other ranks have none to step with.
 TEST_P(StepsByHand, AnotherOptimizerHalfWay) {
   if (is_at_owners(GetParam())) GTEST_SKIP() << kOwnersAlone;
   play(GetParam(), {}, [](Trainer& run) {
@@ -126,7 +126,7 @@ TEST_P(StepsByHand, AnotherOptimizerHalfWay) {
   });
 }
 
-// Moments are kept by hand in tensors like the parameters that the wrapper gives.
+// The loop keeps moments in tensors like the wrapper's parameters.
 TEST_P(StepsByHand, AnOptimizerWrittenByHand) {
   if (is_at_owners(GetParam())) GTEST_SKIP() << kOwnersAlone;
   play(GetParam(), {}, [](Trainer& run) {
@@ -147,7 +147,7 @@ TEST_P(StepsByHand, AnOptimizerWrittenByHand) {
   });
 }
 
-// Back half of the way, until the loss is less, along the gradient.
+// Halves the step along the gradient until the loss is lower.
 TEST_P(StepsByHand, ALineSearchByHand) {
   if (is_at_owners(GetParam())) GTEST_SKIP() << kOwnersAlone;
   play(GetParam(), {.same_data = true}, [](Trainer& run) {
@@ -188,7 +188,7 @@ TEST_P(StepsByHand, TwoOptimizersForTwoHalves) {
   });
 }
 
-// As people write it who have met an empty shard.
+// SGD by hand, which skips empty shards.
 void train_by_hand(Trainer& run, bool to_none) {
   for (int step = 0; step < 4; ++step) {
     const at::Tensor loss = run.loss(step);
@@ -224,7 +224,7 @@ TEST_P(StepsByHand, AnotherOptimizerStepsOnceMore) {
   });
 }
 
-// In one unit a rank in the middle has nothing but elements of the layer that is not used.
+// In one unit, a rank in the middle holds only elements of `side`, which most steps do not use.
 struct WithAWideSide : Net {
   WithAWideSide() {
     register_module("first", first);

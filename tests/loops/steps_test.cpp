@@ -98,7 +98,7 @@ TEST_P(Steps, StepEveryOtherBackward) {
   });
 }
 
-// The loss of a forward before a step.
+// Returns the loss of a forward that precedes a step.
 at::Tensor outdated_loss(Trainer& run) {
   run.train(0);
   run.optimizer().zero_grad();
@@ -140,7 +140,7 @@ TEST_P(Steps, StepAndALookAtFullParametersBeforeBackward) {
   });
 }
 
-// SGD's loop writes behind autograd's back: the backward of one process uses the new values.
+// torch's SGD bypasses version counters, so backward uses the new values in one process.
 TEST_P(Steps, StepBetweenForwardAndBackwardWithSgd) {
   play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kSgd}}, [](Trainer& run) {
     at::Tensor loss = outdated_loss(run);

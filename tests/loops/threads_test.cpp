@@ -40,7 +40,7 @@ TEST_P(Threads, EachPartOfAStepInAThreadOfItsOwn) {
   });
 }
 
-// One thread for the whole run that looks whenever the loop lets it, and has an error of its own in between.
+// One thread validates after each step during the whole run, and catches an error of its own.
 TEST_P(Threads, AThreadThatValidatesByTurns) {
   play(GetParam(), {}, [](Trainer& run) {
     std::binary_semaphore turn{0}, back{0};
@@ -139,7 +139,7 @@ TEST_P(Threads, AnAutogradFunctionWithAThread) {
   });
 }
 
-// The saved weight is used again, with recording. The loop does not call the wrapper.
+// A Function saves a weight, which forward then uses again with autograd. The loop does not call the wrapper.
 struct WithFunctionFirst : WithThreads {
   at::Tensor forward(const at::Tensor& x) override {
     const at::Tensor h = Threaded::apply(x, fc2->weight);

@@ -56,7 +56,7 @@ TEST_P(TwoModels, ATeacherThatIsFrozenAndTrainedInTheEnd) {
   });
 }
 
-// SimSiam: two views, and a predictor behind each, whose target is held still.
+// SimSiam: two views, each with a predictor whose target is detached.
 TEST_P(TwoModels, TwoViewsAndAPredictor) {
   play(GetParam(), {}, [](Trainer& run) {
     auto predictor = run.another(another_mlp());
@@ -72,7 +72,7 @@ TEST_P(TwoModels, TwoViewsAndAPredictor) {
   });
 }
 
-// The critic learns several times for each step of the actor, whose loss is computed with it.
+// The critic is trained first. The actor's loss is computed through the critic, whose gradients are then dropped.
 TEST_P(TwoModels, ACriticThatWaitsWhileTheActorLearnsThroughIt) {
   play(GetParam(), {}, [](Trainer& run) {
     auto critic = run.another(another_mlp());

@@ -22,8 +22,8 @@ namespace {
 
 TESSERA_LOOPS(Wrapping, all_setups);
 
-// A second model copied from the first as clone() does. clone() calls reset(), which draws nothing: other ranks draw
-// their rows from torch's one generator meanwhile.
+// A module with clone(), which calls reset(). reset() draws nothing, because ranks are threads and share torch's
+// default generator.
 struct Copyable : torch::nn::Cloneable<Copyable> {
   Copyable() {
     reset();

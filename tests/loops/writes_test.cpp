@@ -60,7 +60,7 @@ TEST_P(Writes, ValuesPutBackInPlaceOfAStep) {
     });
 }
 
-// Reptile: some steps away from where it was, and part of the way back.
+// Reptile: some steps, and then a part of the way back to the values before them.
 TEST_P(Writes, PartOfTheWayBackAfterInnerSteps) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int task = 0; task < 3; ++task) {
@@ -210,7 +210,7 @@ TEST_P(Writes, ParametersAreCountedAndPrinted) {
   });
 }
 
-// Values that every rank writes alike, where the ranks have gradients of their own.
+// All ranks write equal values, although their gradients by inputs differ.
 TEST_P(Writes, SaliencyOfInputsThenOtherValues) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {

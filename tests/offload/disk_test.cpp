@@ -358,7 +358,7 @@ TEST(DiskTier, CheckpointsComeAndGo) {
   fs::remove_all(saved);
 }
 
-// Nothing that is as large as the model is in memory that the kernel cannot write out.
+// Neither a save nor a load may hold as much as the model in memory that the kernel cannot write out.
 TEST(DiskTier, ASaveReadsOneTensorAtATimeAndALoadKeepsValuesInAFile) {
   const Folder folder;
   run_ranks(1, [&](std::shared_ptr<Communicator> comm) {

@@ -622,12 +622,12 @@ TEST(Speculation, ValuesThatMayBeTakenBackAreRefused) {
       refused("summon_full_params", [&] { const ScopeExit scope = layers.fsdp.summon_full_params(); });
       refused("full_state_dict", [&] { layers.fsdp.full_state_dict(); });
     }
-    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);  // no finish(), no step
+    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);  // without finish() nothing is stepped
     layers.fsdp(torch::ones({2, kWidth}));
   });
 }
 
-// Steps, then fails: at a step, at the rollback.
+// Fails after a step, or at the rollback.
 struct Unreliable : PartialStep {
   explicit Unreliable(HostAdamW& inner) : optimizer(inner) {}
   void step_parameters(const std::vector<at::Tensor>& parameters) override { optimizer.step_parameters(parameters); }

@@ -122,7 +122,7 @@ std::vector<Case> cases() {
   };
 }
 
-// Of one sign for each element, so that Lion's signs do not depend on rounding.
+// Each element has one sign in all steps, so that Lion's signs do not depend on rounding.
 at::Tensor gradient(const at::Tensor& parameter, int t) {
   const auto numel = parameter.numel();
   const at::Tensor signs = torch::arange(numel).remainder(3).eq(0).to(at::kDouble) * 2 - 1;

@@ -23,7 +23,7 @@ at::Tensor loss_of(Net& net, int step, int micro, int rank) {
 
 enum class Extra { kNone, kAccumulation, kOffload, kDisk };
 
-// Each turn tests one stage, with other features of a loop.
+// Each turn tests one stage together with other features of a loop.
 template <class Optimizer, class Options>
 void expect_adapters_train(const Options& options, double tolerance) {
   const TemporaryFolder disk;

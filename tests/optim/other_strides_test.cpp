@@ -208,7 +208,7 @@ std::map<std::string, at::Tensor> trained(const Layout& layout, const Options& o
   return result;
 }
 
-// Just after the change, and a step later.
+// Saves just after the strides have changed, and a step later.
 template <class Optimizer, class Options>
 void expect_checkpoints_go_on(const Options& options, double tolerance,
                               Grouping<Options> grouping = &one_group<Options>) {
@@ -233,7 +233,7 @@ TEST(OtherStrides, GoThroughACheckpoint) {
   expect_checkpoints_go_on<AdamW8bit>(AdamW8bitOptions(1e-2).min_8bit_numel(100000), 1e-5);
 }
 
-// Blocks are of elements adjacent in memory.
+// Each block consists of elements that are adjacent in memory.
 TEST(OtherStrides, GoThroughACheckpointIn8BitIfTheModelHasThem) {
   const Layout layout{2, 0};
   const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(0);
@@ -253,7 +253,7 @@ TEST(OtherStrides, GoThroughACheckpointIn8BitIfTheModelHasThem) {
   }
 }
 
-// A dictionary of OSS includes the order.
+// OSS's state dictionary includes the order of memory.
 TEST(OtherStrides, GoThroughADictionary) {
   const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(0);
   for (const bool is_loaded_turned : {false, true})

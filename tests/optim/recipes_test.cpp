@@ -244,7 +244,7 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
       }
       load_checkpoint(folder / "own", model, model.optimizer());
     });
-  // Also if another optimizer steps for it.
+  // A step is refused while averages are swapped in, also through OSS.
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     for (const bool on_host : {false, true}) {
       at::Tensor weight = torch::ones({3}).set_requires_grad(true);
@@ -265,7 +265,7 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
   });
 }
 
-// A unit of one element, on one rank; another unit that is never stepped, and so not averaged.
+// One unit has one element, so other ranks hold nothing of it. Another unit is frozen, and so not averaged.
 TEST(ScheduleFree, AveragesOfAUnitOfWhichARankHasNothing) {
   struct Net : torch::nn::Module {
     Net() {
@@ -777,7 +777,7 @@ TEST(Recipes, GroupsThatComeLaterAreLookedAt) {
     Lamb lamb(fsdp, of_weight(torch::optim::AdamWOptions(1e-2)));
     expect_looked_at(lamb, torch::optim::AdamWOptions(1e-2));
   });
-  // A shard among whole parameters.
+  // A group of shards for an optimizer of whole parameters.
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);
     auto weight = torch::ones({3}).set_requires_grad(true);

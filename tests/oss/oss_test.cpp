@@ -110,7 +110,7 @@ TEST(Oss, StepsInTurnsAreThoseOfTheUnshardedOptimizer) {
   if (run_ranks_on_devices == nullptr) expect_parity_in_turns<HostAdamW>(torch::optim::AdamWOptions(1e-2));
 }
 
-// One is stepped while the other, in the same memory, is in flight.
+// OSS steps one parameter while it sends the other, which shares its memory.
 TEST(Oss, TwoParametersOfOneMemoryInTurns) {
   const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
   for (const bool peer_memory : {true, false}) {
@@ -424,7 +424,7 @@ TEST(Oss, BroadcastInSixteenBitsKeepsTheOwnersValues) {
 
 TEST(Oss, ClippingCountsEachParameterOnce) {
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
-    // torch's partition needs elements
+    // Without kShapes' empty parameter: torch has no infinity norm of no elements.
     const std::vector<std::vector<int64_t>> shapes = {{5, 3}, {7}, {}, {300, 2}, {1}};
     auto own = make_parameters(1, shapes), reference = make_parameters(1, shapes);
     OSS<Adam> sharded(own, AdamOptions(1e-2), comm);
@@ -558,7 +558,7 @@ TEST(OssMistakes, AreNamed) {
   });
 }
 
-// Small ones, which share a bucket, and one with its own.
+// Converts a small parameter, which shares a bucket, and a large one with its own.
 TEST(OssMistakes, ConversionsAreNoticedBeforeAnythingIsChanged) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (size_t converted : {size_t{0}, size_t{1}}) {

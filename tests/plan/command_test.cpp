@@ -251,7 +251,7 @@ TEST(PlanCommand, HostsAreTheSameForBytesAndTimes) {
   EXPECT_LT(fast["step_s"].get<double>(), usual["step_s"].get<double>());
 }
 
-// One command reads the other's file: this machine's times are unknown, but plausible.
+// `tessera plan` reads the file of `tessera calibrate`. This machine's times are unknown, but must be plausible.
 TEST(PlanCommand, TakesWhatCalibrateWrites) {
   const TemporaryFolder folder;
   const std::string file = (folder / "speed.json").string();

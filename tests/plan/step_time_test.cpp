@@ -102,7 +102,7 @@ TEST(StepTime, WhatOverlapsIsWhatLiesBetweenStartAndWait) {
   EXPECT_NEAR(predict_step(never.record, plain()).communication_s, 4, kExact);
 }
 
-// The second begins when the first ends, wherever compute is; a wait between two starts delays the second.
+// The second collective begins when the first ends, whatever is computed; a wait between two starts delays the second.
 TEST(StepTime, CollectivesAreInTheOrderOfStarts) {
   Script script;
   const size_t first = script.start("all-gather", 8 * kGB), second = script.start("reduce-scatter", 4 * kGB);

@@ -31,7 +31,7 @@ torch::nn::Sequential make_mlp() {
   });
 }
 
-// Gradients of two steps with these options; equal to the reference's within `tolerance` (0: bits).
+// Compares the gradients of three steps with the reference's, to `tolerance` (0: bit for bit).
 void expect_gradients(int world, DdpOptions options, double tolerance) {
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
     auto reference = make_mlp();
@@ -107,7 +107,7 @@ TEST(Ddp, ReducesALargeGradientWhereAutogradLeftIt) {
           EXPECT_TRUE(same_values(before, values));
         }
       }
-      // One that is there is added to.
+      // Backward adds to an existing gradient.
       const at::Tensor first = model->weight.grad();
       call(ddp, input(20 + comm->rank())).square().mean().backward();
       EXPECT_TRUE(first.is_same(model->weight.grad()));
@@ -116,7 +116,7 @@ TEST(Ddp, ReducesALargeGradientWhereAutogradLeftIt) {
   }
 }
 
-// Also with one rank, where gradients pass by until a divisor is set.
+// Also with one rank, where DDP leaves gradients to autograd until a divisor is set.
 TEST(Ddp, ADivisorCountsForEarlierMicroBatchesAndForNoAverage) {
   for (int world : {1, 2}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -160,7 +160,7 @@ TEST(Ddp, CompressionHalvesTheBytes) {
         bytes[compressed] = comm->traffic().sent_bytes - before;
       }
     }
-    // And alignment, and which parameters were used.
+    // The rest is padding, and the flags of used parameters.
     EXPECT_GE(bytes[0], 200 * 201 * 4);
     EXPECT_LT(bytes[0], 200 * 201 * 4 + 128);
     EXPECT_GE(bytes[1], 200 * 201 * 2);
@@ -285,7 +285,7 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
   });
 }
 
-// By a hook that runs before, between and after those of the wrapper.
+// A hook destroys the wrapper: before, between and after the wrapper's own hooks.
 TEST(Ddp, DestroyedInsideItsOwnBackwardIsAnError) {
   for (const int world : {1, 3})
     for (const size_t layer : {0, 2, 4}) {

@@ -68,8 +68,8 @@ TEST(Sdp, GradientsThatOthersOwnAreFreedDuringBackward) {
       PeakMemory memory(comm->device());
       const int64_t before = memory.current_bytes();
       loss_of(call(sdp, on_rank_device(torch::ones({1, kWide})))).backward();
-      // Half of the gradients stay; of the others at most three are here at a time, and as many
-      // of the peer's for this rank's to be added to.
+      // Half of the gradients stay. At most three of the others are in flight at a time, and as many
+      // received ones of the peer.
       EXPECT_LE(memory.peak_bytes() - before, (kLayers / 2 + 8) * kLayerBytes);
       EXPECT_EQ(sdp.memory().grad_bytes, kLayers / 2 * kLayerBytes);
       EXPECT_LE(sdp.memory().peak_bucket_bytes, 4 * kLayerBytes);
@@ -140,7 +140,7 @@ TEST(Sdp, AGradientThatIsThereGetsNoSecondMemory) {
       loss_of(call(sdp, on_rank_device(torch::ones({1})))).backward();
       if (step == 0) after_first = memory.current_bytes();
     }
-    // From then on sums come in buckets of their own, to be added to the gradients, and these are kept.
+    // After the first step sums are reduced in buckets, which are kept, and then added to the gradients.
     const auto bucket_bytes = static_cast<int64_t>(model->first.nbytes() + model->second.nbytes());
     EXPECT_LT(memory.current_bytes() - after_first, bucket_bytes + static_cast<int64_t>(model->second.nbytes()));
   });
@@ -349,7 +349,7 @@ TEST(SdpMistakes, AreClear) {
   });
 }
 
-// That method is not virtual: OSS takes the group at what all ranks call of its own next.
+// The base class's add_param_group() is not virtual. OSS takes the group over in its next collective method.
 TEST(SdpMistakes, AGroupThatTheBaseClassHasAddedIsTakenOrNamed) {
   for (const bool is_taken : {true, false}) {
     on_ranks(2, [is_taken](std::shared_ptr<Communicator> comm) {
@@ -377,7 +377,7 @@ TEST(SdpMistakes, AGroupThatTheBaseClassHasAddedIsTakenOrNamed) {
       expect_contains(error_of<std::logic_error>([&] { call(sdp, input(2)); }), expected);
       optimizer.consolidate_state_dict();
       optimizer.load_state_dict(dict);
-      loss_of(call(sdp, input(2))).backward();  // where the refused forward left off
+      loss_of(call(sdp, input(2))).backward();  // the refused forward had no effect
       optimizer.step();
       EXPECT_EQ(first[0].grad().defined(), optimizer.owns(first[0]));
     });

@@ -49,7 +49,7 @@ TEST(SyncBatchNorm, IsBatchNormOfTheWholeBatch) {
             for (int rank = 0; rank < world; ++rank) parts.push_back(part(rank, rest, step));
             at::Tensor all = torch::cat(parts).set_requires_grad(true);
             at::Tensor x = parts[comm->rank()].clone().set_requires_grad(true);
-            // BatchNorm2d wants 4 dimensions.
+            // BatchNorm2d needs 4 dimensions.
             const at::Tensor expected =
                 rest.empty() ? whole(all.unsqueeze(2).unsqueeze(3)).squeeze(3).squeeze(2) : whole(all);
             const at::Tensor y = own(x);
@@ -124,7 +124,7 @@ TEST(SyncBatchNorm, ConvertedModelsTrainAsOneProcess) {
     on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
       auto reference = make(), net = make();
       EXPECT_EQ(convert_sync_batch_norm(*net, *comm), 4);
-      EXPECT_EQ(convert_sync_batch_norm(*net, *comm), 0);  // they are
+      EXPECT_EQ(convert_sync_batch_norm(*net, *comm), 0);  // all are converted
       EXPECT_EQ(net->parameters().size(), reference->parameters().size());
       torch::optim::SGD whole(unique_parameters(*reference), 0.1);
       auto model = zero(net, torch::optim::SGDOptions(0.1), comm, {.stage = stage});
@@ -151,7 +151,7 @@ TEST(SyncBatchNorm, ConvertedModelsTrainAsOneProcess) {
   }
 }
 
-// Batch norms stay in fp32 while others compute in bf16; and in bf16 with others.
+// Batch norms compute in fp32 beside bf16 layers, or in bf16 like them.
 TEST(SyncBatchNorm, ConvertedModelsTrainInMixedPrecision) {
   auto make = [] {
     return seeded(1, [] {

@@ -41,7 +41,7 @@ inline bool same_values(const at::Tensor& own, const at::Tensor& expected) {
 // attention's key bias). If rounding differs, a larger epsilon shortens them.
 inline double adam_eps() { return adds_in_other_orders ? 1e-2 : 1e-8; }
 
-// Moves a tensor, a list of tensors or a module of this holder there. Returns other types unchanged.
+// Moves a tensor, a list of tensors or a holder's module to the rank's device. Returns other types unchanged.
 template <class What>
 What on_rank_device(What what) {
   if (rank_device.is_cpu()) return what;

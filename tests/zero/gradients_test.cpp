@@ -1,4 +1,4 @@
-// Gradients that come before wrapping or without a reduction, sparse or complex: in every stage as in one process.
+// Gradients from before wrapping or without a reduction, sparse or complex: every stage treats them as one process.
 #include "tests/support/reference.h"
 
 namespace tessera::stage_gradients_test {

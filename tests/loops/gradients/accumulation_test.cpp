@@ -49,12 +49,12 @@ TEST_P(Accumulation, AFullStateBetweenMicroBatches) {
   });
 }
 
-// Of `rows` rows, those of this rank.
+// Returns this rank's part of the first `rows` rows.
 at::Tensor own_rows(const Trainer& run, const at::Tensor& all, int64_t rows) {
   return all.slice(0, rows * run.rank / run.world, rows * (run.rank + 1) / run.world);
 }
 
-// The last one has fewer rows, fewer than two for each rank, and fewer parts; sums are divided by the rows of all.
+// Steps have one to three parts, and the last step fewer rows. Sums of losses are divided by the rows of all ranks.
 TEST_P(Accumulation, PartsOfOtherNumbersAndAShortLastBatch) {
   play(GetParam(), {.same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
@@ -74,7 +74,7 @@ TEST_P(Accumulation, PartsOfOtherNumbersAndAShortLastBatch) {
   });
 }
 
-// Adds one value on all ranks, between backward and step, to no gradient.
+// The gradients of a first backward are cleared; a second backward through the same graph gives those of the step.
 TEST_P(Accumulation, GradientsOfTwoGraphsOfWhichOneIsDropped) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
@@ -105,7 +105,7 @@ TEST_P(Accumulation, AnExceptionLeavesNoSync) {
   });
 }
 
-// What one process does, too: the graph of the step before is gone.
+// Throws, as in one process: the graph of the previous step has been freed.
 TEST_P(Accumulation, TheLastStepsOutputIsNotDetached) {
   play(GetParam(), {.expect = Expect::kThrows}, [](Trainer& run) {
     at::Tensor last = torch::zeros({}, at::kDouble);

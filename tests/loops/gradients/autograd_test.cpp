@@ -84,7 +84,7 @@ TEST_P(Autograd, BackwardOfNoScalar) {
   });
 }
 
-// The outer loss is that of weights after a step of an inner one.
+// The outer loss uses the weight after a gradient step on an inner loss.
 struct Inner : Net {
   Inner() { weight = register_parameter("weight", torch::randn({kFeatures, kFeatures})), register_module("fc", fc); }
   at::Tensor forward(const at::Tensor& x) override {
@@ -104,7 +104,7 @@ struct Critic : Mlp {
   at::Tensor forward(const at::Tensor& x) override { return Mlp::forward(x).mean(1); }
 };
 
-// WGAN-GP: three forwards of the critic, whose slope at the first one's inputs is in the loss.
+// WGAN-GP: three forwards of the critic. The loss has the gradient of the first one by its inputs.
 TEST_P(Autograd, ACriticWithAPenaltyOnItsSlope) {
   play(GetParam(), {.rounding = 10}, [](Trainer& run) {
     const Model net = seeded_model<Critic>(4);
@@ -139,13 +139,13 @@ void look_at_inputs(Trainer& run, int step) {
   const at::Tensor x = run.x(step).requires_grad_();
   run.note(torch::autograd::grad({run(x).sum()}, {x})[0].square().sum(1).mean());
 }
-// Of rows that all ranks have.
+// The ranks must have equal rows, because these gradients are not averaged.
 void look_at_parameters(Trainer& run, int step) {
   for (const at::Tensor& gradient : torch::autograd::grad({run.loss(step)}, run.model->parameters()))
     run.note(gradient.square().sum());
 }
 
-// Looks wherever one may.
+// Calls `look` at every point of a step.
 void accumulate(Trainer& run, void (*look)(Trainer&, int step)) {
   for (int step = 0; step < 2; ++step) {
     run.optimizer().zero_grad();

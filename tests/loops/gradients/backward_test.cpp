@@ -82,7 +82,7 @@ TEST_P(Backward, RegularisedByTheModulesOwnParameters) {
   });
 }
 
-// Under FSDP the sum is over this rank's part: its gradient is right where it is, and is no mean over ranks.
+// Under FSDP the penalty is over this rank's shards: its gradient is right there, and needs no mean over ranks.
 TEST_P(Backward, RegularisedByTheWrappersParameters) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {

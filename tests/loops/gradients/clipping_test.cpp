@@ -29,7 +29,7 @@ TEST_P(Clipping, GradientsClippedByValue) {
   });
 }
 
-// Adaptive: ranks clip to one number, which they compute.
+// Adaptive clipping: each rank computes the limit, which is equal on all ranks.
 TEST_P(Clipping, ClippingToAPartOfTheNormBefore) {
   play(GetParam(), {}, [](Trainer& run) {
     double most = 0.1;
@@ -55,7 +55,7 @@ TEST_P(Clipping, ClippedByValueThroughTheModule) {
        });
 }
 
-// Weights of a whole number of the rows that norms are taken by, and others.
+// Norms are computed by rows: some weights have a whole number of these rows, others a remainder.
 struct Narrower : Net {
   Narrower() { register_module("narrow", narrow), register_module("wide", wide), register_module("last", last); }
   at::Tensor forward(const at::Tensor& x) override { return last(wide(narrow(x).tanh()).tanh()); }
@@ -100,7 +100,7 @@ TEST_P(Clipping, ClippedGradientsAfterNoSync) {
   });
 }
 
-// The norm would be that of a rank's own sums.
+// Refused: the gradients are a rank's own sums, so each rank would clip by its own norm.
 TEST_P(Clipping, ClippedGradientsAfterNoSyncAlone) {
   play(GetParam(),
        {.expect = Expect::kRefused,
@@ -117,7 +117,7 @@ TEST_P(Clipping, ClippedGradientsAfterNoSyncAlone) {
        });
 }
 
-// Where each rank has parts, or only owners have gradients, torch's own function sees this rank's norm.
+// If ranks have parts of gradients, or only owners have gradients, torch's function computes this rank's norm.
 void play_clipped_by_torch(const Setup& setup, const std::function<std::vector<at::Tensor>(Trainer&)>& parameters) {
   play(setup,
        {.expect = setup.stage >= 2 ? Expect::kRefused : Expect::kEqual,
@@ -142,7 +142,7 @@ TEST_P(Clipping, ClippedByTorchsFunctionOnTheWrappersParameters) {
   play_clipped_by_torch(GetParam(), [](Trainer& run) { return run.parameters(); });
 }
 
-// Gradients that the loop itself has put there are parts or owners' too, once a backward has added to them.
+// Gradients that the loop sets are refused too, once a backward has added to them.
 TEST_P(Clipping, ClippedByTorchsFunctionAfterGradientsOfTheLoopsOwn) {
   const auto clipped = [&](const std::function<void(Trainer&, int)>& before_clipping) {
     play(GetParam(),

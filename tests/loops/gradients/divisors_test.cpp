@@ -12,7 +12,7 @@ namespace {
 
 TESSERA_LOOPS(Divisors, all_setups);
 
-// In every other step each rank but the last takes the first row of the next one's.
+// In every second step each rank but the last also takes the first row of the next rank.
 at::Tensor rows_of(const Trainer& run, const at::Tensor& all, int step) {
   const int64_t least = kRows / run.world, more = step % 2 == 0 ? 1 : 0;
   const int64_t begin = least * run.rank + (run.rank > 0 ? more : 0);

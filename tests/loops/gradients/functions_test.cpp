@@ -16,7 +16,7 @@ namespace {
 
 TESSERA_LOOPS(Functions, all_setups);
 
-// Memory is saved by computing a part again, as papers describe it.
+// Activation checkpointing, written by a user: backward computes the layer again.
 struct ComputedAgain : torch::autograd::Function<ComputedAgain> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             torch::nn::LinearImpl* layer) {
@@ -181,7 +181,7 @@ struct WithOperator : Net {
   torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures};
 };
 
-// The kernel is called below the key that pages parameters in.
+// The kernel runs below the dispatch key that pages parameters in, and uses one that is not its argument.
 TEST_P(Functions, AnOperatorWhoseKernelUsesAnotherUnitsParameter) {
   auto model = [] { return seeded(7, []() -> Model { return std::make_shared<WithOperator>(); }); };
   play(GetParam(), {.model = model}, [](Trainer& run) {

@@ -31,7 +31,7 @@ TEST_P(Gradients, GradientsScaledThroughTheModulesData) {
        });
 }
 
-// A hand-written gradient surgery: two losses' gradients, kept, put together.
+// Combines the gradients of two losses by hand.
 TEST_P(Gradients, GradientsOfTwoLossesPutTogether) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
@@ -89,8 +89,7 @@ TEST_P(Gradients, GradientsReplacedByTheirSigns) {
   });
 }
 
-// A static graph's first backward has no gradients for parameters. A pull beside the loss is given to autograd as the
-// weight's gradient, in a tensor that the user writes to afterwards.
+// The weight is a root of backward beside the loss. Its gradient is in the user's tensor, which is overwritten later.
 TEST_P(Gradients, APullOnAWeightInATensorThatIsUsedAgain) {
   play(GetParam(), {}, [](Trainer& run) {
     const at::Tensor weight = run.model->parameters()[2];  // of a Linear
@@ -111,7 +110,7 @@ TEST_P(Gradients, APullOnAWeightInATensorThatIsUsedAgain) {
   });
 }
 
-// A no-op, as in one process: a gradient that another tensor shares is not sent from its own memory.
+// The write has no effect, as in one process: a gradient that another tensor shares is not sent from its own memory.
 TEST_P(Gradients, AGradientThatAHookHasKeptIsWrittenTo) {
   play(GetParam(), {}, [](Trainer& run) {
     at::Tensor kept;

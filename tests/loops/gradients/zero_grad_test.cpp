@@ -126,7 +126,7 @@ TEST_P(ZeroGrad, ByTheModuleToZeroAfterBackward) {
   });
 }
 
-// By the module to zeros, and after another backward to none.
+// The module sets gradients to zeros, and after another backward to none.
 TEST_P(ZeroGrad, ByTheModuleInBothWays) {
   const Expect may_refuse = where_gradients_stay(GetParam()) == Expect::kRefused ? Expect::kEither : Expect::kEqual;
   play(GetParam(), {.expect = may_refuse, .says = kDropped}, [](Trainer& run) {
@@ -140,7 +140,7 @@ TEST_P(ZeroGrad, ByTheModuleInBothWays) {
   });
 }
 
-// To zeros also where a gradient was infinite or NaN: clipping sees no trace of it.
+// Infinite and NaN gradients become zeros too, so they do not affect the next clipping.
 TEST_P(ZeroGrad, ToZerosAfterANormThatIsNoNumber) {
   for (const double bad : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
     play(GetParam(), {}, [bad](Trainer& run) {

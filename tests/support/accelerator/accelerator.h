@@ -21,7 +21,7 @@ namespace tessera::accelerator {
 
 bool on_gpus();
 int device_count();  // of the simulation or of the machine
-// Skip the test, by an exception that GoogleTest knows: always; with fewer devices; on GPUs.
+// Skip the test by GoogleTest's exception: always; with fewer than `count` devices; on GPUs.
 [[noreturn]] void skip(const std::string& why);
 void needs_devices(int count);
 void needs_simulation(const std::string& why);

@@ -153,7 +153,7 @@ class SimulatedGroup {
 
 namespace {
 
-// Tensors of collectives without a wait(), which c10d keeps until these are over.
+// Tensors of collectives without a wait(). c10d keeps these tensors until the collectives are over.
 struct Shelf {
   std::mutex mutex;
   std::vector<std::pair<Point, std::vector<at::Tensor>>> kept;

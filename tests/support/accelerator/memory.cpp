@@ -87,7 +87,7 @@ struct Leaving {
 std::vector<Leaving> leaving;
 std::map<const void*, std::vector<Point>> pinned_uses;
 
-// Frees a block. A later use by another stream than its own races with this.
+// Frees a block. A later use by a stream other than the block's is reported as a race with this write.
 void give_back(void* begin, const Clock* also) {
   const auto info = Races::get().block_at(begin).value();
   const auto address = reinterpret_cast<uintptr_t>(begin);

@@ -50,7 +50,7 @@ struct Access {
 // Streams are numbered over all devices.
 inline int stream_of(int device, int64_t id) { return device * kStreamsPerDevice + static_cast<int>(id); }
 inline int device_of(int stream) { return stream / kStreamsPerDevice; }
-// of the calling thread
+// The calling thread's current device, and its current stream of a device.
 int current_device();
 int exchange_device(int device);
 int current_stream(int device);
@@ -60,7 +60,7 @@ int take_stream(int device);  // returns an exclusive stream
 void give_stream(int stream);
 
 // Enqueues work on the stream. It begins after all earlier work of the stream and a random delay. Checks the accesses
-// now against all others that may be in flight when it begins: races.h. `also`: also known to be over.
+// now against all others that may be in flight when it begins: races.h. `also`: more work that is known to be over.
 void launch(int stream, std::string what, const std::vector<Access>& accesses, std::function<void()> work,
             const Clock* also = nullptr);
 
@@ -69,7 +69,7 @@ void block(int stream, const Point& point);
 // Blocks the host; counted, with its place.
 void synchronize(const Point& point, int device, const char* what);
 void synchronize(int stream, const char* what);
-// Whether the point is reached; if so, the host knows.
+// Returns whether the point is reached. If so, later host accesses are ordered after it.
 bool query(const Point& point, int device);
 // Blocks until the stream is idle without recording any order, for the simulation itself.
 void wait_in_secret(int stream);
