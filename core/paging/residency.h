@@ -46,7 +46,7 @@ class Page {
   bool is_attached() const { return buffer_.defined(); }
   const at::Tensor& buffer() const { return buffer_; }
 
-  // Every later use of a view throws std::logic_error. Must be called before the pager is destroyed.
+  // Later uses of a view throw std::logic_error, unless attached permanently. Must precede the pager's destruction.
   void detach_pager() { state_->pager = nullptr; }
 
   // Whether operators may write to the views. If not, they throw std::logic_error.
@@ -170,9 +170,9 @@ void note_write(const at::Tensor& tensor);
 // For an optimizer that steps a parameter: returns whether this rank has no element of it. The step then counts as a
 // write, as on ranks that have elements: ranks compare whether they have stepped.
 bool note_write_if_empty(const at::Tensor& parameter);
-// Whether the tensor is a view of a page whose pager is destroyed.
+// Whether the tensor is a view of a page that lost its pager and was not attached permanently.
 bool has_lost_its_pager(const at::Tensor& tensor);
-// The page of a view; null for other tensors. Also returns a page whose pager is destroyed.
+// The page of a view; null for other tensors. Also null if the pager is destroyed.
 Page* page_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

@@ -34,7 +34,7 @@ class StartedOperations {
   void begin_wait(std::optional<uint64_t> sequence);
   void end_wait();
   bool is_stalled() const;
-  // The current wait, if it is a stall and for a known operation.
+  // The current wait, if it is a stall and has a sequence number.
   std::optional<WaitRegistry::Wait> long_wait() const;
 
   // Calls `act` if the thread waits, and returns whether it does. The wait cannot end meanwhile.
