@@ -1,5 +1,5 @@
 // Compares Tessera's memory cache with mimalloc, which it replaces, and with glibc. One training program allocates its
-// CPU tensors from glibc, mimalloc and the cache by turns, one step each; the result is the ratio of median step times.
+// CPU tensors from glibc, mimalloc and the cache by turns, one step each. The result is the ratio of median step times.
 // Before that, each allocator runs alone in a child process, which reports its peak resident memory. Fails if losses
 // are not equal, bit for bit.
 #include <c10/core/CPUAllocator.h>

@@ -6,11 +6,11 @@
 // is random in each round. The table has medians, and medians of the rounds' ratios. Before a read, its files are
 // dropped from the page cache; before a write, older files are deleted.
 //
-// "the disk alone" is the fastest possible load: it reads the same files with direct I/O into new huge pages, by three
+// "the disk alone" is the fastest possible load. It reads the same files with direct I/O into new huge pages, by three
 // threads a file, without checksums or tensors.
 //
-// Targets: a save takes at most dd's time; a load at most dd's time / 0.9; the stall, which is the call and the wait
-// before the optimizer's step after one forward and backward, at most 0.15 of a save.
+// Targets: a save takes at most dd's time; a load at most dd's time / 0.9; the stall at most 0.15 of a save. The stall
+// is the call, and the wait before the optimizer's step after one forward and backward.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/torch.h>

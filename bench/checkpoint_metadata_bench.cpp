@@ -1,5 +1,5 @@
-// Measures the manifest of a checkpoint of very many ranks: the time and memory to make it in a save, and to read it on
-// one rank of a world of another size. Files are real, but sparse: their data is a hole behind the header.
+// Measures the manifest of a checkpoint of very many ranks: the time and memory to make it in a save, and to read it.
+// The reader is one rank of a world of another size. Files are real, but sparse: their data is a hole.
 //
 // Parameters are in units, and each unit is cut evenly over the ranks, as in FullyShardedDataParallel. Reading runs in
 // a process of its own; its memory is the difference between peak and start. Targets for 65,536 ranks and 1,000

@@ -1,4 +1,4 @@
-// Measures the overhead of a node of an exported model, beside its operator: ExportedModule runs the chain of
+// Measures the overhead of a node of an exported model, beside its operator. ExportedModule runs the chain of
 // bench/exported_chain.py by turns with the same chain in C++.
 //
 //   tools/python.sh bench/exported_chain.py out/chain.pt2 && build/release/bench/exported_bench out/chain.pt2

@@ -1,5 +1,5 @@
 // Prints the CPU time of checkpoint functions and of a step against the number of parameters, to find costs that grow
-// faster than the work: each line should have about twice the times of the line before.
+// faster than the work. Each line should have about twice the times of the line before.
 //
 //   build/release/bench/growth [FILE.pt2 ...]
 //

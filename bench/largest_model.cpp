@@ -1,8 +1,8 @@
 // Computes the largest model that a device, a host and a disk hold, by stage and tier of offload, for fp32 parameters
 // and Adam. Bytes come from the layouts. Prints the table only if small models on thread ranks report the same bytes.
 //
-// Also trains, saves and loads a model on the disk tier, and prints the host memory that each needs at most: that of
-// the process beside mapped files, which the kernel can write out.
+// Also trains, saves and loads a model on the disk tier, and prints the most host memory that each needs. Excludes
+// mapped files, which the kernel can write out.
 //
 //   largest_model [ranks=8] [device GiB=24] [host GiB a rank=64] [disk GiB a rank=512]
 #include <torch/torch.h>

@@ -1,6 +1,6 @@
-// Measures the lower bounds of a step on this machine, now. A step must compute (the model and the optimizer, not
-// sharded, in one process a rank, the optimizer on all parameters) and move the bytes of its stage. Measures both
-// alone, and the time to copy the same bytes.
+// Measures the lower bounds of a step on this machine, now. A step must compute, and move the bytes of its stage.
+// Measures both alone, and the time to copy the same bytes. Each rank computes in its own process with the whole model,
+// and the optimizer steps all parameters.
 //
 //   limits --model deep --ranks 2 --json
 //

@@ -3,7 +3,7 @@
 // the ranks: the excess over world 1 is the cost of sharding.
 //
 // Target: Muon's processor time, and that of its matrix products (the Newton-Schulz iteration), is at most 1.1 of one
-// process; if every rank gathered every matrix, it would be N times as much. In stages 1 and 2 a step ends with the
+// process. If every rank gathered every matrix, it would be N times as much. In stages 1 and 2 a step ends with the
 // exchange of parameters, which stage 3 does in forward and backward.
 //
 //   optimizer_bench [part of an optimizer's name] [rounds]

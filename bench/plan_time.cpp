@@ -1,5 +1,5 @@
-// Compares predicted with measured step times. Calibrates this machine, trains small models in fp32 under DDP, OSS +
-// SDP and FSDP on thread ranks, then predicts the same constructor and step from a dry run.
+// Compares predicted with measured step times. Calibrates this machine, and trains small models in fp32 under DDP, OSS
+// + SDP and FSDP on thread ranks. Then predicts the same constructor and step from a dry run.
 //
 //   plan_time [--ranks 2] [--steps 20] [--rounds 3] [--quick] [--operators] [--speed speed.json] [--only "fsdp, gpt"]
 //   plan_time --speed speed.json --link 1Gbit [--latency 50us] --json   # under a launcher, a rank a host

@@ -1,4 +1,4 @@
-// A policy gradient (REINFORCE with a baseline) on a cart with a pole, whose ranks collect unequal data: each rank
+// A policy gradient (REINFORCE with a baseline) on a cart with a pole, whose ranks collect unequal data. Each rank
 // plays its own episodes, of unequal lengths, so ranks have different numbers of time steps and of batches.
 //
 //   reinforcement [ITERATIONS]      40 by default

@@ -1,5 +1,5 @@
-# Fails if a library's file includes a header of a library that its own does not link, directly or indirectly, or if a
-# library links a later one.
+# Fails if a library's file includes a header of a library that its own does not link, directly or indirectly. Also
+# fails if a library links a later one.
 #
 #   cmake -DSOURCE_DIR=<tree> -DLINKS=<library>=<linked library>,...[/<library>=...] -P folder_order.cmake
 cmake_minimum_required(VERSION 3.25)

@@ -26,7 +26,7 @@ struct Batch {
 Model make_model(const Options& options);
 
 // Sets every parameter to a function of (its position in the module, index of the element), which
-// bench/compare/models.py implements too: both programs start from equal values, whatever their generators. Writes only
+// bench/compare/models.py implements too. Both programs start from equal values, whatever their generators. Writes only
 // this rank's shards.
 void set_values(const Options& options, const std::vector<tessera::NamedShard>& shards);
 

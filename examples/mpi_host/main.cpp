@@ -3,7 +3,7 @@
 // The solver computes nonlinear heat conduction, du/dt = div((1 + u^2) grad u), in fp64 on a square grid. Each
 // MPI rank has some rows. A small network learns the solver's next kStride steps at a point from the point's
 // neighbourhood. All ranks but the last train it, in a group made from an MPI sub-communicator. Every kReportEvery
-// strides they save a checkpoint; the last rank loads it and tests the surrogate on its own rows, which the network has
+// strides they save a checkpoint. The last rank loads it and tests the surrogate on its own rows, which the network has
 // never seen.
 //
 //   mpirun -n 4 mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]

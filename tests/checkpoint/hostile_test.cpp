@@ -1,4 +1,4 @@
-// Saves on a full disk, in a read-only or removed folder, beside a second job, or with a clock set back: each rank gets
+// Saves on a full disk, in a read-only or removed folder, beside a second job, or with a clock set back. Each rank gets
 // the error within seconds, with rank and path, and the older checkpoint loads.
 #include <fcntl.h>
 #include <sched.h>

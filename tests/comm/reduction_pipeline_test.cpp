@@ -122,7 +122,7 @@ TEST(ReductionPipeline, SomeRanksShareAHost) {
   expect_definition(5, 11 * kChunkFloats + 3, ReduceOp::kAverage, at::kBFloat16, /*together=*/3);
 }
 
-// The tensor has more chunks than staging has room for, so staging is reused: each of five ranks has room for 8 chunks
+// The tensor has more chunks than staging has room for, so staging is reused. Each of five ranks has room for 8 chunks
 // of each peer.
 TEST(ReductionPipeline, StagingIsLessThanWhatComes) {
   const int64_t numel = 11 * kChunkFloats + 5;
@@ -320,7 +320,7 @@ TEST(ReductionPipeline, AbortEndsWhatIsUnderWay) {
 #ifdef __SANITIZE_THREAD__
 // A rank that gives up a message waits until gloo's thread has released it, on an atomic inside libtorch
 // (cmake/sanitizers/tsan.supp). Its staging then returns to the memory cache, and gloo's thread of another group may
-// write there next, so both stacks of the report have only this frame. Not in the suppression file: other programs must
+// write there next. So both stacks of the report have only this frame. Not in the suppression file: other programs must
 // find tensors that are accessed during a receive.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:gloo::transport::tcp::Pair::read\n";

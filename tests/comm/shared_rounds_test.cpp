@@ -56,8 +56,8 @@ TEST(SharedRoundsPlan, NothingOverlapsAndLinesAreApart) {
   }
 }
 
-// Checks the rule: a slot is reused only after its last round was left, and no more slots are used than rounds were in
-// flight at once.
+// Checks two rules: a slot is reused only after all ranks left its last round, and slots are at most as many as rounds
+// that were in flight at once.
 TEST(SharedRoundsPlan, SlotsAreTakenAgainOnceTheirRoundIsLeft) {
   std::mt19937 random(1);
   for (int program = 0; program < 200; ++program) {

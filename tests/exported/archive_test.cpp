@@ -296,7 +296,7 @@ TEST(Archive, Crc32IsThatOfZip) {
 }
 
 // Every member has a CRC-32. A flipped bit in a tensor's values is noticed when they are read at once, later or by a
-// rank; ExportedOptions::unchecked loads them as they are.
+// rank. ExportedOptions::unchecked loads them as they are.
 TEST(Archive, FlippedBitsAreFound) {
   const std::string whole = file_bytes(data_file("adapted.pt2"));
   const TemporaryFolder temporary;

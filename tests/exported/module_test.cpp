@@ -239,7 +239,7 @@ TEST(ExportedModule, FreesValuesAfterTheirLastUse) {
   const int64_t with_graph = peak_of();
   const at::NoGradGuard no_grad;
   const int64_t without = peak_of();
-  // At most 23 + 12 + 24 + 3 x 12 floats of each of 128 positions are alive; the graph keeps those of two blocks.
+  // At most 23 + 12 + 24 + 3 x 12 floats of each of 128 positions are alive. The graph keeps those of two blocks.
   EXPECT_LT(without, 128 * 4 * 140);
   EXPECT_LT(without * 2, with_graph);
 }

@@ -599,8 +599,8 @@ TEST(Usage, AGradientThatNobodyElseHasTravelsWithoutACopy) {
   });
 }
 
-// A large gradient is sent from autograd's own memory, unless a hook keeps it: writes that bypass the version counter
-// then have no effect, as in one process.
+// A large gradient is sent from autograd's own memory, unless a hook keeps it. Then writes that bypass the version
+// counter have no effect, as in one process.
 TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {

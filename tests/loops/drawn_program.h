@@ -7,9 +7,9 @@
 
 #include "tests/loops/loops.h"
 
-// A training loop drawn at random: a model, an optimizer and a list of actions. Each action is valid in any state (a
-// backward without a forward is a no-op), so that any part of a program is a program, and a failing one can be reduced.
-// A seed always draws the same program.
+// A training loop drawn at random: a model, an optimizer and a list of actions. Each action is valid in any state: a
+// backward without a forward is a no-op. So a failing program can be reduced to some of its actions. A seed always
+// draws the same program.
 namespace tessera::loops {
 using namespace internal;
 

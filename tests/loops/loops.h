@@ -10,9 +10,9 @@
 
 #include "tests/support/reference.h"
 
-// A training loop as a libtorch user writes it. One process runs it on the whole batch, with a torch optimizer, and the
+// A training loop as a libtorch user writes it. One process runs it on the whole batch, with a torch optimizer. The
 // ranks of every wrapper run it, each with its part of the rows. Losses are means over rows, so the ranks' results must
-// equal those of the one process, to rounding in fp64, or the wrapper must refuse the loop by name.
+// equal those of the one process, to rounding in fp64. Otherwise the wrapper must refuse the loop by name.
 namespace tessera::loops {
 using namespace internal;
 
@@ -139,8 +139,8 @@ std::vector<Setup> all_setups();
 std::vector<Setup> fsdp_setups();
 std::vector<Setup> replicated_setups();  // stages 0 to 2
 
-// Returns the worlds at which the setup plays the running test: in the full matrix all, in the short form one of 2, 3
-// and 4, for one in four loops also 1. Setups that take turns play one in four loops, and no world of 1.
+// Returns the worlds at which the setup plays the running test: in the full matrix all, else one of 2, 3 and 4. One in
+// four loops is also played at 1. Setups that take turns play one in four loops, and no world of 1.
 std::vector<int> worlds_of(const Setup& setup);
 
 // The result of a loop that one process and the setup's ranks have run.

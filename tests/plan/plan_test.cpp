@@ -92,8 +92,8 @@ TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
 #endif
 }
 
-// Ranks that read each other's memory do not prefetch large units, and hold no full gradient in flight: one gathered
-// unit and two gradients, fewer than otherwise. This includes a group inside one of several shared memories.
+// Ranks that read each other's memory do not prefetch large units, and hold no full gradient in flight. They hold one
+// gathered unit and two gradients, fewer than other ranks. This includes a group inside one of several shared memories.
 TEST(PlanModels, KnowWhoSharesMemory) {
   const auto model = planned_decoder(decoder_of("gpt:layers=6,width=128,heads=2,vocab=50,sequence=16"));
   const auto in_flight = [&](int ranks_sharing_memory, const TrainingChoice& choice) {

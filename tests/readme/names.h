@@ -2,7 +2,7 @@
 
 // Defines the names that the documentation's snippets use without a declaration: a small model, its data, wrappers and
 // optimizers. Each snippet is a member function of its own struct that derives from Names, and runs in processes of its
-// own, so no snippet sees another's changes.
+// own. So no snippet sees another's changes.
 
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>

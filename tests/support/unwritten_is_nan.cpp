@@ -1,5 +1,5 @@
-// Linked into every test program: fills new tensors with NaN or the largest value instead of leftover memory, which is
-// often zero or an earlier run's correct values. So reads of unwritten memory fail, in every run.
+// Linked into every test program: fills new tensors with NaN or the largest value. So reads of unwritten memory fail,
+// in every run. Leftover memory is often zero or has an earlier run's correct values.
 #include <ATen/Context.h>
 
 namespace tessera::testing_support {

@@ -2,7 +2,7 @@
 // GPUs, if TESSERA_TEST_GPU names the library tessera_gpu (tests/support/gpu), which the test programs then load.
 //
 // Streams are threads with random delays; device memory faults when the host touches it; operators run asynchronously
-// on CPU kernels. Missing order is found whatever the threads' timing: vector clocks compare each access of device
+// on CPU kernels. Missing order is found whatever the threads' timing. Vector clocks compare each access of device
 // memory and of page-locked memory with all accesses that may be in flight (races.h). Host synchronisations are counted
 // with their places. A program that links tessera_accelerator has the device; a test must construct a Simulation first.
 //
@@ -53,7 +53,7 @@ struct Settings {
   // Plants a fault: drops the requests for which it returns true. `place` has the names of our functions on the call
   // stack, the innermost first. Is called by several threads.
   std::function<bool(Request request, std::string_view place)> leave_out = nullptr;
-  // Unless it returns "", NCCL fails in this collective ("all-reduce of 8 elements") on this device's rank: its work
+  // Unless it returns "", NCCL fails in this collective ("all-reduce of 8 elements") on this device's rank. Its work
   // has an exception, and its kernel ends only when the group is aborted.
   std::function<std::string(int device, std::string_view collective)> fails = nullptr;
 };
