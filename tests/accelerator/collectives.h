@@ -12,12 +12,15 @@
 namespace tessera::collectives {
 using namespace internal;
 
-inline constexpr at::ScalarType kReducedDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong};
+inline constexpr at::ScalarType kReducedDtypes[] = {at::kFloat,    at::kDouble, at::kHalf,
+                                                    at::kBFloat16, at::kInt,    at::kLong};
 
 // The results of a rank, by name.
 using Results = std::map<std::string, at::Tensor>;
 inline at::Tensor values_of(const Communicator& comm, int64_t numel, at::ScalarType dtype) {
-  return testing_support::seeded(31 + comm.rank(), [&] { return torch::randn({numel}) * 100; }).to(dtype).to(comm.device());
+  return testing_support::seeded(31 + comm.rank(), [&] { return torch::randn({numel}) * 100; })
+      .to(dtype)
+      .to(comm.device());
 }
 
 // Every reduction, of even and uneven parts, into another tensor and in place.

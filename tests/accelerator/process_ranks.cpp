@@ -240,7 +240,8 @@ class Checks {
     if (const auto text = accelerator_training::difference(saved, loaded); !text.empty()) fail("loaded by all:" + text);
     State on_cpu;
     run_ranks(1, [&](std::shared_ptr<Communicator> cpu) { on_cpu = with(5, cpu, load); });
-    if (const auto text = accelerator_training::difference(saved, on_cpu); !text.empty()) fail("loaded on a CPU:" + text);
+    if (const auto text = accelerator_training::difference(saved, on_cpu); !text.empty())
+      fail("loaded on a CPU:" + text);
     return c10::str("saved by 2 ranks, loaded by ", size_, " and by one on a CPU");
   }
 
@@ -359,7 +360,9 @@ std::string lines_of_checks(const std::string& output) {
   return text.substr(0, 3000);
 }
 
-std::string last_lines(const std::string& text) { return text.substr(text.size() - std::min<size_t>(text.size(), 600)); }
+std::string last_lines(const std::string& text) {
+  return text.substr(text.size() - std::min<size_t>(text.size(), 600));
+}
 
 // Prints the lines of the ranks; returns whether all ended well.
 bool run_checks(const std::string& program, int world) {
@@ -418,8 +421,7 @@ int supervise(const std::string& program, const std::vector<int>& worlds) {
     for (size_t begin = 0; begin < std::size(kFailures); begin += at_once) {
       const size_t end = std::min(std::size(kFailures), begin + at_once);
       std::vector<std::unique_ptr<Group>> groups;
-      for (size_t i = begin; i < end; ++i)
-        groups.push_back(std::make_unique<Group>(program, kFailures[i].name, world));
+      for (size_t i = begin; i < end; ++i) groups.push_back(std::make_unique<Group>(program, kFailures[i].name, world));
       for (size_t i = begin; i < end; ++i) {
         ++parts;
         wrong += check_survivors(kFailures[i], *groups[i - begin]) ? 0 : 1;
