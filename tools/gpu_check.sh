@@ -37,6 +37,6 @@ done
 build/cuda/bench/gpu_step 1 200 512 # of which the host's work is most
 # Compares with PyTorch's FSDP2, if a PyTorch with GPU support is installed.
 if python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  python3 bench/gpu_peers.py
-  python3 bench/gpu_peers.py 200 512
+  python3 bench/gpu/peers.py
+  python3 bench/gpu/peers.py 200 512
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the step of bench/gpu_step.cpp under PyTorch's FSDP2, on one GPU: bench/gpu_peers.py [layers] [width].
+"""Measures the step of bench/gpu/cuda_graph.cpp under PyTorch's FSDP2, on one GPU: bench/gpu/peers.py [layers] [width].
 
 The same chain of Linear layers, a unit each, in bf16 with gradients reduced in fp32, gradients clipped by their norm and
 AdamW; without offload and with it. One process, one GPU, NCCL: the overhead of the framework beside the kernels.
