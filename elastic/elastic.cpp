@@ -81,7 +81,8 @@ int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& o
                           .restarts = options.restarts,
                           .variables = {{kRendezvousVariable, folder.path().string()}, {kLogLevel, log_level}},
                           .restart_variables = {{kJoinVariable, "1"}},
-                          .may_restart = [&] { return run.exists(); }});
+                          // A rank that is started again would wait for members in vain.
+                          .may_restart = [&] { return !has_ended(run); }});
 }
 
 void Elastic::run(const std::function<void(ElasticRun& run)>& body) {

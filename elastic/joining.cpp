@@ -78,11 +78,6 @@ RunFacts facts_from_json(const json& fields) {
 
 RunFile::RunFile(const fs::path& folder) : path_(folder / "elastic-run.json") {}
 
-bool RunFile::exists() const {
-  std::error_code error;
-  return fs::exists(path_, error);
-}
-
 void RunFile::write(const RunFacts& facts, const std::string& id) const { replace(path_, to_json(facts), id); }
 
 std::optional<RunFacts> RunFile::read() const {
@@ -129,6 +124,21 @@ bool is_alive(const RunFile& file) {
       return false;
     }
   });
+}
+
+bool has_ended(const RunFile& file) try {
+  const auto run = file.read();
+  if (!run || run->has_ended) return true;
+  return std::ranges::all_of(run->members, [&](const Member& member) {
+    try {
+      return ask_member(member, {{{"op", "look"}, {"generation", run->generation}}, {}}, kPromptAnswer)
+          .fields.contains("retired");
+    } catch (const PeerError& error) {
+      return error.is_gone();
+    }
+  });
+} catch (const std::exception&) {  // of a damaged file; members report it
+  return false;
 }
 
 RendezvousFolder::RendezvousFolder() {

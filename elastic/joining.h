@@ -48,7 +48,6 @@ class RunFile {
  public:
   explicit RunFile(const std::filesystem::path& folder);
   const std::filesystem::path& path() const { return path_; }
-  bool exists() const;
   // Replaces the file. `id` must be unique for each process. Throws std::runtime_error.
   void write(const RunFacts& facts, const std::string& id) const;
   // Returns nullopt if there is no file. Throws std::runtime_error, with the path, if it is damaged.
@@ -72,6 +71,9 @@ std::filesystem::path rendezvous_folder(const ElasticOptions& options);
 
 // Whether a member of the run in this file answers.
 bool is_alive(const RunFile& file);
+
+// Whether the run in this file has ended: no member lives that has not left it. Does not throw.
+bool has_ended(const RunFile& file);
 
 // A temporary folder of this host, which is deleted with its files at the end.
 class RendezvousFolder {

@@ -82,8 +82,8 @@ class ElasticRunState;
 // Options of spawn_elastic().
 struct SpawnElasticOptions {
   int least_ranks = 1;  // with fewer that run or have ended without error, all are ended
-  // How often each rank is started again after a failure, once the first group exists. It joins the others as a new
-  // rank. 0: never.
+  // How often each rank is started again after a failure, while the others have a group. It joins them as a new rank.
+  // 0: never.
   int restarts = 3;
   std::chrono::milliseconds grace = std::chrono::seconds(30);  // as in spawn_local()
 };

@@ -176,15 +176,26 @@ TEST(ElasticRestart, DISABLED_Rank) {
   std::ofstream(folder / ("parameters-" + rank)) << parameters;
 }
 
+// As above, but all ranks throw.
+TEST(ElasticRestart, DISABLED_RankThatThrows) {
+  std::ofstream(std::filesystem::path(std::getenv("TESSERA_TEST_OUTPUT")) / "starts", std::ios::app) << "x";
+  Elastic elastic(quick_options());
+  elastic.run([&](ElasticRun& run) {
+    run.comm()->barrier("before the error");
+    throw std::runtime_error("as planned");
+  });
+}
+
 // Returns the exit code of spawn_elastic() for three ranks.
-int spawn_job(const TemporaryFolder& folder, int deaths, int last_world, const SpawnElasticOptions& options) {
+int spawn_job(const TemporaryFolder& folder, int deaths, int last_world, const SpawnElasticOptions& options,
+              const std::string& body = "Rank") {
   std::ofstream(folder / "deaths").flush();
   const pid_t child = run_in_child([&] {
     ::setenv("TESSERA_TEST_OUTPUT", folder.path().c_str(), 1);
     ::setenv("TESSERA_TEST_DEATHS", std::to_string(deaths).c_str(), 1);
     ::setenv("TESSERA_TEST_LEAST", std::to_string(options.least_ranks).c_str(), 1);
     ::setenv("TESSERA_TEST_WORLD", std::to_string(last_world).c_str(), 1);
-    std::vector<std::string> arguments{"elastic_tests", "--gtest_filter=ElasticRestart.DISABLED_Rank",
+    std::vector<std::string> arguments{"elastic_tests", "--gtest_filter=ElasticRestart.DISABLED_" + body,
                                        "--gtest_also_run_disabled_tests", "--gtest_brief=1"};
     std::vector<char*> argv;
     for (std::string& argument : arguments) argv.push_back(argument.data());
@@ -207,6 +218,13 @@ TEST(ElasticRestart, TheGroupWaitsForTheRankIfItNeedsAll) {
   const TemporaryFolder folder;
   EXPECT_EQ(spawn_job(folder, 1, 3, {.least_ranks = 3}), 0);
   EXPECT_EQ(file_bytes(folder / "parameters-1").size(), 16U);
+}
+
+TEST(ElasticRestart, NoRankIsStartedAgainIfAllHaveFailed) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(spawn_job(folder, 0, 3, {}, "RankThatThrows"), 1);
+  // The first ranks that fail may be started again, while the others live.
+  EXPECT_LE(file_bytes(folder / "starts").size(), 6U);
 }
 
 TEST(ElasticRestart, ARankThatDiesAgainAndAgainIsGivenUp) {
