@@ -14,6 +14,7 @@
 #include <utility>
 
 #include <tessera/errors.h>
+#include "core/runtime/warn.h"
 
 namespace tessera::internal {
 
@@ -168,9 +169,16 @@ void JoinRequests::leave() {
 
 json JoinRequests::answer(const json& request) {
   const Member member = member_from_json(request.at("member"));
-  const std::lock_guard lock(mutex_);
+  const auto options = request.at("options").get<std::string>();
+  std::unique_lock lock(mutex_);
   if (!facts_) return json::object();
-  if (request.at("options").get<std::string>() != options_) return {{"refused", options_}};
+  if (options != options_) {
+    json refusal{{"refused", options_}};
+    lock.unlock();  // the program's handler of warnings may block
+    warn("a process at " + member.address + ":" + std::to_string(member.port) + " cannot join: it passes " + options +
+         ", this run " + refusal.at("refused").get<std::string>() + "; expected equal ElasticOptions in all processes");
+    return refusal;
+  }
   json answer{{"facts", to_json(*facts_)}};
   if (std::ranges::count(group_.members, member) > 0) {
     answer["decision"] = to_json(group_);

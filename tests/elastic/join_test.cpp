@@ -133,6 +133,35 @@ TEST(ElasticJoin, ASpareOfAFullGroupEndsWithTheRun) {
   EXPECT_TRUE(segments_of(folder, 2).empty());
 }
 
+TEST(ElasticJoin, AProcessWithOtherOptionsIsRefusedByNameOnBothSides) {
+  const TemporaryFolder folder;
+  ElasticOptions options = quick_options();
+  options.rendezvous = folder / "rendezvous";
+  const pid_t joiner = run_in_child([&] {
+    ElasticOptions others = options;
+    others.copy_every = 5;
+    ::setenv("TESSERA_ELASTIC_JOIN", "1", 1);
+    try {
+      Elastic(others).run([](ElasticRun&) {});
+    } catch (const std::invalid_argument& error) {
+      std::ofstream(folder / "error") << error.what();
+    }
+  });
+  const auto codes = run_ranks_as_processes(folder, 2, {}, options, [](int, int64_t, int64_t) {
+    std::this_thread::sleep_for(milliseconds(30));  // the process asks meanwhile
+  });
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
+  EXPECT_EQ(::waitpid(joiner, nullptr, 0), joiner);
+  const std::string error = file_bytes(folder / "error"), warnings = warnings_of(folder, 2);
+  EXPECT_TRUE(error.find("this process passes copy_every 5, ") != std::string::npos &&
+              error.find("the run that it joins copy_every 3, ") != std::string::npos)
+      << error;
+  EXPECT_TRUE(warnings.find(" cannot join: it passes copy_every 5, ") != std::string::npos &&
+              warnings.find("this run copy_every 3, ") != std::string::npos)
+      << warnings;
+  EXPECT_EQ(segments_of(folder, 0).size(), 1U);
+}
+
 TEST(ElasticJoin, AWaitingProcessFailsIfAllMembersDie) {
   const TemporaryFolder folder;
   ElasticOptions options = quick_options();
