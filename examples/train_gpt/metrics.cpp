@@ -68,15 +68,16 @@ void MetricsLog::write(const StepReport& report) {
 }
 
 void MetricsLog::write(const ElasticEvent& event) {
-  nlohmann::ordered_json line = {{"event", event.has_resumed ? "resumed" : "lost"}, {"step", event.step}};
-  if (!event.has_resumed) line["ranks"] = event.change.lost;
+  using Kind = ElasticEvent::Kind;
+  const char* name = event.kind == Kind::kLost ? "lost" : event.kind == Kind::kJoined ? "joined" : "resumed";
+  nlohmann::ordered_json line = {{"event", name}, {"step", event.step}};
+  if (event.kind != Kind::kResumed) line["ranks"] = event.kind == Kind::kLost ? event.change.lost : event.change.joined;
   line["world"] = event.world;
-  if (event.has_resumed) {
+  if (event.kind == Kind::kResumed)
     line["seconds"] = event.change.seconds;
-  } else {
+  else
     line["world_before"] = event.change.world_before;
-    line["reason"] = event.change.reason;
-  }
+  if (event.kind == Kind::kLost) line["reason"] = event.change.reason;
   write_line(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
@@ -284,8 +285,12 @@ void TensorboardLog::write(const StepReport& report) {
 }
 
 void TensorboardLog::write(const ElasticEvent& event) {
-  events_.scalar("elastic/world", event.world, event.step);
-  if (event.has_resumed) events_.scalar("elastic/seconds_to_resume", event.change.seconds, event.step);
+  using Kind = ElasticEvent::Kind;
+  const auto add = [&](const char* tag, double value) { events_.scalar(tag, value, event.step); };
+  add("elastic/world", event.world);
+  if (event.kind == Kind::kLost) add("elastic/lost", static_cast<double>(event.change.lost.size()));
+  if (event.kind == Kind::kJoined) add("elastic/joined", static_cast<double>(event.change.joined.size()));
+  if (event.kind == Kind::kResumed) add("elastic/seconds_to_resume", event.change.seconds);
 }
 
 }  // namespace train_gpt

@@ -153,6 +153,7 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "elastic-batch", po::value(&raw.elastic_batch)->default_value(raw.elastic_batch)->value_name("HOW"),
       "elastic: sequences of a step with fewer ranks. keep: at least as many, by accumulation; follow: fewer")(
       "copy-every", number(&options.copy_every), "elastic: steps between two copies")(
+      "restarts", number(&options.restarts), "elastic: how often each failed rank is started again; 0: never")(
       "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
       "local: one process; ddp: nothing sharded; oss: optimizer state sharded; sdp: gradients too; fsdp: "
       "parameters too")(
@@ -333,6 +334,7 @@ void check_ranges(const TrainOptions& options) {
   check_at_least("save-every", options.save_every, 0);
   check_at_least("keep", options.keep, 1);
   check_at_least("copy-every", options.copy_every, 1);
+  check_at_least("restarts", options.restarts, 0);
   check_at_least("sample", options.sample, 0);
   check_at_least("top-k", options.top_k, 0);
   check_at_least("lora", options.lora_rank, 0);
@@ -375,7 +377,7 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   if (options.offload != Offload::kDisk && given(values, "offload-directory")) {
     throw OptionsError("--offload-directory has no effect without --offload disk");
   }
-  for (const char* name : {"elastic-batch", "copy-every"})
+  for (const char* name : {"elastic-batch", "copy-every", "restarts"})
     if (!options.elastic && given(values, name))
       throw OptionsError("--" + std::string(name) + " has no effect without --elastic");
   if (options.elastic && options.wrapper == Wrapper::kLocal)

@@ -44,6 +44,7 @@ struct TrainOptions {
   bool elastic = false;        // survive the death of ranks
   ElasticBatch elastic_batch = ElasticBatch::kKeep;
   int64_t copy_every = 10;  // elastic: steps between copies
+  int restarts = 3;         // elastic: how often a failed rank is started again
   bool plan = false;        // print the memory that each rank would take; do not train
 
   Wrapper wrapper = Wrapper::kFsdp;

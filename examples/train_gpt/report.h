@@ -75,7 +75,7 @@ void print_sample(std::ostream& out, const std::string& text);
 
 // A change of an elastic run's group, or the end of the first step after it.
 struct ElasticEvent {
-  bool has_resumed = false;
+  enum class Kind { kLost, kJoined, kResumed } kind = Kind::kLost;
   int64_t step = 0;
   int world = 0;
   tessera::ElasticChange change;
@@ -83,8 +83,10 @@ struct ElasticEvent {
 
 // metrics.jsonl: one JSON object a step, a line each, with val_loss if the step was validated:
 //   {"step":1,"loss":4.1,"tokens_per_s":9000.0,"lr":1e-4,"grad_norm":2.0,"val_loss":4.0}
-// Events of an elastic run are lines of their own. The step of a loss is the one from which training continues:
+// Events of an elastic run are lines of their own. The step of a change is the one from which training continues. A
+// change may be a loss and a join; the ranks that joined have numbers of the new group:
 //   {"event":"lost","step":10,"ranks":[1],"world":3,"world_before":4,"reason":"..."}
+//   {"event":"joined","step":20,"ranks":[3],"world":4,"world_before":3}
 //   {"event":"resumed","step":11,"world":3,"seconds":0.4}
 class MetricsLog {
  public:
@@ -132,7 +134,7 @@ class TensorboardLog {
 
   // Does not throw if the disk is full: training continues.
   void write(const StepReport& report);
-  void write(const ElasticEvent& event);  // elastic/world and elastic/seconds_to_resume
+  void write(const ElasticEvent& event);  // elastic/world, elastic/lost, elastic/joined, elastic/seconds_to_resume
 
  private:
   tessera::EventWriter events_;

@@ -53,7 +53,11 @@ class Recorder {
     if (!options.tensorboard.empty()) tensorboard_.emplace(options.tensorboard);
     curves_.unigram_loss = unigram_loss;
     for (const auto& report : metrics_.kept()) add_to_curves(report);
-    record_change(first_step, /*has_resumed=*/false);
+    if (elastic_ == nullptr || !elastic_->change()) return;
+    const auto& change = *elastic_->change();
+    // If a step fails on all ranks, none is lost.
+    if (!change.lost.empty() || change.joined.empty()) record_event(ElasticEvent::Kind::kLost, first_step);
+    if (!change.joined.empty()) record_event(ElasticEvent::Kind::kJoined, first_step);
   }
 
   void record(const StepReport& report) {
@@ -66,7 +70,8 @@ class Recorder {
   }
   // After the commit of each step.
   void record_commit(int64_t step) {
-    if (!std::exchange(has_resumed_, true)) record_change(step, /*has_resumed=*/true);
+    if (elastic_ != nullptr && elastic_->change() && !std::exchange(has_resumed_, true))
+      record_event(ElasticEvent::Kind::kResumed, step);
   }
 
   ~Recorder() { progress_->finish(); }
@@ -86,10 +91,9 @@ class Recorder {
   }
 
  private:
-  void record_change(int64_t step, bool has_resumed) {
-    if (elastic_ == nullptr || !elastic_->change()) return;
+  void record_event(ElasticEvent::Kind kind, int64_t step) {
     const ElasticEvent event{
-        .has_resumed = has_resumed, .step = step, .world = elastic_->comm()->size(), .change = *elastic_->change()};
+        .kind = kind, .step = step, .world = elastic_->comm()->size(), .change = *elastic_->change()};
     metrics_.write(event);
     if (tensorboard_) tensorboard_->write(event);
   }
@@ -275,7 +279,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
                        " cores; --oversubscribe allows it");
   prepare(options);  // reports a mistake once, not on every rank
   static_cast<void>(prepare_output(options, !options.resume.empty()));
-  if (options.elastic) return tessera::spawn_elastic(*options.ranks, argc, argv, {.restarts = 0});
+  if (options.elastic) return tessera::spawn_elastic(*options.ranks, argc, argv, {.restarts = options.restarts});
   return tessera::spawn_local(*options.ranks, argc, argv);
 }
 

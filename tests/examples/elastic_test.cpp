@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <iterator>
@@ -9,6 +10,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/built.h"
@@ -47,39 +49,74 @@ struct Result {
 };
 
 constexpr int kSteps = 60;
+constexpr int kMostSteps = 1000000;  // of a run that is stopped
 
-// Trains, and kills a rank after a few steps; -1: none.
-Result train(const std::filesystem::path& out, int ranks, int victim, const std::string& more) {
+tessera::testing::ChildProcess start(const std::filesystem::path& out, int ranks, int steps, const std::string& more) {
   std::istringstream words(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) +
                            " --layers 2 --width 24 --heads 3 --context 16 --batch 2 --threads 1 --sample 0 --steps " +
-                           std::to_string(kSteps) + " --ranks " + std::to_string(ranks) + " --out " + out.string() +
+                           std::to_string(steps) + " --ranks " + std::to_string(ranks) + " --out " + out.string() +
                            " " + more);
-  tessera::testing::ChildProcess run({std::istream_iterator<std::string>(words), {}});
-  const auto metrics = out / "metrics.jsonl";
+  return tessera::testing::ChildProcess({std::istream_iterator<std::string>(words), {}});
+}
+
+// Waits until this many lines of metrics.jsonl have the field.
+void await(const std::filesystem::path& out, const std::string& field, size_t count) {
+  const auto start = std::chrono::steady_clock::now();
+  while (std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
+    const auto lines = lines_of(out / "metrics.jsonl");
+    if (static_cast<size_t>(std::ranges::count_if(lines, [&](const json& line) { return line.contains(field); })) >=
+        count)
+      return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void kill_rank(const tessera::testing::ChildProcess& run, int victim) {
+  const pid_t process = process_of_rank(run.pid(), victim);
+  EXPECT_GT(process, 0) << run.output();
+  if (process > 0) ::kill(process, SIGKILL);
+}
+
+Result result_of(const std::filesystem::path& out, std::string output) {
+  Result result{.output = std::move(output)};
+  for (const json& line : lines_of(out / "metrics.jsonl"))
+    (line.contains("event") ? result.events : result.steps).push_back(line);
+  return result;
+}
+
+// Trains without restarts, and kills a rank after a few steps; -1: none.
+Result train(const std::filesystem::path& out, int ranks, int victim, const std::string& more) {
+  auto run = start(out, ranks, kSteps, more);
   if (victim >= 0) {
-    const auto start = std::chrono::steady_clock::now();
-    while (lines_of(metrics).size() < 8 && std::chrono::steady_clock::now() - start < std::chrono::seconds(60))
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    const pid_t process = process_of_rank(run.pid(), victim);
-    EXPECT_GT(process, 0) << run.output();
-    if (process > 0) ::kill(process, SIGKILL);
+    await(out, "loss", 8);
+    kill_rank(run, victim);
   }
   EXPECT_EQ(run.wait(), 0) << run.output();
-  Result result{.output = run.output()};
-  for (const json& line : lines_of(metrics)) (line.contains("event") ? result.events : result.steps).push_back(line);
-  return result;
+  return result_of(out, run.output());
+}
+
+void expect_each_step_once(const Result& result) {
+  for (size_t i = 0; i < result.steps.size(); ++i) EXPECT_EQ(result.steps[i]["step"], i + 1);
 }
 
 void expect_all_steps(const Result& result) {
   ASSERT_EQ(result.steps.size(), static_cast<size_t>(kSteps)) << result.output;
-  for (size_t i = 0; i < result.steps.size(); ++i) EXPECT_EQ(result.steps[i]["step"], i + 1);
+  expect_each_step_once(result);
+}
+
+std::string board_of(const std::filesystem::path& folder) {
+  std::string board;
+  for (const auto& file : std::filesystem::directory_iterator(folder))
+    board += tessera::testing_support::file_bytes(file.path());
+  return board;
 }
 
 TEST(TrainGptElastic, KeepsTheBatchAndTheMetricsWhenRankZeroIsKilled) {
   const TemporaryFolder folder;
   const auto expected = train(folder / "undisturbed", 2, -1, "--val-every 0");
-  const auto result = train(folder / "killed", 2, 0,
-                            "--val-every 0 --elastic --copy-every 3 --tensorboard " + (folder / "board").string());
+  const auto result =
+      train(folder / "killed", 2, 0,
+            "--val-every 0 --elastic --restarts 0 --copy-every 3 --tensorboard " + (folder / "board").string());
   expect_all_steps(result);
   expect_all_steps(expected);
   ASSERT_EQ(result.events.size(), 2U) << result.output;
@@ -96,16 +133,15 @@ TEST(TrainGptElastic, KeepsTheBatchAndTheMetricsWhenRankZeroIsKilled) {
   }
   for (const char* text : {"rank 0 of 2 was lost", "1 ranks go on", "training goes on with 1 ranks"})
     EXPECT_NE(result.output.find(text), std::string::npos) << text << "\n" << result.output;
-  std::string board;
-  for (const auto& file : std::filesystem::directory_iterator(folder / "board"))
-    board += tessera::testing_support::file_bytes(file.path());
+  const std::string board = board_of(folder / "board");
   EXPECT_NE(board.find("elastic/world"), std::string::npos);
   EXPECT_NE(board.find("elastic/seconds_to_resume"), std::string::npos);
 }
 
 TEST(TrainGptElastic, FollowsTheWorldAndGoesOnFromItsCheckpoints) {
   const TemporaryFolder folder;
-  const auto result = train(folder / "out", 3, 1, "--elastic --elastic-batch follow --copy-every 3 --save-every 20");
+  const auto result =
+      train(folder / "out", 3, 1, "--elastic --restarts 0 --elastic-batch follow --copy-every 3 --save-every 20");
   expect_all_steps(result);
   ASSERT_EQ(result.events.size(), 2U) << result.output;
   EXPECT_EQ(result.events[0]["world"], 2);
@@ -114,6 +150,35 @@ TEST(TrainGptElastic, FollowsTheWorldAndGoesOnFromItsCheckpoints) {
   const auto again = train(folder / "out", 3, -1, "--elastic --elastic-batch follow --resume auto");
   expect_all_steps(again);
   EXPECT_EQ(again.events.size(), 2U);
+}
+
+TEST(TrainGptElastic, ADeadRankIsStartedAgainAndJoins) {
+  const TemporaryFolder folder;
+  const auto out = folder / "out";
+  auto run =
+      start(out, 2, kMostSteps, "--val-every 0 --elastic --copy-every 3 --tensorboard " + (folder / "board").string());
+  await(out, "loss", 8);
+  kill_rank(run, 0);
+  await(out, "seconds", 2);
+  ::kill(run.pid(), SIGTERM);
+  EXPECT_EQ(run.wait(), 128 + SIGTERM) << run.output();
+  const auto result = result_of(out, run.output());
+  expect_each_step_once(result);
+  ASSERT_EQ(result.events.size(), 4U) << result.output;
+  const json lost = result.events[0], joined = result.events[2];
+  EXPECT_EQ(lost["event"], "lost");
+  EXPECT_EQ(lost["ranks"], std::vector<int>{0});
+  EXPECT_EQ(lost["world"], 1);
+  EXPECT_EQ(joined["event"], "joined");
+  EXPECT_EQ(joined["ranks"], std::vector<int>{1});
+  EXPECT_EQ(joined["world"], 2);
+  EXPECT_EQ(joined["world_before"], 1);
+  for (const size_t change : {0, 2}) {
+    EXPECT_EQ(result.events[change + 1]["event"], "resumed");
+    EXPECT_EQ(result.events[change + 1]["step"], result.events[change]["step"].get<int>() + 1);
+  }
+  EXPECT_NE(result.output.find("rank 1 joined; 2 ranks go on"), std::string::npos) << result.output;
+  EXPECT_NE(board_of(folder / "board").find("elastic/joined"), std::string::npos);
 }
 
 }  // namespace
