@@ -7,21 +7,21 @@
 
 namespace tessera::internal {
 
-// Which buckets of units a backward pass reduces, in which order, and which units have all gradients of the pass. The
-// order is the reverse of the units' first uses in forward, so that it is equal on all ranks, whatever order gradients
-// arrive in. Pure: knows units and buckets by number only.
+// Decides the order in which a backward pass reduces the buckets of units, and tracks which units have all gradients.
+// The order is the reverse of the units' first uses in forward. So it is equal on all ranks, in whatever order
+// gradients arrive. A value type: units and buckets are numbers.
 class BackwardProgress {
  public:
-  // `first_buckets`: by unit, the number of its first bucket; and one past the last bucket.
+  // `first_buckets`: the number of each unit's first bucket, then the number of all buckets.
   void set_buckets(std::vector<size_t> first_buckets);
 
-  // Forward, or a part of it that backward recomputes, uses the unit with autograd recording.
+  // Records that forward, or a part of it that backward recomputes, uses the unit with autograd recording.
   void expect(size_t unit);
 
-  // Begins a pass, and returns the order of its buckets. Without an expected unit (a second backward of one graph) it
-  // is the order of the last pass. `trains`: whether any parameter of a bucket requires a gradient.
+  // Begins a pass, and returns the order of its buckets. If no unit is expected (a second backward of one graph), the
+  // order is that of the last pass. `trains`: whether any parameter of a bucket requires a gradient.
   std::vector<size_t> begin(const std::function<bool(size_t bucket)>& trains);
-  // The bucket has all gradients. A no-op for the second time in a pass.
+  // Records that the bucket has all gradients. A second call in a pass is a no-op.
   void complete(size_t unit, size_t bucket);
   bool is_complete(size_t unit) const { return missing_[unit] == 0; }
   // Ends the pass: the next forward begins a new order.
@@ -29,7 +29,7 @@ class BackwardProgress {
 
  private:
   std::vector<size_t> first_buckets_;
-  std::vector<size_t> uses_, last_uses_;  // units in order of first use: since the last pass, and before it
+  std::vector<size_t> uses_, last_uses_;  // units in order of first use: since the last pass, and of that pass
   std::vector<bool> is_expected_;         // by unit
   std::vector<int64_t> missing_;          // by unit: buckets without all gradients of this pass
   std::vector<bool> is_done_;             // by bucket

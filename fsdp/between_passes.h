@@ -9,22 +9,22 @@
 namespace tessera::internal {
 
 // Logs the acts between two backward passes that all ranks must do alike: freezing, clearing gradients, a step. The
-// ranks compare their logs at the end of the pass, so that a rank which leaves one out is named.
+// ranks compare their logs at the end of the pass; the error names a rank that left one out.
 class BetweenPasses {
  public:
   // `model` must outlive it.
   explicit BetweenPasses(ShardedModel& model);
 
-  // A pass begins. `is_observed`: steps are taken during passes, so that none is expected between them.
+  // Must be called as a pass begins. `is_observed`: steps are taken during passes, so none is expected between them.
   void pass_begins(bool is_observed);
-  // A pass that reduced has ended.
+  // Must be called after a pass that reduced gradients.
   void pass_ended(bool is_observed);
 
  private:
   struct Parameter {
     PlannedParameter planned;
     at::Tensor shard;
-    Range ranks;  // of the ranks that have elements of it
+    Range ranks;  // the ranks that have elements of the parameter
     bool trained = false;
     bool has_gradient = false;  // since the last pass that reduced
   };
@@ -33,9 +33,9 @@ class BetweenPasses {
 
   ShardedModel& model_;
   std::vector<Parameter> parameters_;
-  bool gradients_changed_ = false;      // whether other parameters have gradients than a pass before
+  bool gradients_changed_ = false;      // whether the set of parameters with gradients has changed
   std::optional<bool> all_ranks_step_;  // whether every rank has a trained element with a gradient
-  std::optional<uint64_t> writes_;      // to all shards, when the last pass began or ended
+  std::optional<uint64_t> writes_;      // the writes to all shards until the last pass began or ended
 };
 
 }  // namespace tessera::internal

@@ -13,15 +13,15 @@ namespace tessera::internal {
 // store the original dtypes.
 class CastBuffers {
  public:
-  // Casts floating-point buffers in place, since the module's members refer to these tensors. Not those of exempt and
-  // ignored modules.
+  // Casts floating-point buffers, except those of exempt and ignored modules. In place, since the module's members
+  // refer to these tensors.
   void cast(const torch::nn::Module& module, const FsdpOptions& options);
 
   // Returns the value in the buffer's original dtype; unchanged if the buffer is not cast.
   at::Tensor own_value(const std::string& name, const at::Tensor& value) const;
 
-  // torch::load() replaces the storage of a tensor and keeps its dtype: a cast buffer would be garbage. Throws
-  // std::logic_error, naming the buffer, if one has the bytes of its dtype before. `rank` is for errors.
+  // torch::load() replaces the storage of a tensor but keeps its dtype, which makes a cast buffer garbage. Throws
+  // std::logic_error, naming the buffer, if a storage has the size of the original dtype. `rank` is for errors.
   void require_no_foreign_bytes(const std::string& rank) const;
 
  private:

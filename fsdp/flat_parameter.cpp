@@ -25,7 +25,7 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   return values;
 }
 
-// The dtype to cast to if `chosen` is set; the parameter's own if it is not cast.
+// Returns `chosen`; the own dtype if that is empty, or the parameter is in full precision or not floating-point.
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
@@ -37,8 +37,8 @@ std::string traits_of(const PlannedParameter& parameter) {
          (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
 }
 
-// Makes this rank's part of gradients that the parameters have had since before they were wrapped the `.grad` of their
-// shards, and clears the parameters' own. Not collective: require_same_plan() has compared them over the ranks.
+// Moves this rank's part of gradients from before wrapping into the `.grad` of the shards, and clears the parameters'
+// own. Not collective: require_same_plan() has compared them over the ranks.
 void take_earlier_gradients(FlatParameter& flat) {
   const NoGradNoInferenceGuard quiet;
   std::vector<bool> has(flat.parameters().size());
@@ -190,7 +190,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout().shard_numel(), dtype(), std::move(memory));
 }
 
-// Optimizers update the copy only beside fp32 shards, and only in 16 bit.
+// Optimizers update the low-precision copy only if the shards are fp32 and the copy has 16 bits.
 LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
   const bool is_written = low_precision_ && dtype() == at::kFloat && c10::elementSize(gather_dtype()) == 2;
   return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};

@@ -30,18 +30,18 @@ struct FlatParameterOptions {
   std::optional<at::ScalarType> reduce_dtype;
   // The format of all-gathers for use. Ignored for full_precision parameters, and if there are no other ranks.
   WireFormat wire = WireFormat::kDtype;
-  // The ranks that hold the same shard in the other copies of the model, and this rank. With `sync_module_states`
-  // values are those of the first rank of the first copy. Used in the constructor only.
+  // The ranks that hold the same shard in the other copies of the model, and this rank. `sync_module_states` takes the
+  // values of rank 0 of the first copy. Used in the constructor only.
   Communicator* replicas = nullptr;
   // Allocates [numel] in host memory for the shard and its gradient. Empty: they are on the communicator's device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Is called before writes to the shard, and for writes that set_shard_writable(false) forbids. Not for a shard on a
-  // disk. Must outlive the flat parameter.
+  // Is called before writes to the shard, and for writes that set_shard_writable(false) forbids. For a shard on a disk
+  // the DiskPager gets the latter. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
-  Memory low_precision_memory;  // of the copy of a shard in host memory in gather_dtype; empty: shard_memory
+  Memory low_precision_memory;  // for the copy in gather_dtype of a shard in host memory; empty: shard_memory
 };
 
 // The names, shapes and dtypes of the parameters that share one flat buffer, and the rank's part of it. A value: needs
@@ -94,12 +94,12 @@ class FlatSpec {
   const FlatLayout layout_;
 };
 
-// Parameters of one unit in one flat buffer, of which each rank keeps an even part, the shard, and the gradient of the
-// shard. Used by one thread at a time, without autograd.
+// Parameters of one unit in one flat buffer. Each rank keeps an equal part of the buffer, the shard, and its gradient.
+// Used by one thread at a time, without autograd.
 class FlatParameter : public FlatSpec {
  public:
-  // Copies this rank's part of the parameters' values: rank 0's if `sync_module_states`, which is collective, else its
-  // own. Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
+  // Copies this rank's part of the parameters' values: its own values, or rank 0's with `sync_module_states`
+  // (collective). Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
   FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
                 const FlatParameterOptions& options = {});
 
@@ -111,7 +111,7 @@ class FlatParameter : public FlatSpec {
   void set_shard_writable(bool writable) { shard_page_->set_writable(writable); }
   // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether a parameter's shard is still that view: set_data() gives it another storage.
+  // Whether a parameter's shard is still a view of shard(): set_data() gives it another storage.
   bool is_shard_attached(size_t parameter) const;
 
   // The tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the device:
@@ -121,10 +121,10 @@ class FlatParameter : public FlatSpec {
     return own_part_of(full).copy_(shard_);
   }
 
-  // The encoded bytes of a shard; 0 if shards are sent as they are.
+  // The encoded bytes of a shard; 0 if shards are sent unencoded.
   int64_t encoded_bytes() const { return encoded_bytes_; }
   // Starts gathering encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of any
-  // dtype. After the exchange decode() must be called, which decodes this rank's shard too: all ranks get equal values.
+  // dtype. After the all-gather decode() must be called. It decodes this rank's shard too: all ranks get equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
     const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
     codec_->encode(shard, own);
@@ -136,8 +136,8 @@ class FlatParameter : public FlatSpec {
                      full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
   }
 
-  // Of a shard in host memory: the tensor in gather_dtype() to copy to the device. It is the shard, or the low
-  // precision copy, which is refreshed if the shard was written to without it.
+  // For a shard in host memory, returns the tensor in gather_dtype() to copy to the device: the shard, or its
+  // low-precision copy. Refreshes the copy if only the shard was written to.
   const at::Tensor& link_source() {
     if (!low_precision_) return shard_;
     if (const uint32_t writes = shard_page().writes(); low_precision_->writes != writes) {
@@ -147,7 +147,7 @@ class FlatParameter : public FlatSpec {
     return low_precision_->values;
   }
 
-  // That copy without a refresh; undefined without a copy.
+  // The low-precision copy, not refreshed; undefined if there is none.
   at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
 
   // Makes reduced gradients the `.grad` of parameter_shards().
@@ -164,7 +164,7 @@ class FlatParameter : public FlatSpec {
   const std::shared_ptr<const WireCodec> codec_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
-  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() is another
+  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() differs
   std::vector<at::Tensor> parameter_shards_;
   std::unique_ptr<Page> own_page_;  // of the shard; null on a disk, since the DiskPager owns the page
   // Kept, because page_of(shard_) would race with another thread that evicts the shard.
@@ -172,14 +172,14 @@ class FlatParameter : public FlatSpec {
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
-// A flat parameter, the pages of which the module's parameters are views, and the copies and exchanges of it in flight.
-// Unit and its parts use the fields.
+// A flat parameter, the pages that back the module's parameters, and its copies and all-gathers in flight. Unit and its
+// parts use the fields.
 struct PagedFlatParameter {
   FlatParameter flat;
   std::unique_ptr<Page> page;        // of the unsharded parameters, in gather_dtype()
   std::unique_ptr<Page> exact_page;  // if they are cast: of the summoned parameters, in dtype(); else null
   std::unique_ptr<Page> host_page;   // of parameters that are summoned to the host; null before the first time
-  uint32_t writes_before = 0;        // to the page in use, when the unit was summoned
+  uint32_t writes_before = 0;        // the writes to the page in use until the unit was summoned
   size_t first_parameter = 0;        // the number of its first parameter among the model's
   at::Tensor staging{};    // of a shard in host memory: its copy on the device, [shard_numel] of gather_dtype()
   Copy fetching{};         // into `staging`
@@ -192,7 +192,7 @@ struct PagedFlatParameter {
     if (host_page && host_page->is_attached()) return *host_page;
     return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
-  // Makes them views of another page. The module's members, ties and requires_grad stay.
+  // Makes the parameters views of another page. The module's members, ties and requires_grad stay.
   void point_parameters(const Page& to, at::ScalarType dtype) const;
 };
 

@@ -15,7 +15,7 @@ ReducerOptions reducer_options(ShardedModel& model) {
   options.refuse_uneven_use = model.options().refuse_uneven_use;
   options.check_finite = model.options().check_finite;
   options.zero_copy_bytes = model.options().zero_copy_bytes;
-  options.max_lazy_in_flight = 0;  // each holds a whole unit, and room for the parts of peers
+  options.max_lazy_in_flight = 0;  // each in flight holds a whole unit, and buffers for the peers' parts
   if (model.options().offload.grads) {
     options.to_host = model.offload().copies();
     options.staging = &model.offload().staging();

@@ -10,7 +10,7 @@ namespace tessera::internal {
 // Predicts the next units from the order of the last pass (a forward or a backward). A value: no ranks, no tensors.
 class PrefetchOrder {
  public:
-  // Starts a pass. The units of the one before, if any, become expected().
+  // Starts a pass. The uses of the pass before, if any, become expected().
   void begin_pass() {
     if (!current_.empty()) expected_ = std::move(current_);
     current_.clear();
@@ -35,8 +35,8 @@ class PrefetchOrder {
     if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
   }
 
-  // Removes the last uses if they repeat the two equal sequences before them. Between passes, modules that are called
-  // directly would otherwise lengthen seen() without end.
+  // If the last uses repeat one sequence three times, removes the last repetition. Otherwise modules that are called
+  // directly between passes would lengthen seen() without end.
   void forget_repetition() {
     const size_t count = current_.size();
     for (size_t period = 1; 3 * period <= count; ++period) {

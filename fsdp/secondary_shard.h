@@ -10,8 +10,7 @@
 
 namespace tessera::internal {
 
-// The ranks that keep secondary shards together (HybridSharding::ranks_per_secondary_copy), and the memory of the
-// shards.
+// The ranks that share one secondary copy (HybridSharding::ranks_per_secondary_copy), and the memory of their shards.
 struct SecondaryGroup {
   Communicator* comm = nullptr;  // null: no secondary shards
   CountedBuffers* memory = nullptr;
@@ -25,7 +24,7 @@ struct SecondaryGroup {
 // All ranks must keep, cut, evict and drop at the same points. Used by one thread at a time.
 class SecondaryShard {
  public:
-  // With the cost in memory.
+  // Each state with its cost in memory.
   enum class State : uint8_t {
     kNone,    // 0
     kWanted,  // 0: the next reshard cuts it

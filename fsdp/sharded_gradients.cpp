@@ -14,7 +14,7 @@ void ShardedGradients::show_version(const Unit& unit) {
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Forward may save a parameter before any operator uses it.
+// Raises versions here already: forward may save a parameter before any operator uses it.
 void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }

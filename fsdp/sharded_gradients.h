@@ -23,10 +23,10 @@ namespace tessera::internal {
 //                      of the average       and buckets keep the sums        until zero_grad()
 //   the module's own   kPlaceholder: the gradients are in the shards
 //
-// A placeholder throws if an operator uses it. Used by one thread at a time, under no autograd; called by Scheduler.
+// A placeholder throws if an operator uses it. Used by one thread at a time, without autograd; called by Scheduler.
 class ShardedGradients {
  public:
-  // Runs a change while no other thread uses this object: zero_grad(), which placeholders report.
+  // Runs a change that a placeholder reports, such as zero_grad(), while no other thread uses this object.
   using Exclusively = std::function<void(const std::function<void()>& change)>;
   // `model` must outlive it.
   ShardedGradients(ShardedModel& model, const Exclusively& exclusively);
@@ -38,17 +38,17 @@ class ShardedGradients {
   GradientReducer& reducer() { return reducer_; }
   const GradientReducer& reducer() const { return reducer_; }
 
-  // Must be called before each use of the unit outside backward, recorded or not: a function with a backward of its own
-  // computes without autograd, and saves its arguments afterwards. If the shards have changed, raises the versions of
-  // the unit's parameters: autograd then refuses the backward of older graphs, as it does without a wrapper.
+  // Must be called before each use of the unit outside backward, also if autograd does not record: a custom autograd
+  // function computes without recording, and saves its arguments afterwards. If the shards have changed, raises the
+  // versions of the unit's parameters, so that autograd refuses the backward of older graphs.
   void show_version(const Unit& unit);
-  // A forward, or a part of one that backward recomputes, uses this unit with autograd recording.
+  // Records that forward, or a part of it that backward recomputes, uses this unit with autograd recording.
   void expect(const Unit& unit) { progress_.expect(static_cast<size_t>(unit.index())); }
-  // Checks the parameters of a unit, outside of backward: hooks them again, and lets requires_grad of shard and
-  // parameter follow each other. Throws std::logic_error for hooks on shards, which are never called, and for a
-  // gradient that the user has put into a parameter's .grad, which no step would use.
+  // Must be called outside backward. Hooks the unit's parameters again, and copies changes of requires_grad between
+  // shard and parameter. Throws std::logic_error for a hook on a shard, which would never be called. Throws it also for
+  // a gradient that the user put into a parameter's .grad: no step would use it.
   void inspect(const Unit& unit);
-  // Lets requires_grad of all shards and parameters follow each other.
+  // Copies changes of requires_grad between all shards and their parameters.
   void follow_freezing();
 
   void begin_forward();
@@ -70,9 +70,9 @@ class ShardedGradients {
   struct ParameterState {
     Unit* unit;
     at::Tensor shard;
-    bool shard_requires_grad;                    // at the last look
-    GradState in_shard = GradState::kOrdinary;   // set by passes: kAccumulating, kLost, or another
-    GradState in_module = GradState::kOrdinary;  // kPlaceholder, or kOrdinary: cleared since the last look
+    bool shard_requires_grad;                    // at the last check
+    GradState in_shard = GradState::kOrdinary;   // kAccumulating or kLost while `.grad` is a placeholder
+    GradState in_module = GradState::kOrdinary;  // kPlaceholder, or kOrdinary: cleared since the last check
     at::Tensor kept = {};                        // the shard's older gradient, while its state is kAccumulating
   };
   GradState state_in_shard(size_t parameter) const;
@@ -96,7 +96,7 @@ class ShardedGradients {
   BackwardProgress progress_;
   BetweenPasses between_passes_;
   std::vector<ParameterState> states_;    // by parameter
-  std::vector<uint32_t> shown_versions_;  // by unit: of its shards, as its parameters' versions tell autograd
+  std::vector<uint32_t> shown_versions_;  // by unit: Unit::version() at the last show_version()
   std::shared_ptr<GradPlaceholder> module_placeholders_;
   std::shared_ptr<GradPlaceholder> shard_placeholders_;
 };

@@ -47,7 +47,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
       mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
                       options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
-      // The group that gathers into the buffers allocates them. It outlives them.
+      // The group that gathers into the buffers allocates them, and outlives them.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),

@@ -13,7 +13,7 @@
 namespace tessera::internal {
 namespace {
 
-// The page of the full parameters: in their own dtype, where `where` says.
+// Returns the page of the full parameters, in their own dtype, on the device or the host.
 Page& page_for(PagedFlatParameter& paged, Summon where) {
   if (where == Summon::kOnHost) {
     const Page& page = *paged.page;
@@ -30,7 +30,7 @@ bool shows_shard(const PagedFlatParameter& paged) { return paged.page_in_use().b
 void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
   at::NoGradGuard no_grad;
   const bool on_host = where == Summon::kOnHost, are_copies = on_host || !is_whole;
-  std::vector<at::Tensor> full;  // of all before any is shown: a gather may fail
+  std::vector<at::Tensor> full;  // all are gathered before any is shown: a gather may fail
   for (auto& paged : flat_parameters_) {
     if (are_copies) full.push_back(on_host ? gather(*paged).cpu() : gather(*paged));
   }
@@ -45,7 +45,7 @@ void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
     } else if (changes == Changes::kLost) {
       saved_.push_back(paged.flat.shard().clone());
     }
-    // A step would change a shard that the full parameters, or the saved copy, replace.
+    // A step must not change the shard: hide() may overwrite it with the full parameters or the saved copy.
     if (are_copies || changes == Changes::kLost) paged.flat.set_shard_writable(false);
     paged.page_in_use().set_writable(true);
     paged.writes_before = paged.page_in_use().writes();
@@ -119,7 +119,7 @@ void Unit::dismiss(bool writeback) {
   reattach(*this, /*may_change=*/true);
   uses_.join();
   summoned_.hide(writeback);
-  // Only a shard that has all parameters is still shown.
+  // Pages stay attached only if the shard has all parameters.
   const bool is_whole = std::ranges::all_of(flat_parameters_, [](auto& paged) { return paged->page->is_attached(); });
   state_ = is_whole ? State::kWhole : State::kSharded;
 }

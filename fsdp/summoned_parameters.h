@@ -24,7 +24,7 @@ enum class Summon : uint8_t {
 // The shards are read-only meanwhile, except where the full parameters are the shard. Used by one thread at a time.
 class SummonedParameters {
  public:
-  // The fate of changes, with the cost in memory beside the shard.
+  // Whether changes are kept, with the cost in memory beside the shard.
   enum class Changes : uint8_t {
     kWrittenBack,  // the full parameters; 0 if the shard has all of them
     kLost,         // the full parameters; if the shard has all of them: a copy, from which hide() restores it
@@ -37,10 +37,10 @@ class SummonedParameters {
   // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters, and is shown
   // itself unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
   void show(Summon where, Changes changes, bool is_whole);
-  // Makes them views of their pages again. If `writeback`, copies this rank's part into the shards.
+  // Makes the parameters views of their pages again. If `writeback`, copies this rank's part into the shards.
   void hide(bool writeback);
-  // Copies this rank's part into the shards, as hide() would. Throws std::logic_error if changes are lost and there are
-  // some. Not collective.
+  // Copies this rank's part into the shards, as hide() would. Throws std::logic_error if parameters were changed and
+  // changes are kLost. Not collective.
   void write_back();
 
   // All elements of a flat parameter in its own dtype, in new memory. Collective; blocks.

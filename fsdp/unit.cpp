@@ -53,8 +53,8 @@ void Unit::read_ahead() {
 }
 
 // [Note: Overlapping host copies]
-// A copy needs 1/N of the memory of an all-gather, so one more unit is fetched ahead than is gathered ahead: the copy
-// of one unit overlaps with the all-gather of the unit before. A single rank copies straight into the full buffer.
+// A copy needs 1/N of the memory of an all-gather, so copies run one unit further ahead than all-gathers: the copy of
+// one unit overlaps with the all-gather of the unit before. A single rank copies straight into the full buffer.
 void Unit::start_fetch() {
   if (state_ != State::kSharded || context_.source.engine == nullptr || has_secondary()) return;
   const bool is_alone = context_.comm.size() == 1;
@@ -121,7 +121,7 @@ void Unit::wait_for_unshard() {
   state_ = State::kUnsharded;
 }
 
-// The staging buffers are free for work that is ordered after the current stream.
+// Frees the staging buffers for work that is ordered after the current stream.
 void Unit::free_staging() {
   for (auto& paged : flat_parameters_) {
     if (!paged->staging.defined()) continue;

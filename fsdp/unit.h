@@ -36,11 +36,11 @@ struct UnitContext {
 // time.
 class Unit {
  public:
-  // With the cost in memory beside the shard, which is 1/N of the parameters in their own dtype.
+  // Each state with its cost in memory beside the shard. A shard is 1/N of the parameters in their own dtype.
   enum class State : uint8_t {
     kSharded,     // 0
     kFetching,    // with offload: the shard in gather_dtype(), on the device, which a copy is filling
-    kUnsharding,  // all parameters in gather_dtype(), which an all-gather is filling, and as kFetching
+    kUnsharding,  // as kFetching, and all parameters in gather_dtype(), which an all-gather is filling
     kUnsharded,   // all parameters in gather_dtype(): the module's parameters are views of them
     kSummoned,    // see SummonedParameters
     kWhole,       // 0: unsharded for good, since the shard has all parameters (one rank, no cast, no offload)
@@ -86,16 +86,16 @@ class Unit {
   bool is_stale() const;
   // The sum of autograd's version counters of the shards. A change between forward and backward is an error.
   uint32_t version() const;
-  // See Page::set_current(). Of all pages in use.
+  // Calls Page::set_current() of all pages in use.
   void set_current(Page::GradMode mode);
 
   // ---- full parameters
 
-  // Reshards and shows full parameters, in their own dtype. On kElsewhere only takes part in the gathers. Collective.
+  // Reshards and shows full parameters, in their own dtype. With kElsewhere, only joins the all-gathers. Collective.
   void summon(Summon where, SummonedParameters::Changes changes);
   // Must be summoned. Without `writeback` changes are lost.
   void dismiss(bool writeback);
-  // Copies what dismiss(true) would into the shards. Must be summoned. Not collective.
+  // Copies changes into the shards, as dismiss(true) would. Must be summoned. Not collective.
   void write_back();
   // A flat parameter in full, in its own dtype: the summoned one, else gathered into new memory. Collective.
   at::Tensor full_values(const PagedFlatParameter& paged);

@@ -62,8 +62,8 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
 
 // [Note: Evicting at the turn]
 // A rank holds the most memory as the first gradients are computed. If an all-gather is a copy from the peers' memory,
-// it is cheaper to gather the last units of forward once more than to keep them until then. With fewer units than
-// these the extra all-gather costs too much. The rule uses only facts that all ranks share.
+// it is cheaper to gather the last units of forward once more than to keep them until then. With fewer units the extra
+// all-gather costs too much. The rule uses only facts that all ranks share.
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
 
 void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward) {
@@ -78,8 +78,8 @@ void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_o
 
 // [Note: Overlapping all-gathers]
 // The order of the last pass predicts the next units. Their all-gathers start before the current unit computes, so
-// communication overlaps with computation; host copies start one unit earlier, and disk reads two. The nearest unit
-// comes first: one engine runs the copies in order.
+// communication overlaps with computation; host copies start one unit earlier, and disk reads two. The nearest unit is
+// first, since one engine runs the copies in order.
 void UnshardedUnits::prefetch(const PrefetchOrder& order) {
   const int count = model_.options().prefetch;
   if (model_.offload().has_disk())

@@ -27,15 +27,15 @@ class UnshardedUnits {
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void reshard(Unit& unit);
   void reshard_all();
-  // After a backward: the next use outside a backward begins a forward. `accumulates`: with unchanged shards.
+  // After a backward: the next use outside a backward begins a forward. `accumulates`: on unchanged shards.
   void post_backward(bool accumulates);
 
-  // For the trace: the span of the units of the last use() ends now.
+  // Ends the trace's span of the units of the last use().
   void end_compute_span();
   // The order of units in the last forward, and in the last backward, that used any.
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
-  // The most units in an order: a pass uses few units more often.
+  // Above this number of uses, repeated sequences are forgotten: a pass uses few units this often.
   size_t most_seen() const { return 8 * model_.units().size(); }
 
  private:

@@ -11,7 +11,7 @@
 namespace tessera::internal {
 namespace {
 
-// The parameter of which `view` is a view, or a view of a part.
+// Names the parameter that `view` shows, in whole or in part.
 std::string name_at(const Unit& unit, const Page& page, const at::Tensor& view) {
   for (const auto& paged : unit.flat_parameters()) {
     if (paged->page.get() != &page) continue;
@@ -32,7 +32,7 @@ bool is_attached(const PagedFlatParameter& paged, size_t index) {
          is_view_at(parameter, paged.flat.geometry(index), paged.flat.layout().offset(static_cast<int64_t>(index)));
 }
 
-// Whether the values of a tensor can be those of the parameter.
+// Whether `given` can replace the parameter's values: not paged, with its shape, in its own or the gather dtype.
 bool fits(const FlatParameter& flat, size_t index, const at::Tensor& given) {
   const auto& sizes = flat.geometry(index).sizes;
   return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||
@@ -52,7 +52,7 @@ void require_may_reattach(const Unit& unit, const PagedFlatParameter& paged, siz
                            ": move and convert the module before it is wrapped, and change values between steps");
 }
 
-// Takes the values from where the user put them: alike on all ranks, each of which keeps its part.
+// Copies the values that the user gave the parameter, equal on all ranks: all if summoned, else this rank's part.
 void take_values(PagedFlatParameter& paged, size_t index, bool is_summoned) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = paged.flat;

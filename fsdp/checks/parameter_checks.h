@@ -6,10 +6,9 @@
 
 namespace tessera::internal {
 
-// Finds parameters of the unit that were given other data since the last call (torch::load(), set_data(),
-// vector_to_parameters()): takes this rank's part of the values, and makes the tensors views again. Throws
-// std::logic_error, naming the parameter, for data of another shape or dtype (module.to()), if `may_change` is false,
-// and for shards that were given other data.
+// Finds parameters of the unit to which the user gave other data since the last call (torch::load(), set_data()).
+// Copies this rank's part of the values, and makes the tensors views again. Throws std::logic_error, naming the
+// parameter, if the shape or dtype differs (module.to()), if `may_change` is false, or if a shard has other data.
 void reattach(Unit& unit, bool may_change);
 
 // Before `operation` writes to `view`, a view of a read-only page: throws std::logic_error, naming the parameter,
@@ -17,8 +16,8 @@ void reattach(Unit& unit, bool may_change);
 void require_write(const Unit& unit, const Page& page, const at::Tensor& view, const std::string& operation,
                    const std::string& rank);
 
-// Of an unsharded unit: throws std::logic_error for a page that its parameters are not views of now: the user has kept
-// a view from before or after summon_full_params(). `rank` is for errors.
+// For an unsharded unit: throws std::logic_error if the page is not in use now. The user has then kept a view from
+// before summon_full_params() for use inside, or the reverse. `rank` is for errors.
 void require_attached(const Unit& unit, const Page& page, const std::string& rank);
 
 }  // namespace tessera::internal
