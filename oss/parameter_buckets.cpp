@@ -28,7 +28,7 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
     if (bucket.flat.defined()) adopt(bucket);
 }
 
-// Frozen parameters are not published, so that they have buckets of their own.
+// Frozen parameters are not published, so they have buckets of their own.
 void ParameterBuckets::plan(int64_t bucket_bytes) {
   std::vector<BucketItem> items;
   std::vector<size_t> order;
@@ -99,8 +99,8 @@ void ParameterBuckets::adopt(Bucket& bucket) {
   }
 }
 
-// torch::load(), module.to() and set_data() give parameters other memory. Their places in the bucket are written again
-// only if no other tensor, such as a kept view or a parameter that was swapped, shares them.
+// torch::load(), module.to() and set_data() give parameters other memory. Their places in the bucket are reused only if
+// no other tensor, such as a kept view or a swapped parameter, shares them.
 void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
@@ -241,7 +241,7 @@ std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
   return owned;
 }
 
-// Returns their bytes.
+// Adds this rank's parameters of the bucket to `to`. Returns their bytes.
 int64_t ParameterBuckets::add_owned(const Bucket& bucket, std::vector<at::Tensor>& to) const {
   int64_t bytes = 0;
   for (const size_t index : bucket.members) {

@@ -19,7 +19,7 @@ namespace tessera::internal {
 // A rank steps at least this many bytes of its parameters before it publishes them, if it steps and publishes in turns:
 // a call of an optimizer's operator must be worth its cost. Tests lower it.
 inline int64_t least_step_bytes = int64_t{8} << 20;
-// The factor for a device, which computes faster than a CPU, but launches no faster.
+// The factor for a device, which computes faster than a CPU, but launches operators no faster.
 inline constexpr int64_t kDeviceStepFactor = 32;
 
 // Publishes parameters in buckets, from their owners to all ranks, after a step.
@@ -66,7 +66,7 @@ class ParameterBuckets {
     std::vector<TensorSignature> kinds;
     at::Tensor flat;          // undefined: the memory of the only member
     std::vector<bool> stays;  // by member: whether it stays in its own memory
-    // A member has required a gradient, at construction or in a step, so that the bucket is published: a member may
+    // Whether a member has required a gradient, at construction or in a step. Such a bucket is published: a member may
     // have been frozen between a backward and its step.
     bool has_trained = false;
   };

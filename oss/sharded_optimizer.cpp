@@ -136,7 +136,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const NoGradNoInferenceGuard quiet;  // small parameters move; even in InferenceMode to ordinary tensors
+  const NoGradNoInferenceGuard quiet;  // moves small parameters to ordinary tensors, even in InferenceMode
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -287,7 +287,7 @@ ScopeExit ShardedOptimizer::lend_state() {
   return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Adopts groups that the base class's add_param_group() has added, which is not virtual. Collective.
+// Adopts groups that the base class's add_param_group(), which is not virtual, has added. Collective.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
@@ -351,7 +351,7 @@ void ShardedOptimizer::step_owned() {
   if (comm_->size() > 1) publish();
 }
 
-// All ranks move to each point at which the closure computes the loss.
+// Publishes parameters after each move of the search, so that all ranks compute the loss at one point.
 at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   Lbfgs::Owners owners{comm_.get(), {}, [this] {
                          if (comm_->size() > 1) publish();
@@ -363,8 +363,8 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   return lbfgs.step_among(owners, closure);
 }
 
-// Compares the ranks' options in each step, as the end of backward compares their logs. The report is exchanged beside
-// the parameters.
+// Compares the ranks' options in each step, as the end of backward compares their logs. The exchange of the report
+// overlaps with that of the parameters.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   std::vector<std::string> options;  // a rank may have changed its learning rate alone
   for (const auto& group : param_groups_)
@@ -379,7 +379,7 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   if (comm_->device().is_cpu()) {
     if (!report.unlike_ranks()) return;
     require_agreement(*comm_, "what was published in a step", log.lines());
-    report.require_alike("what was published in a step");  // the log drops its oldest lines
+    report.require_alike("what was published in a step");  // if the log has dropped the lines that differ
   }
   late_reports_->add(std::move(report),
                      [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
@@ -412,7 +412,7 @@ ScopeExit ShardedOptimizer::swap_in_averages() {
   });
 }
 
-// The parameter is in one of the sets of buckets.
+// The parameter is in one set of buckets; the other sets return the values unchanged.
 at::Tensor ShardedOptimizer::as_received(const at::Tensor& parameter, const at::Tensor& values) const {
   at::Tensor received = values;
   for (const auto& buckets : buckets_) received = buckets->as_received(parameter, received);

@@ -58,7 +58,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// The hooks, which stay, pass gradients through: the module may be trained on its own from now on.
+// The hooks stay and pass gradients through, so the module may be trained without the wrapper.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
@@ -154,7 +154,7 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
 // ---- gradients ----------------------------------------------------------------------------------
 
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
-  // Dense at every world size, and under no_sync(), whose sums are reduced later.
+  // Makes gradients dense at every world size, also under no_sync(), whose sums are reduced later.
   if (gradient.defined() && gradient.is_sparse()) return take(parameter, gradient.to_dense());
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
@@ -195,9 +195,9 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
     if (state.grad == GradState::kAccumulating) state.grad = GradState::kOrdinary;
 }
 
-// A gradient that is there already is an average: of a backward, of the time before wrapping, or the user's. It is
-// scaled, so that the next reduction leaves its share unchanged: the reduction divides by the divisor, and adds the
-// averages of all ranks that hold one. Under SDP that is the owner alone.
+// An existing gradient is an average: from a backward, from before wrapping, or the user's. It is scaled so that the
+// next reduction restores it. The reduction adds the gradients of all ranks that hold the average (under SDP only the
+// owner), and divides by the divisor.
 void ReplicatedGradients::begin_own_sum(size_t parameter) {
   at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
   ParameterState& state = states_[parameter];
@@ -275,8 +275,8 @@ void ReplicatedGradients::note_failed_forward() {
   if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
-// Logs the acts that all ranks must do alike; they compare their logs at the end of the pass. With owners the ranks
-// hold different gradients, which cannot be compared.
+// Logs which parameters hold an average: all ranks must clear gradients alike, and compare their logs at the end of the
+// pass. With owners the ranks hold different gradients, which cannot be compared.
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -306,7 +306,7 @@ void ReplicatedGradients::end() {
     states_[i].awaits_reduction = false;
     if (!reducer_.was_used(i)) continue;
     any_used = states_[i].used = true;
-    if (!gets_average(i)) binding_.tensor(i).mutable_grad().reset();  // the owner's was added to
+    if (!gets_average(i)) binding_.tensor(i).mutable_grad().reset();  // only the owner keeps the average
     states_[i].grad = GradState::kOrdinary;
   }
   // torch::autograd::grad() for inputs uses no parameters, and need not use all.

@@ -24,7 +24,7 @@ struct ReplicatedOptions {
   std::optional<at::ScalarType> wire_dtype;  // dtype of gradients on the wire
   WireFormat wire = WireFormat::kDtype;      // with owners
   bool gradients_are_views = true;           // of buckets
-  bool must_use_all = false;                 // throws if no backward of an iteration used a parameter
+  bool must_use_all = false;                 // throws if a parameter got no gradient on any rank in an iteration
   int64_t compare_replicas_every = 0;        // see ReplicaComparison
   bool copies_are_equal = true;              // replicas have the same bits; else they are never compared
   ReducerOptions reducer;

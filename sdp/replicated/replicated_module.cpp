@@ -111,7 +111,7 @@ MemoryReport ReplicatedModule::memory() const {
   for (const PlannedParameter& parameter : parameters_) {
     report.shard_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
     if (const at::Tensor gradient = parameter.tensor.grad();
-        gradient.defined() && !is_paged(gradient))  // a placeholder is
+        gradient.defined() && !is_paged(gradient))  // not a placeholder
       report.grad_bytes += static_cast<int64_t>(gradient.nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;

@@ -31,7 +31,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::tensor_list;
 
-// [C] as [1, C, 1, ...].
+// Returns [C] as [1, C, 1, ...], in the dtype of `like`.
 at::Tensor by_channel(const at::Tensor& values, const at::Tensor& like) {
   std::vector<int64_t> sizes(like.dim(), 1);
   sizes[1] = values.numel();
@@ -44,7 +44,7 @@ std::vector<int64_t> all_but_channel(const at::Tensor& input) {
   return dims;
 }
 
-// The computation is in double for double, else in fp32.
+// Inputs of double are computed in double, others in fp32.
 at::Tensor widened(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? input : input.to(at::kFloat);
 }
@@ -171,8 +171,8 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 
 namespace {
 
-// Replaces a BatchNorm's running mean (its weight, if it keeps no statistics). With it at::batch_norm, which the
-// module's own forward() calls, uses the statistics of all ranks.
+// Stands in for a BatchNorm's running mean (its weight, if it keeps no statistics). at::batch_norm, which the module's
+// own forward() calls, then uses the statistics of all ranks.
 class SyncedBatchNorm : public StandIn {
  public:
   SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, NormTensors tensors,
