@@ -142,8 +142,8 @@ std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::pa
 class FolderLock {
  public:
   // Creates the folder if it is missing. Throws CheckpointError with process, host and file if another job holds the
-  // lock. On a file system without locks the file's text decides: a dead process of this host does not count; the file
-  // of any other must be removed by hand.
+  // lock. On a file system without locks the file's text decides: a holder that is a dead process of this host is
+  // ignored; the file of any other holder must be removed by hand.
   explicit FolderLock(const std::filesystem::path& folder);
   ~FolderLock();
   FolderLock(FolderLock&& other) noexcept;

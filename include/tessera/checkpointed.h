@@ -20,7 +20,7 @@
 namespace tessera {
 
 // Implementation of checkpointed() without templates. `compute` maps the input tensors to the output tensors, all of
-// them defined. Calls it unrecorded now, and again in backward.
+// them defined. Calls it without autograd now, and again in backward.
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
                                          std::vector<at::Tensor> inputs);
 
@@ -35,7 +35,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
   }
 }
 
-// Returns the tensors in the caller's own variables, where the caller would see a change.
+// Returns the tensors of arguments passed as non-const lvalues: the caller would see a replaced tensor there.
 template <class... Inputs, class Arguments>
 std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::vector<at::Tensor> tensors;
@@ -126,7 +126,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x);
 
  private:
-  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // with whether they are checkpointed
+  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // true: checkpointed
 };
 TORCH_MODULE(CheckpointedSequential);
 

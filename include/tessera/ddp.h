@@ -36,14 +36,14 @@ struct DdpOptions {
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
   // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
-  // std::runtime_error, naming the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never.
+  // std::runtime_error, naming the first that differs. 0: as TESSERA_DEBUG=replicas or replicas:N sets, else never.
   int64_t compare_replicas_every = 0;
 
   // true: the backend's own all-reduce, in its own order of additions. false: Tessera's, in rank order.
   bool backend_all_reduce = false;
 
-  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
-  // the group can (gloo) and they share no bucket.
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the
+  // group supports this (gloo) and they share no bucket.
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 

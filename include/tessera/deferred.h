@@ -39,7 +39,7 @@ class DeferredScope {
 // constructor must not read or write values directly (item(), data_ptr(), torch::tensor of a vector): that throws.
 // Operators without a meta kernel outside Python (flip, where, complex and others in 2.11) also run once at this call,
 // on zeros and ones, for the shape of their results. An operator whose shape depends on values throws std::logic_error
-// with its name: call it before, and fill from the result. Values are computed on the CPU; constructors that name
+// with its name: call it before deferred(), and copy its result. Values are computed on the CPU; constructors that name
 // another device draw from that device's generator.
 template <class Build>
 auto deferred(Build build) {

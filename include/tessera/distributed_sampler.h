@@ -16,8 +16,8 @@
 
 namespace tessera {
 
-// An endless sequence of permutations of a data set's items, one for each epoch. It depends only on its arguments, with
-// every standard library.
+// An endless sequence of permutations of a data set's items, one for each epoch. It depends only on its arguments, and
+// is equal with every standard library.
 class EpochOrder {
  public:
   // Throws std::invalid_argument unless items_numel > 0. If `shuffle` is false, every epoch has the original order.
@@ -102,7 +102,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   int world_size() const;        // as constructed
   int64_t epoch() const;         // of the next step's first item: after the last batch of an epoch, the next epoch
   int64_t micro_batch() const;   // micro-batches of this step received so far; 0 between steps: then call step()
-  int64_t batches_left() const;  // that the loop over a loader has still to receive: 0 in and after its last iteration
+  int64_t batches_left() const;  // not yet received by the loop over a loader: 0 in and after its last iteration
 
   // Its state "sampler": items, seed, shuffle, and the number of items that all ranks have taken. Must be saved between
   // steps: within a step, state_values() throws std::logic_error; also while a loader without enforce_ordering reads

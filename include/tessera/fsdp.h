@@ -23,7 +23,7 @@ namespace tessera {
 // but becomes a view of its unit's storage, which has data only while the unit is unsharded. An operator with such an
 // argument unshards the unit first, in forward, in backward and elsewhere, so modules may be called without the
 // wrapper. Only data_ptr() bypasses the dispatcher: it is null while the unit is sharded. Changing a parameter outside
-// summon_full_params() throws std::logic_error. If it is given other data of its shape and dtype (set_data()), alike on
+// summon_full_params() throws std::logic_error. If it is given other data of its shape and dtype (set_data()), equal on
 // all ranks, the next forward takes the values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same

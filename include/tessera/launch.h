@@ -60,7 +60,7 @@ struct InitOptions {
   // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only one that this process
   // sees, or else device LOCAL_RANK; in run_ranks(), device rank.
   std::optional<at::Device> device{};
-  // How long an operation waits for the other ranks, and ranks for each other. A process that is stopped does not wait.
+  // How long operations and the rendezvous wait for other ranks, without the time in which this process is stopped.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits it.
   // TESSERA_PEER_MEMORY=0 in the environment of any of them disables it.

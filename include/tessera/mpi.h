@@ -23,11 +23,11 @@
 namespace tessera {
 namespace internal {
 
-// The messages of Tessera on a duplicate of a communicator, so that they never meet those of the program.
+// The messages of Tessera on a duplicate of a communicator, so that they never match those of the program.
 class MpiLibrary : public MessageLibrary {
  public:
   // Collective over `comm`. Throws std::invalid_argument if it is not usable, and CommError if not all of its ranks
-  // come within the timeout.
+  // call it within the timeout.
   MpiLibrary(MPI_Comm comm, std::chrono::milliseconds timeout) {
     require_usable(comm);
     duplicate(comm, timeout);
@@ -191,7 +191,7 @@ class MpiLibrary : public MessageLibrary {
     MPI_Request request = MPI_REQUEST_NULL;
     const auto until = std::chrono::steady_clock::now() + timeout;
     auto made = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
-    // Not MPI_Comm_dup(), which would wait forever for a rank that does not come.
+    // Not MPI_Comm_dup(), which would wait forever for a rank that does not call it.
     require(MPI_Comm_idup(comm, made.get(), &request), "MPI_Comm_idup");
     for (int is_complete = 0;;) {
       require(MPI_Test(&request, &is_complete, MPI_STATUS_IGNORE), "MPI_Test");
@@ -235,7 +235,7 @@ class MpiLibrary : public MessageLibrary {
 // "mpi", in operations of the group.
 //
 // Changes nothing in the process (ProcessSetup). Throws std::invalid_argument for a communicator that is null, freed or
-// an inter-communicator, on every rank for wrong or unequal options, and CommError if not all ranks come within the
+// an inter-communicator, on every rank for wrong or unequal options, and CommError if not all ranks call it within the
 // timeout. MPI may not detect every freed communicator.
 inline std::shared_ptr<Communicator> communicator_from_mpi(MPI_Comm comm, GroupOptions options = {}) {
   auto library = std::make_shared<internal::MpiLibrary>(comm, options.timeout);

@@ -27,7 +27,7 @@ class OSS : public ShardedOptimizer {
  public:
   // Collective: all ranks must give the same parameters in the same order. A parameter that occurs twice (tied weights)
   // is updated once. The parameters remain the caller's tensors, but the memory of small ones moves into shared
-  // buckets. Throws std::invalid_argument, with the parameter's place, if ranks differ, and for parameters that are no
+  // buckets. Throws std::invalid_argument, with the parameter's place, if ranks differ, and for parameters that are not
   // leaves, are not on the communicator's device, or are another wrapper's shards.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
@@ -47,7 +47,7 @@ class OSS : public ShardedOptimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // Muon has one.
+  // Null unless the optimizer has a step_cost(), as Muon does.
   static StepCost step_cost() {
     if constexpr (requires { LocalOptimizer::step_cost; }) {
       return &LocalOptimizer::step_cost;

@@ -29,15 +29,15 @@ struct SdpOptions {
   // Int8Blocks).
   WireFormat wire = WireFormat::kDtype;
 
-  bool broadcast_buffers = true;       // from rank 0, before each training forward
+  bool broadcast_buffers = true;       // from rank 0, before each forward that follows a training forward
   bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
 
   // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
-  // std::runtime_error, naming the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never. Never
-  // with OssOptions::broadcast_dtype, which rounds replicas.
+  // std::runtime_error, naming the first that differs. 0: as TESSERA_DEBUG=replicas or replicas:N sets, else never.
+  // Never with OssOptions::broadcast_dtype, which rounds replicas.
   int64_t compare_replicas_every = 0;
-  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
-  // the group can (gloo).
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the
+  // group supports this (gloo).
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
@@ -104,8 +104,8 @@ class ShardedDataParallel : public internal::SdpModule {
                       SdpOptions options = {})
       : internal::SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns the result of module->forward(args...). Collective if the module has buffers. Throws as the constructor if
-  // a parameter without an optimizer has become trainable.
+  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws as the constructor if a
+  // parameter without an optimizer has become trainable.
   template <class... Args>
   auto forward(Args&&... args) {
     if (c10::GradMode::is_enabled()) require_optimizers();

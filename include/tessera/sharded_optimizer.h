@@ -32,7 +32,7 @@ struct OssOptions {
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
   // For debugging: compares the parameters of all ranks after every N-th step, and throws std::runtime_error, naming
-  // the first that differs. 0: TESSERA_DEBUG=replicas or replicas:N says, else never. Never with broadcast_dtype.
+  // the first that differs. 0: as TESSERA_DEBUG=replicas or replicas:N sets, else never. Never with broadcast_dtype.
   int64_t compare_replicas_every = 0;
 
   // Steps in host memory: gradients are copied to the host and new values back. HostAdam and HostAdamW overlap the
@@ -60,7 +60,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // gradients again, once, and step() returns its loss; Lbfgs calls it at each point of a line search, on all ranks at
   // once. Uses the current options of param_groups(), learning rates for example. Throws std::logic_error, with nothing
   // changed, if the gradients are not ready for a step (made under no_sync() alone, or lost by a failed backward), if
-  // averages are swapped in, and, in a world above 1, if a parameter was converted since it was added; CommError.
+  // averages are swapped in, and, with more than one rank, if a parameter was converted since it was added; CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Collective. The parameters of earlier groups keep their owners.

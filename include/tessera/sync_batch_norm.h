@@ -14,10 +14,10 @@ namespace tessera {
 // double, in rank order, so that all ranks have the same. The names and the state are BatchNorm's.
 //
 // Works under any wrapper: each rank computes its part of the gradient, which the wrapper averages. In training forward
-// and backward are collective: an exchange of 2 C numbers each, in a separate group. eval() and no_grad behave like
-// BatchNorm; without running statistics eval() uses those of the rank's own batch. Throws std::invalid_argument for
-// inputs of other shapes and for a batch of fewer than 2 values a channel over all ranks, std::logic_error for second
-// derivatives.
+// and backward are collective: an exchange of about 2 C numbers each, in a separate group. eval() and no_grad behave
+// like BatchNorm; without running statistics eval() uses those of the rank's own batch. Throws std::invalid_argument
+// for inputs of other shapes and for a batch of fewer than 2 values a channel over all ranks, std::logic_error for
+// second derivatives.
 class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormImpl> {
  public:
   // Collective.

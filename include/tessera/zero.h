@@ -62,7 +62,7 @@ struct ZeroOptions {
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
-// The optimizer that torch's options belong to: as a type, in decltype().
+// Maps options to the type of their optimizer, in decltype() only.
 torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
 torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
 torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
@@ -144,7 +144,7 @@ class Zero : public ModelShards {
         wrapper_.make(module_, comm, zero.ddp);
         optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
-      case 2: {  // the optimizer first: the wrapper wants to know the owners
+      case 2: {  // the optimizer first: the wrapper asks it for the owners
         auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
         auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
         wrapper_.make(module_, *sharded, comm, zero.sdp);
@@ -173,8 +173,8 @@ class Zero : public ModelShards {
     return forward(std::forward<Args>(args)...);
   }
 
-  // After loss.backward(): one step of the optimizer. Collective in stages 1 and 2, so call it on
-  // all ranks alike.
+  // After loss.backward(): one step of the optimizer. Collective in stages 1 and 2, and if the optimizer needs whole
+  // parameters (Muon), so call it on all ranks alike.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
@@ -198,7 +198,7 @@ class Zero : public ModelShards {
   // Bytes that the wrapper holds on this rank.
   MemoryReport memory() const { return wrapper_.any().memory(); }
 
-  // For learning rates and schedulers, and beside this object for save_checkpoint().
+  // For learning rates, schedulers, and save_checkpoint(), which takes it beside this object.
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
   // The module that was given: module()->eval().
   Holder module() const { return module_; }

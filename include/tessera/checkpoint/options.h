@@ -53,8 +53,8 @@ struct LoadOptions {
   // Applies to its optimizer state and averages too. Not set: none is transposed.
   std::function<bool(const std::string& saved)> transposed{};
 
-  // true: converts floating-point tensors of another dtype to the model's, rounding to nearest; optimizer state with
-  // its parameter's old dtype follows. false: another dtype is an error.
+  // true: converts floating-point tensors of another dtype to the model's, rounding to nearest; also optimizer state
+  // that has its parameter's old dtype. false: another dtype is an error.
   bool convert_dtypes = false;
 
   // Restores the random generators, if the checkpoint has their states and was saved by the current number of ranks.

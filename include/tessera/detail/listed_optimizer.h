@@ -188,8 +188,8 @@ class ListedOptimizer : public torch::optim::Optimizer {
     requires(sees == Sees::kParameters)
       : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
 
-  // Adds a group, with the checks of construction and nothing changed if they throw. Is collective if constructed with
-  // a wrapper. step() checks groups that were added through the base class.
+  // Adds a group; throws as construction does, with nothing changed. Is collective if constructed with a wrapper.
+  // step() checks groups that were added through the base class.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     add_checked_group(*this, group, [this] { check(); });
   }

@@ -44,11 +44,11 @@ class ModelShards {
   // Every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
   // The shards to save, with the values that the module shows now: a scope, or other data given to parameters, may have
-  // changed them. Throws std::logic_error, naming the unit, if those changes are temporary; and, naming the parameter,
-  // if the module got one after it was wrapped.
+  // changed them. Throws std::logic_error, naming the unit, if the changes are temporary, and, naming the parameter, if
+  // one was registered after wrapping.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // The part of each of named_shards() that a rank of comm() holds. Computed, without communication. Throws
-  // std::logic_error if parameters are sharded and the wrapper does not know how.
+  // std::logic_error if parameters are sharded and the wrapper does not override this function.
   virtual std::vector<HeldPart> held_by(int rank) const;
   // The leaves of named_shards(), for an optimizer.
   std::vector<at::Tensor> parameters() const;

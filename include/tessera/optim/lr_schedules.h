@@ -17,8 +17,8 @@ namespace tessera {
 //   for (...) { ...; optimizer.step(); schedule.step(); }
 //   save_checkpoint(dir, {model, optimizer, schedule});
 //
-// A checkpoint has the number of steps. Peaks and factors are the constructor's: construct it before load_checkpoint(),
-// which otherwise leaves a rate that is no peak. Not collective; must be equal on all ranks.
+// A checkpoint has the number of steps. Peaks and factors are the constructor's. Construct it before load_checkpoint():
+// otherwise a loaded rate becomes the peak. Not collective; must be equal on all ranks.
 class LambdaLR : public torch::optim::LRScheduler {
  public:
   // Sets the rates of step 0. The optimizer must outlive the schedule.

@@ -77,8 +77,8 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 //   tessera::Muon optimizer(fsdp, tessera::group_parameters(fsdp, {others}, MuonOptions(2e-2)));
 //
 // With a wrapper, one rank orthogonalizes each matrix; costs are balanced over the ranks. That rank receives the parts
-// of the momentum and returns the parts of the result, in bf16 or fp32. Each rank has one matrix in work at a time,
-// while the next ones are in flight. A rank sends about its part of the matrices, and as much of results (1/N of the
+// of the momentum and returns the parts of the result, in bf16 or fp32. Each rank works on one matrix at a time, while
+// the next ones are in flight. A rank sends about its part of the matrices, and as many bytes of results (1/N of the
 // results to all ranks, if every rank has all parameters). Results equal those of one process to rounding. OSS<Muon>
 // assigns owners by the same costs. Momentum is stored where the parameter is; a step takes twice the memory of this
 // rank's parts.

@@ -94,7 +94,7 @@ class StepInBackward {
   int64_t times_taken_back_ = 0;
 
   std::vector<std::future<void>> steps_;               // of this backward
-  const std::unique_ptr<internal::TaskQueue> worker_;  // after what its tasks use
+  const std::unique_ptr<internal::TaskQueue> worker_;  // declared after the members that its tasks use
   std::optional<ScopeExit> subscription_;
 };
 

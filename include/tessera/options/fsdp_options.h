@@ -23,7 +23,7 @@ struct SummonOptions {
   // be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
   bool offload_to_cpu = false;
   // The units to summon, by name, as describe() prints them: "blocks.3", "(root)". Empty: all. Other units are gathered
-  // for use.
+  // when used.
   std::vector<std::string> units{};
 };
 
@@ -56,9 +56,9 @@ struct MixedPrecision {
   // The wrapper's forward() converts floating-point tensors in its result.
   std::optional<at::ScalarType> output_dtype{};
   // Modules that compute in the parameters' own dtype, norms usually. Their parameters and buffers are never cast.
-  // Arguments of param_dtype of an operator on such a parameter are converted up, and its results back, in forward and
-  // in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is param_dtype, since parameters and
-  // running statistics need one dtype.
+  // If an operator uses such a parameter, its arguments of param_dtype are converted up, and its results back, in
+  // forward and in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is param_dtype, since
+  // parameters and running statistics need one dtype.
   WrapPolicy full_precision{};
 };
 
@@ -112,7 +112,7 @@ struct FsdpOptions {
 
   // The number of most recently used units that stay unsharded. With 2, two units that are used in turn do not evict
   // each other. If there are eight or more units, those that are not gathered ahead (above) are evicted when backward
-  // begins, except for its first one.
+  // begins, except for backward's first unit.
   int keep_recent = 2;
 
   // true: parameters and buffers are rank 0's. false: they must be the same on all ranks already.
@@ -133,8 +133,8 @@ struct FsdpOptions {
   // and ranks. Costs one pass over the gradient shards, and an exchange of flags.
   bool check_finite = false;
 
-  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
-  // the group can (gloo).
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the
+  // group supports this (gloo).
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 

@@ -21,7 +21,7 @@ struct OffloadOptions {
   bool grads = false;
   // Uses page-locked memory, which devices access directly.
   bool pin_memory = true;
-  // Upper limit of the host memory for this, in bytes. 0: no limit. Beyond it, construction or backward (FSDP) or
+  // Upper limit of host memory for the offload, in bytes. 0: no limit. Beyond it, construction or backward (FSDP) or
   // step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
   int64_t host_limit_bytes = 0;
   // FSDP only, with `params`: a folder on a local disk. The shards of the units selected by `disk_units` are kept
