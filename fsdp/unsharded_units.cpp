@@ -61,9 +61,9 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
 }
 
 // [Note: Evicting at the turn]
-// A rank holds the most memory as the first gradients are computed. If an all-gather is a copy from the peers' memory,
-// it is cheaper to gather the last units of forward once more than to keep them until then. With fewer units the extra
-// all-gather costs too much. The rule uses only facts that all ranks share.
+// A rank holds the most memory as the first gradients are computed. If all-gathers copy from the peers' memory,
+// gathering the last units of forward once more is cheaper than keeping them. With few units the extra all-gather costs
+// too much. The rule uses only facts that all ranks share.
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
 
 void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward) {

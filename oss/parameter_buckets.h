@@ -27,12 +27,12 @@ inline constexpr int64_t kDeviceStepFactor = 32;
 // A bucket's memory is cut by owner, and its parameters are views of it, so that one in-place all-gather updates them
 // all. A large parameter stays in its memory, as a bucket by itself. So a step copies nothing.
 //
-// A parameter that shares its memory with other tensors (a view that a module keeps, a second model) also stays in its
-// memory, and is copied to the bucket and back. Each rank decides this for itself; the exchange is the same.
+// A parameter that shares its memory with other tensors (a kept view, a second model) also stays in its memory. It is
+// copied to the bucket and back. Each rank decides this for itself; the exchange is the same.
 class ParameterBuckets {
  public:
-  // Moves the values of small parameters into buckets of at most `bucket_bytes`, and makes the parameters views of
-  // these (with the same TensorImpl, which modules and hooks refer to). `owners`: by parameter. broadcast_dtype: the
+  // Moves the values of small parameters into buckets of at most `bucket_bytes`, and makes the parameters views of the
+  // buckets. Their TensorImpl stays, since modules and hooks refer to it. `owners`: by parameter. broadcast_dtype: the
   // dtype of published values; the owner keeps its exact ones.
   ParameterBuckets(std::vector<at::Tensor> parameters, std::vector<int> owners, int64_t bucket_bytes,
                    std::optional<at::ScalarType> broadcast_dtype, Communicator& comm);

@@ -67,10 +67,10 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 // ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd (NoGradGuard,
 // InferenceMode) it is a plain call.
 //
-// Throws std::invalid_argument if the function changes an input in place or replaces a tensor in a variable that it
-// takes by reference, and in backward if an input has changed since the call. Throws std::logic_error in backward if
-// the second call's outputs differ in number, shape or dtype, and for create_graph. Exceptions of the function
-// propagate. Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
+// Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that it takes by
+// reference. Throws it in backward if an input has changed since the call. Throws std::logic_error in backward if the
+// second call's outputs differ in number, shape or dtype, and for create_graph. Exceptions of the function propagate.
+// Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);

@@ -42,8 +42,8 @@ struct DdpOptions {
   // true: the backend's own all-reduce, in its own order of additions. false: Tessera's, in rank order.
   bool backend_all_reduce = false;
 
-  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the
-  // group supports this (gloo) and they share no bucket.
+  // Gradients of at least this many bytes that share no bucket are reduced from autograd's memory, without a copy.
+  // Needs a group that supports this (gloo).
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 

@@ -37,10 +37,10 @@ class DeferredScope {
 // Constructors run unmodified (torchdistX's deferred_init). The values are bit for bit those of an ordinary build() at
 // this call. Random numbers are drawn from the current state of the default CPU generator, which does not advance. A
 // constructor must not read or write values directly (item(), data_ptr(), torch::tensor of a vector): that throws.
-// Operators without a meta kernel outside Python (flip, where, complex and others in 2.11) also run once at this call,
-// on zeros and ones, for the shape of their results. An operator whose shape depends on values throws std::logic_error
-// with its name: call it before deferred(), and copy its result. Values are computed on the CPU; constructors that name
-// another device draw from that device's generator.
+// Some operators have a meta kernel in Python only (flip, where, complex and others in 2.11). These also run once at
+// this call, on zeros and ones, for the shape of their results. An operator whose shape depends on values throws
+// std::logic_error with its name: call it before deferred(), and copy its result. Values are computed on the CPU;
+// constructors that name another device draw from that device's generator.
 template <class Build>
 auto deferred(Build build) {
   internal::DeferredScope scope;

@@ -69,8 +69,8 @@ struct DistributedSamplerOptions {
 //
 // A loop over the loader is the rest of an epoch, then the next epoch. Ranks have equally many batches of equal sizes:
 // the last step repeats items of the epoch's beginning (see the options). The position counts the batches that the loop
-// has received, not those that workers have read ahead, so a saved run continues with the next batch. After a `break`,
-// the next loop over a loader continues, too (with workers, libtorch then requires a new loader).
+// has received, not batches that workers read ahead. So a saved run continues with the next batch. After a `break`, the
+// next loop over a loader continues, too (with workers, libtorch then requires a new loader).
 //
 // Without a loader, next() returns endless batches, and one step may span two epochs:
 //

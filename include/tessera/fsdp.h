@@ -20,8 +20,8 @@ namespace tessera {
 //   optimizer.step();
 //
 // Wrapping changes the module in place: each parameter keeps its identity (the module's members, ties, requires_grad)
-// but becomes a view of its unit's storage, which has data only while the unit is unsharded. An operator with such an
-// argument unshards the unit first, in forward, in backward and elsewhere, so modules may be called without the
+// but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. An operator with
+// such an argument unshards the unit first, in forward, in backward and elsewhere, so modules may be called without the
 // wrapper. Only data_ptr() bypasses the dispatcher: it is null while the unit is sharded. Changing a parameter outside
 // summon_full_params() throws std::logic_error. If it is given other data of its shape and dtype (set_data()), equal on
 // all ranks, the next forward takes the values.
@@ -31,10 +31,9 @@ namespace tessera {
 template <class Holder>
 class FullyShardedDataParallel : public FullyShardedModule {
  public:
-  // Collective. Splits the parameters and frees the originals unit by unit. Throws
-  // std::invalid_argument, on every rank and with the first difference by name, if ranks differ in
-  // the model or the options, and for parameters that cannot be sharded (not on the
-  // communicator's device, sharded already, sparse).
+  // Collective. Splits the parameters and frees the originals unit by unit. Throws std::invalid_argument on every rank,
+  // with the first difference by name, if ranks differ in the model or the options. Throws it also for parameters that
+  // cannot be sharded: not on the communicator's device, sharded already, sparse.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 

@@ -166,9 +166,9 @@ std::shared_ptr<Communicator> communicator_from_library(std::shared_ptr<MessageL
 
 }  // namespace internal
 
-// Runs `body` once for each rank. The ranks are threads of this process, joined by gloo over loopback, or, with a CUDA
-// device or "nccl", by NCCL, with one device for each thread. Returns when all have ended. If a rank throws, aborts the
-// group and rethrows the first error. Does not change the number of intra-operator threads.
+// Runs `body` once for each rank. The ranks are threads of this process, joined by gloo over loopback. With a CUDA
+// device or "nccl", NCCL joins them, with one device for each thread. Returns when all have ended. If a rank throws,
+// aborts the group and rethrows the first error. Does not change the number of intra-operator threads.
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body);
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
 

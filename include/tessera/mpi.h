@@ -235,8 +235,8 @@ class MpiLibrary : public MessageLibrary {
 // "mpi", in operations of the group.
 //
 // Changes nothing in the process (ProcessSetup). Throws std::invalid_argument for a communicator that is null, freed or
-// an inter-communicator, on every rank for wrong or unequal options, and CommError if not all ranks call it within the
-// timeout. MPI may not detect every freed communicator.
+// an inter-communicator, and on every rank for wrong or unequal options. Throws CommError if not all ranks call it
+// within the timeout. MPI may not detect every freed communicator.
 inline std::shared_ptr<Communicator> communicator_from_mpi(MPI_Comm comm, GroupOptions options = {}) {
   auto library = std::make_shared<internal::MpiLibrary>(comm, options.timeout);
   return internal::communicator_from_library(std::move(library), std::move(options));

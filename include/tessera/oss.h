@@ -27,8 +27,8 @@ class OSS : public ShardedOptimizer {
  public:
   // Collective: all ranks must give the same parameters in the same order. A parameter that occurs twice (tied weights)
   // is updated once. The parameters remain the caller's tensors, but the memory of small ones moves into shared
-  // buckets. Throws std::invalid_argument, with the parameter's place, if ranks differ, and for parameters that are not
-  // leaves, are not on the communicator's device, or are another wrapper's shards.
+  // buckets. Throws std::invalid_argument, with the parameter's place, if ranks differ. Throws it also for parameters
+  // that are not leaves, not on the communicator's device, or another wrapper's shards.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})

@@ -96,7 +96,7 @@ template <class Holder>
 class ShardedDataParallel : public internal::SdpModule {
  public:
   // Collective. Throws std::invalid_argument, with the first difference by name, if ranks differ in the model or the
-  // options, and if a trainable parameter is in no optimizer, or in two.
+  // options. Throws it also if a trainable parameter is in no optimizer, or in two.
   ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}

@@ -50,17 +50,17 @@ class ReplicaComparison;
 }  // namespace internal
 
 // The part of OSS that does not depend on the optimizer's class. A torch::optim::Optimizer over all parameters, with
-// all groups and options, whose step() updates the parameters that this rank owns, and then publishes them to all
-// ranks. state() holds the states of owned parameters. Not thread-safe.
+// all groups and options. step() updates the parameters that this rank owns, and then publishes them to all ranks.
+// state() holds the states of owned parameters. Not thread-safe.
 class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 
   // Takes one step with the owners' gradients, then exchanges parameters. Collective. `closure`, if given, computes the
   // gradients again, once, and step() returns its loss; Lbfgs calls it at each point of a line search, on all ranks at
-  // once. Uses the current options of param_groups(), learning rates for example. Throws std::logic_error, with nothing
-  // changed, if the gradients are not ready for a step (made under no_sync() alone, or lost by a failed backward), if
-  // averages are swapped in, and, with more than one rank, if a parameter was converted since it was added; CommError.
+  // once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing changed,
+  // if averages are swapped in, or if gradients are not ready (made under no_sync() alone, or lost by a failed
+  // backward). With several ranks, throws it also if a parameter was converted since it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Collective. The parameters of earlier groups keep their owners.
@@ -85,8 +85,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const internal::Partition& partition() const { return *partition_; }
   // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;
-  // Returns the rank that owns the parameter. Throws std::invalid_argument if the optimizer does not have it, and
-  // std::logic_error if the base class's add_param_group() has added it since the last step, clipping or consolidation.
+  // Returns the rank that owns the parameter. Throws std::invalid_argument if the optimizer does not have it. Throws
+  // std::logic_error if the base class's add_param_group() added it since the last step, clipping or consolidation.
   int owner(const at::Tensor& parameter) const;
   // Whether other ranks hold rounded values of a parameter (OssOptions::broadcast_dtype).
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }

@@ -40,9 +40,9 @@ TORCH_MODULE(SyncBatchNorm);
 
 // Makes each BatchNorm1d, 2d and 3d in `module` (at any depth, and `module` itself) train with the statistics of all
 // ranks, as SyncBatchNorm does. Returns their number. Modules, parameters and buffers keep their place and type: only
-// the member `running_mean` (`weight`, without statistics) is replaced by a read-only stand-in of the registered
-// tensor, so that at::batch_norm in torch's forward() computes with all ranks. torch's forward() refuses an input of
-// one value a channel on a rank. clone() of a layer makes an ordinary BatchNorm.
+// the member `running_mean` (`weight`, without statistics) becomes a read-only stand-in of the registered tensor.
+// at::batch_norm in torch's forward() then computes with all ranks. torch's forward() refuses an input of one value a
+// channel on a rank. clone() of a layer makes an ordinary BatchNorm.
 //
 // Must be called after values are initialized and before wrapping. Converted layers are skipped. Direct calls of
 // at::batch_norm(), and batch norms of exported graphs, are no modules, and stay unchanged. Collective. Throws

@@ -16,9 +16,9 @@ class GradientSource {
  public:
   virtual ~GradientSource() = default;
 
-  // While the scope exists, `arrived` is called for each set of parameters whose .grad has become the average over
-  // ranks, on the thread that runs backward. It must return soon; its exceptions leave backward. It is not called for a
-  // backward that does not reduce (no_sync()). `failed`, unless null, is called if a backward that reduces fails,
+  // While the scope exists, `arrived` is called for each set of parameters whose .grad is now the average over ranks.
+  // It is called on the thread that runs backward. It must return soon; its exceptions leave backward. It is not called
+  // for a backward that does not reduce (no_sync()). `failed`, unless null, is called if a backward that reduces fails,
   // before backward() throws. It must not throw, and may wait for other threads that use the parameters. Throws
   // std::logic_error for a second observer, and inside a backward pass.
   using Arrived = std::function<void(const std::vector<at::Tensor>& parameters)>;

@@ -44,8 +44,8 @@ std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShard
 }
 
 // The usual two groups: first the parameters with weight decay, with `options`; then the others, with `options` but
-// weight_decay(0). Without decay are parameters of fewer than two dimensions as the module declared them (biases,
-// norms), and those whose name contains a text of `no_decay` ("embedding"). A group may be empty.
+// weight_decay(0). Parameters without decay have fewer than two dimensions as the module declared them (biases, norms),
+// or a name that contains a text of `no_decay` ("embedding"). A group may be empty.
 //
 //   torch::optim::AdamW optimizer(tessera::decay_groups(fsdp.named_parameters(), AdamWOptions(1e-3).weight_decay(0.1)),
 //                                 AdamWOptions(1e-3));

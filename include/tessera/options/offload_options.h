@@ -6,9 +6,9 @@
 
 namespace tessera {
 
-// Placement in host memory or on disk (ZeRO-Offload, Ren et al., 2021), of FSDP's shards between their uses, or of the
-// parameters that a rank owns under OSS, between steps. Optimizer state follows, because optimizers allocate state
-// where the parameters are. Limits may differ over ranks.
+// Placement in host memory or on disk (ZeRO-Offload, Ren et al., 2021). Under FSDP it applies to shards between their
+// uses; under OSS to the parameters that a rank owns, between steps. Optimizer state follows, because optimizers
+// allocate state where the parameters are. Limits may differ over ranks.
 struct OffloadOptions {
   // FSDP: keeps shards in host memory. Copies each unit's shard to the device just before its all-gather, one unit
   // further ahead than `prefetch`, in param_dtype if set. OSS: keeps copies of the owned parameters in host memory;

@@ -107,10 +107,10 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 //
 // Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
 // computed reads as 0 (a loss's item(), a norm), and RunRecord::stand_ins lists it. Code that bypasses the dispatcher
-// reads zeros. If a result's shape depends on missing values, or libtorch has no C++ shapes for an operator too large
-// to run, throws std::invalid_argument that names the operator. Also throws std::invalid_argument for fewer than 2
-// steps, and std::logic_error in a nested run on this thread. Restores the default CPU generator. Not collective. Uses
-// one thread; while the first dry run of a process starts, no other thread may create tensors.
+// reads zeros. Throws std::invalid_argument, naming the operator, if a result's shape depends on missing values, or if
+// libtorch cannot infer the shape in C++ and the operator is too large to run. Also throws it for fewer than 2 steps,
+// and std::logic_error in a nested run on this thread. Restores the default CPU generator. Not collective. Uses one
+// thread; while the first dry run of a process starts, no other thread may create tensors.
 template <class MakeModel, class Step>
 RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {
   RunScope scope(options);

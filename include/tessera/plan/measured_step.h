@@ -29,7 +29,7 @@ struct MeasuredStep {
 
 // Returns a rank's step of median time from the last run in a file of TESSERA_TRACE. Ignores the first step, which
 // creates the optimizer's state. A step ends with an optimizer's span. Throws std::invalid_argument, naming the file,
-// if it cannot be read, is not a trace, or has fewer than three steps of the rank, the first included.
+// if it is unreadable, no trace, or has fewer than three steps of the rank, the first included.
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank);
 
 }  // namespace tessera
