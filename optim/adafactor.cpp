@@ -94,7 +94,7 @@ struct Adafactor::Work {
     const double least = eps1();
     return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
   }
-  // The last part of a step; takes the sums of squares over the whole parameter.
+  // Applies the step. Takes the sums of squares of the whole parameter and of its whole direction.
   void change(double parameter_squares, double direction_squares) const {
     const auto numel = static_cast<double>(whole_numel);
     const double step_size = std::min(options->lr(), 1 / std::sqrt(static_cast<double>(state->step())));
@@ -114,8 +114,8 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
-// First exchange of a step: sums the squares of gradients by row and column, which become the states, and the squares
-// of parameters.
+// First exchange of a step: sums the squares of gradients by row and column, and the squares of parameters. Updates the
+// states with the mean squares.
 void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)

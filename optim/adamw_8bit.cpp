@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kBlock = kStateBlockNumel;
 constexpr int64_t kChunkBlocks = 4096;
 
-// middles: [255], the boundaries between nearest values.
+// `middles`, [255]: the midpoints of neighbouring values, at which rounding to the nearest value changes.
 struct Map {
   at::Tensor values, middles;
   int64_t zero;  // index of the value 0
@@ -57,7 +57,7 @@ at::Tensor quantized(const at::Tensor& values, const at::Tensor& scales, const M
   return at::bucketize(values / divisors, map.middles, /*out_int32=*/true).to(at::kByte);
 }
 
-// Permutes a whole parameter's codes, with their scales, from their own memory order to these strides.
+// Encodes a whole parameter's values again in the memory order of these strides, with scales of the new blocks.
 void reorder_blocks(at::Tensor& codes, at::Tensor& scales, at::IntArrayRef strides, const Map& map) {
   const int64_t numel = codes.numel();
   auto in_blocks = [&](const at::Tensor& elements, double padding) {
@@ -124,7 +124,7 @@ struct AdamW8bit::Work {
   // New states of some blocks, [blocks, 256], in fp32. Elements of other ranks and beyond the end are 0.
   struct Moments {
     at::Tensor average, square;
-    Range own;     // their elements in this rank's part
+    Range own;     // the blocks' elements, as a range of this rank's part
     int64_t lead;  // elements of the first block that another rank holds
 
     at::Tensor part(const at::Tensor& blocks) const { return blocks.view({-1}).narrow(0, lead, own.numel()); }

@@ -22,8 +22,8 @@ namespace {
 // Cuts are multiples of this where possible: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
-// A module's parameters may have been given other data (torch::load()). FullyShardedDataParallel copies them into the
-// shards when it is asked for these.
+// torch::load() may have given the module's parameters other data, which FullyShardedDataParallel copies into the
+// shards in named_shards().
 void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
 
 }  // namespace

@@ -84,7 +84,7 @@ at::Tensor Lamb::step(LossClosure closure) {
   if (checked_groups_ != param_groups().size()) check();
   for (const auto& group : param_groups())
     for (const at::Tensor& parameter : group.params()) require_steppable(parameter);
-  // One row for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
+  // One entry for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
   // parameters have no norm and may be integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;

@@ -77,7 +77,7 @@ struct Lbfgs::Run {
     }
     return whole;
   }
-  // Includes only elements that this rank counts in a sum: all, or none in a replica.
+  // Sums over the parameters that this rank counts: each part of a parameter counts in one replica only.
   double product(const at::Tensor& a, const at::Tensor& b) const {
     double sum = 0;
     int64_t offset = 0;
@@ -210,7 +210,7 @@ struct Lbfgs::Run {
     return combine(step_g, change_g, sums[4]);
   }
 
-  // Runs the two loops over the history on coefficients: direction = of_g * g + sum of_steps * steps + sum of_changes *
+  // Runs the two-loop recursion on coefficients: direction = of_g * g + sum of_steps * steps + sum of_changes *
   // changes. Returns gradient . direction.
   double combine(const std::vector<double>& step_g, const std::vector<double>& change_g, double g_g) {
     const size_t count = steps.size();

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Matrices of each rank whose parts are in flight ahead of the one in work.
+// Number of rounds after the current one whose parts are in flight.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 
@@ -113,13 +113,13 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 
 // Note [A matrix a rank at a time]. Each rank has a list of matrices, the most expensive first. In each round, every
 // rank works on the next of its list: one all-to-all brings the parts, another returns the results. Parts of the next
-// rounds are requested before the work, and results are awaited at the end, so no rank waits for the slowest in each
+// rounds are requested before the work, and results are awaited at the end. So no rank waits for the slowest in each
 // round.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
       : comm_(comm), parts_(parts), matrices_(matrices), self_(comm.rank()) {
-    // Matrices of both dtypes are sent in fp32: bf16 is exact in it.
+    // If dtypes are mixed, all matrices are sent in fp32, which represents bf16 exactly.
     const bool all_bfloat16 = std::ranges::all_of(matrices, [](const Matrix& m) { return m.options->bfloat16(); });
     wire_ = wire_.dtype(all_bfloat16 ? at::kBFloat16 : at::kFloat).device(comm.device());
     plan();
@@ -200,7 +200,7 @@ class Muon::Rounds {
       if (const Matrix* const matrix = rounds_[round][owner]) receives[owner] = matrix->shape.held.numel();
     if (const Matrix* const matrix = rounds_[round][self_]) {
       const auto& held = parts_.by_rank(matrix->parameter);
-      // Parts are received by rank, which is memory order.
+      // Parts are received in rank order, which is memory order.
       const at::Tensor result = matrix->orthogonal(received.to(matrix->dtype()));
       for (int to = 0; to < comm_.size(); ++to)
         sent[to] = result.narrow(0, held[to].range.begin, held[to].range.numel());

@@ -68,7 +68,7 @@ ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
       const auto found = state().find(y.unsafeGetTensorImpl());
-      if (found == state().end()) continue;  // on all ranks: never stepped
+      if (found == state().end()) continue;  // never stepped, on any rank
       own.emplace_back(y, y.detach().clone());
       if (note_write_if_empty(y)) continue;  // other ranks now write to its unit
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();

@@ -54,7 +54,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);
   if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
   at::NoGradGuard no_grad;
-  // One call for each dtype and device. Views of one buffer are separate tensors here.
+  // One call for each dtype and device.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
   std::unordered_set<const c10::TensorImpl*> seen;  // a list may have a tied parameter under each of its names
   for (auto& group : optimizer.param_groups())
@@ -71,7 +71,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
     found.add_(found_here.to(comm_->device()));
   }
-  // Ranks with different scales have diverged.
+  // The description must be equal on all ranks, so different scales are an error.
   found =
       reduce_to_host(*comm_, found, ReduceOp::kSum, c10::str("whether gradients scaled by ", scale_, " are finite"));
   entry->second.is_finite = found.item<float>() == 0;

@@ -46,7 +46,7 @@ void require_no_own_step(const PartialStep& optimizer) {
                                 "expected that optimizer itself, or a PartialStep that is derived from none");
 }
 
-// Pins the calling thread, and threads that it starts later (parallel_over()'s are its own).
+// Pins the calling thread and the threads that it starts later, such as its threads of parallel_over().
 void run_on(const std::vector<int>& processors) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -161,7 +161,7 @@ void StepInBackward::forget_speculation() {
   must_be_taken_back_ = false;
 }
 
-// If the copies cannot be written back, the values stay refused and the next finish() tries again.
+// If restoring the previous values fails, uses of the parameters stay refused, and the next finish() tries again.
 void StepInBackward::abandon() noexcept {
   if (!refusal_) return;
   must_be_taken_back_ = true;
@@ -177,7 +177,7 @@ void StepInBackward::abandon() noexcept {
   }
 }
 
-// Collective calls first, even if a step has failed: the other ranks wait for this one.
+// Rethrows a step's failure only after the collective call, in which the other ranks wait for this one.
 double StepInBackward::finish_speculation() {
   try {
     if (must_be_taken_back_) {

@@ -17,9 +17,9 @@ namespace {
 // Number of new values that stay in the first-level cache until they are rounded to 16 bit.
 constexpr int64_t kCachedNumel = 2048;
 
-// The loop that each function below compiles to vectors, with its own instruction set. Must be inlined: an out-of-line
-// copy would have none of these sets. Writes the new state to `to`, which is `span` itself or, with kBeside, also
-// receives the old parameter.
+// The loop that the update_*() functions below vectorize, each for its instruction set. Must be inlined: an out-of-line
+// copy would use baseline instructions. Writes the new state to `to`, which is `span` itself, or, with kBeside, other
+// memory that also receives the old parameter.
 template <bool kBeside, bool kDecoupled, bool kAmsgrad>
 [[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
   float* parameter = span.parameter;

@@ -45,8 +45,8 @@ struct AdamSpan {
 // algorithm 2, in the order of torch::optim's operations.)
 void adam_step(const AdamSpan& span, const AdamFactors& factors);
 
-// takes adam_step(), bit for bit, but writes the new state and the old parameter to `beside`, so that the step can be
-// rolled back. Ignores the gradient and low_precision of `beside`. Runs on the calling thread.
+// Takes the same step as adam_step(), bit for bit, but can be rolled back: writes the new state and the old parameter
+// to `beside`. Ignores the gradient and low_precision of `beside`. Runs on the calling thread.
 void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFactors& factors);
 
 // Returns the instruction set of adam_step() on this machine: "avx512", "avx2" or "baseline".

@@ -28,7 +28,7 @@ struct AdamPlacement {
   const char* name;  // for errors, e.g. "a fused optimizer"
   // Returns why a parameter cannot be stepped, as words that follow its shape, or "".
   std::string (*problem)(const at::Tensor& parameter);
-  // Return a new state tensor for a parameter, and `state` or a copy of it that meets the placement.
+  // `zeros` returns a new state tensor; `placed` returns `state`, or a copy of it in the right place and layout.
   at::Tensor (*zeros)(const at::Tensor& parameter);
   at::Tensor (*placed)(const at::Tensor& state, const at::Tensor& parameter);
 };
@@ -65,7 +65,7 @@ State& adam_state(torch::optim::Optimizer& optimizer, const at::Tensor& paramete
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter);
 
 // Whether operators read the parameter from disk. All arguments of one operator must fit into
-// CpuOffload::disk_buffer_bytes together, so such parameters are stepped one at a time.
+// OffloadOptions::disk_buffer_bytes together, so such parameters are stepped one at a time.
 bool is_on_disk(const at::Tensor& parameter);
 
 // Returns the closure's loss, recorded by autograd; undefined without a closure.

@@ -59,7 +59,7 @@ struct Before {
   bool has_state = false, has_maximum = false;
   bool is_stepped = false;  // neither confirmed nor rolled back
   bool is_copied = false;   // the tensors hold the previous values
-  // `values` holds the previous parameter; the others hold the new state, which has not yet replaced the old one
+  // `values` holds the previous parameter; the others hold the new state until exchange(), then the previous state
   bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {
@@ -171,7 +171,7 @@ void step_on_host(
   pass.run();
 }
 
-// Writes like an optimizer: holders of copies of the parameter see the write.
+// Writes the values as a step does: also to the low-precision copy.
 void write_back(const at::Tensor& parameter, const at::Tensor& values) {
   parameter.detach().copy_(values);
   const LowPrecisionPart* copy = low_precision_copy_of(parameter);

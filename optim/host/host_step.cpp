@@ -25,8 +25,8 @@ at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.detach().as_strided({tensor.numel()}, {1}) : at::Tensor();
 }
 
-// Returns [kSums] kLong on the parameter's device: sums of the values' bits over each residue class modulo kColumns,
-// and over the rest. A changed or moved value changes a sum.
+// Returns [kSums] kLong on the parameter's device: sums of the values' bits, one for each column of rows of kColumns
+// values, and one for the rest. A sum differs if one value has changed, or moved to another column.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
@@ -72,7 +72,7 @@ HostStep::~HostStep() {
   for (size_t i = 0; i < parameters_.size() && dropped_; ++i) dropped_->take_out(i, parameters_[i]);
 }
 
-// The parameters are those of the groups, in order; groups may have been added.
+// Matches the host copies and the host optimizer to the optimizer's groups, which may have grown in number.
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
@@ -123,7 +123,7 @@ void HostStep::renew(HostCopy& copy) {
   copy.seen_memory = parameter.const_data_ptr();
 }
 
-// The host must have the result with the first gradient, whose copy starts after this.
+// Must be called before the first gradient's copy starts, so that the host has the result when that copy ends.
 void HostStep::look_for_writes(const std::vector<HostCopy*>& work) {
   written_ = at::Tensor();
   if (work.empty() || work[0]->parameter.is_cpu()) return;

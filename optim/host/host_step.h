@@ -23,10 +23,10 @@ struct HostStepOptions {
 };
 
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
-// which a second optimizer of the same class steps. A stale copy is renewed after a write to the parameter. On a
-// device, writes that bypass the version (through .data()) are detected by sums of the values after one step and before
-// the next. The second optimizer holds the states during a step only; between steps the first one does, for state
-// dictionaries and checkpoints.
+// which a second optimizer of the same class steps. A step first renews the copies of parameters that were written to.
+// On a device, writes that bypass the version (through .data()) are detected by sums of the values after one step and
+// before the next. The second optimizer holds the states during a step only; between steps the first one does, for
+// state dictionaries and checkpoints.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -48,7 +48,7 @@ class HostStep {
     uint32_t seen_version = 0;          // the parameter's version when both were last equal
     const void* seen_memory = nullptr;  // its address then
     at::Tensor seen_sums;               // on a device, sums of its values then
-    size_t number = 0;                  // of the parameter, in the placeholder
+    size_t number = 0;                  // the parameter's number in `dropped_`
     size_t place = 0;                   // index in a step's work
     Copy arriving;                      // copy of the gradient to the host
     Copy leaving;                       // copy of the new values to the device

@@ -108,7 +108,7 @@ void encode_scales(const Nf4Layout& layout, const at::Tensor& scales, const at::
   layout.inner(bytes).copy_(nearest(rows, dynamic_map(true).to(bytes.device())).view({-1}).narrow(0, 0, layout.blocks));
 }
 
-// fp32, one for each block.
+// Returns the scale of each block: [blocks], fp32.
 at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
   if (!layout.is_double) return layout.inner(bytes).view(at::kFloat);
   const at::Tensor outer = layout.outer(bytes);

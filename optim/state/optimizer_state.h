@@ -34,27 +34,27 @@ NamedShard state_shard(const std::string& name, const NamedShard& parameter, con
 // Returns the range that this part saves. The rank with a block's first element saves the block.
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
-// All of these know the optimizers that keep torch's Adam, AdamW, SGD, RMSprop or Adagrad options and states, and
-// Tessera's own, and throw std::invalid_argument for others: libtorch's archives do not tell names from values.
+// The functions below know the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and Tessera's own.
+// For others, all but complete_state() and text_of() throw std::invalid_argument.
 
 // Returns the kind of the optimizer's options and states: "Adam", "AdamW", "Muon", ...
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);
-// Returns the state in the memory order of the parameter: copies, if set_data() has changed its strides since the last
-// step.
+// As above, but returns 8-bit states in the memory order of the parameter: copies, if set_data() has changed its
+// strides since the last step.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
 // Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the names, for unknown
 // values and missing numbers.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
-// Adds zero tensors that torch's Adam, AdamW or RMSprop need under these options and a state made under other options
-// lacks.
+// Adds the zero tensors that a state of torch's Adam, AdamW or RMSprop lacks because it was made under other options. A
+// no-op for other states.
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// Returns an option's value with all digits, and all options: "Lion: lr=0.001 weight_decay=0".
+// Returns an option's value with all digits; for options, the names and values of all: "Lion: lr=0.001 weight_decay=0".
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
@@ -65,7 +65,7 @@ void write_options(torch::optim::OptimizerOptions& options, const OptionList& va
 OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);
 
 // Checks that the dictionary fits the optimizer: kind, groups, their lengths, and the states' shapes.
-// Throws std::invalid_argument that lists everything that does not.
+// Throws std::invalid_argument, which lists the mismatches.
 void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera::internal
