@@ -30,7 +30,7 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   return options;
 }
 
-// Direct access needs block-aligned memory, which a buffer is not.
+// Direct I/O needs block-aligned memory. A buffer is a block larger, since its start is not aligned.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
@@ -207,7 +207,7 @@ bool DiskPager::has_room(int64_t bytes) const {
   return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
-// Returns false if there is no room, or none without waiting.
+// Makes room for `bytes` in the buffers. Returns false if that is impossible, or would block and `may_wait` is false.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   while (!has_room(bytes)) {
     if (!writing_.empty() &&
@@ -293,7 +293,7 @@ bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
-  Hold hold;  // before the lock, which its release takes if reading ahead fails
+  Hold hold;  // destroyed after `lock`: its release takes the mutex if reading ahead throws
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;

@@ -30,8 +30,8 @@ struct DiskPagerOptions {
   int threads = 4;                            // concurrent reads and writes
 };
 
-// Tensors on disk that are read into memory when an operator uses them (ZeRO-Infinity's NVMe tier, Rajbhandari et al.,
-// 2021, with Tessera's paging instead of module hooks).
+// Tensors on disk that are read into memory when an operator uses them: ZeRO-Infinity's NVMe tier (Rajbhandari et al.,
+// 2021), but with Tessera's paging. It needs no module hooks.
 //
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
@@ -77,8 +77,8 @@ class DiskPager : public Pager {
   // if all buffers are held, or on disk failure.
   Hold hold(const at::Tensor& tensor, bool writes);
 
-  // Returns new memory of `bytes` bytes (above 0) in an unnamed file of the folder, so that it takes host memory only
-  // while that is not needed otherwise. Throws std::runtime_error if the disk is full.
+  // Returns new memory of `bytes` bytes (above 0) mapped from an unnamed file of the folder. The system can page it out
+  // if host memory is short. Throws std::runtime_error if the disk is full.
   at::Tensor make_spool(int64_t bytes) const;
 
   // Starts to read the data if there is room. Does not block.
@@ -110,7 +110,7 @@ class DiskPager : public Pager {
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    Entry* next = nullptr;  // the next tensor loaded after it last time
+    Entry* next = nullptr;  // the tensor that was loaded after this one the last time
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);

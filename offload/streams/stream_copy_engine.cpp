@@ -39,7 +39,7 @@ class StreamCopy : public Copy::Operation {
   ~StreamCopy() override {
     try {
       if (!is_ordered_) order_device();
-    } catch (...) {  // NOLINT(bugprone-empty-catch): the device has failed, and says so elsewhere
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the device has failed; later calls report it
     }
   }
 
