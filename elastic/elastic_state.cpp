@@ -394,6 +394,7 @@ void ElasticState::regroup() {
        .most_ranks = most_ranks(),
        .joiners = [this] { return join_requests_.waiting(); },
        .recorded = [this] { return file_ ? file_->recorded(run_id_, group_.generation + 1) : std::nullopt; },
+       .has_gone_on = [this] { return file_ && file_->has_later_group(run_id_, group_.generation); },
        .was_stopped =
            [this] {
              return server_->was_stopped(options_.stopped_after, 2 * (options_.group.timeout + options_.stopped_after));

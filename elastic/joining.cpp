@@ -102,6 +102,11 @@ std::optional<json> RunFile::recorded(const std::string& run_id, int64_t generat
   return decision;
 }
 
+bool RunFile::has_later_group(const std::string& run_id, int64_t generation) const {
+  const auto run = read();
+  return run && run->run_id == run_id && (run->has_ended || run->generation > generation);
+}
+
 void RunFile::forget(const std::string& run_id) const {
   std::error_code error;  // records that stay harm no later run
   for (const auto& entry : fs::directory_iterator(path_.parent_path(), error))

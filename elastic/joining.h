@@ -58,6 +58,8 @@ class RunFile {
   void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
   // The recorded decision on a generation, or nullopt. Throws std::runtime_error.
   std::optional<nlohmann::json> recorded(const std::string& run_id, int64_t generation) const;
+  // Whether the run has had a later group, or has ended. Throws std::runtime_error.
+  bool has_later_group(const std::string& run_id, int64_t generation) const;
   // Deletes the records of a run that has ended.
   void forget(const std::string& run_id) const;
 

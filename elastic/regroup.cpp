@@ -258,7 +258,13 @@ Decision Regroup::compose(const std::set<int>& agreeing) {
 bool Regroup::may_decide(const std::set<int>& agreeing) {
   const int size = static_cast<int>(seen_.size());
   if (!is_quorum(size, agreeing, gone())) return false;
-  if (!is_quorum(size, agreeing, {}) && options_.recorded) found_ = options_.recorded();
+  if (is_quorum(size, agreeing, {})) return true;
+  if (options_.recorded) found_ = options_.recorded();
+  if (!found_ && options_.has_gone_on && options_.has_gone_on())
+    throw CommError(
+        "rank " + std::to_string(rank_) + " of " + std::to_string(size) +
+        " could not reach the others for some time: the other ranks have gone on without it, and have ended;" +
+        " expected this process to end");
   return true;
 }
 

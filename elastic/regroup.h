@@ -81,6 +81,9 @@ struct RegroupOptions {
   std::function<std::vector<Member>()> joiners = nullptr;
   // Reads the decision, if a member has recorded it before it let a process in. Null: no process joins.
   std::function<std::optional<nlohmann::json>()> recorded = nullptr;
+  // Whether the folder's file names a later group, or says that the run has ended: proofs of death do not count then.
+  // Null: no folder.
+  std::function<bool()> has_gone_on = nullptr;
   // Whether this process was stopped: the others may have gone on without it and ended. Proofs of death do not count
   // then. Null: it was not.
   std::function<bool()> was_stopped = nullptr;
@@ -115,7 +118,8 @@ class Regroup {
   // A group of the agreeing members and the processes that join.
   Decision compose(const std::set<int>& agreeing);
   // Whether these members are a quorum. If they need proofs of death, a recorded decision counts: the members that have
-  // ended may have formed a group with a process that this rank does not know.
+  // ended may have formed a group with a process that this rank does not know. Throws CommError if they have gone on
+  // without this rank while it could not reach them, and have ended since.
   bool may_decide(const std::set<int>& agreeing);
   std::optional<nlohmann::json> request(int member, nlohmann::json fields);
   std::set<int> gone() const;

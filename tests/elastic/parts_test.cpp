@@ -245,7 +245,8 @@ class Members {
 
   // Returns the decision of a member, or its error.
   std::string regroup(int member, milliseconds timeout = milliseconds(10000), int least_ranks = 1,
-                      bool was_stopped = false, const std::optional<Decision>& recorded = std::nullopt) {
+                      bool was_stopped = false, const std::optional<Decision>& recorded = std::nullopt,
+                      bool has_gone_on = false) {
     acceptor(member).arrive(0, {{0, 6, static_cast<int>(group_.members.size()), {member}}});
     Regroup next(
         group_, member, acceptor(member),
@@ -257,6 +258,7 @@ class Members {
          .timeout = timeout,
          .least_ranks = least_ranks,
          .recorded = [&] { return recorded ? std::optional(to_json(*recorded)) : std::nullopt; },
+         .has_gone_on = [has_gone_on] { return has_gone_on; },
          .was_stopped = [was_stopped] { return was_stopped; }});
     try {
       const Decision decision = next.run();
@@ -356,6 +358,20 @@ TEST(ElasticRegroup, ProofsOfDeathDoNotCountAgainstARecordedDecision) {
   others.kill(0);
   others.kill(1);
   EXPECT_EQ(others.regroup(2, milliseconds(10000), 1, false, recorded), "generation 1: 0 9, step -1");
+}
+
+// The link to member 2 was cut while the others went on and ended.
+TEST(ElasticRegroup, ProofsOfDeathDoNotCountIfTheOthersHaveGoneOn) {
+  Members members(3);
+  members.kill(0);
+  EXPECT_EQ(members.regroup(1, milliseconds(10000), 1, false, std::nullopt, /*has_gone_on=*/true),
+            "generation 1: 1, step -1")
+      << "a majority needs no proofs";
+  Members others(3);
+  others.kill(0);
+  others.kill(1);
+  const std::string error = others.regroup(2, milliseconds(10000), 1, false, std::nullopt, /*has_gone_on=*/true);
+  EXPECT_NE(error.find("the other ranks have gone on without it, and have ended"), std::string::npos) << error;
 }
 
 TEST(ElasticRegroup, ARetiredMemberCountsAsEndedAndFewerThanTheLeastAreRefused) {
