@@ -40,12 +40,17 @@ struct Training {
   int64_t save_every = 0;  // steps between two checkpoints on disk; 0: none
   // From then on, stopped ranks are continued.
   milliseconds wake_after = std::chrono::hours(1);
-  int joiners = 0;  // processes beside the first ranks, which join
+  milliseconds pause{0};  // in each step
+  int joiners = 0;        // processes beside the first ranks, which join
   milliseconds join_after{0};
+  int restarts = 0;  // first ranks that are started again when they have failed: each one is a further process
   // Joining takes time: training continues beyond the last step until the group has this generation and size.
   int64_t least_generation = 0;
   int least_world = 0;
 };
+
+// What a process does next.
+enum class Place { kGather, kReduction, kStep, kCopy, kCommit, kRegroup, kJoin, kSave };
 
 // A model, its optimizer and its sampler on one rank. A step depends on the state and on the sampler's items alone.
 class Trainer {
@@ -73,13 +78,16 @@ class Trainer {
     return fsdp_ ? TrainingState{*fsdp_, *adam_, *sampler_} : TrainingState{*ddp_, *adam_, *sampler_};
   }
 
-  void step() {
+  void step(const std::function<void(Place)>& at = [](Place) {}) {
     std::vector<float> items;
     for (const int64_t item : sampler_->next()) items.push_back(static_cast<float>(item));
     const auto x = torch::tensor(items).unsqueeze(1) * torch::linspace(0.01, 0.08, 8);
     adam_->zero_grad();
+    at(Place::kGather);
     const auto y = fsdp_ ? (*fsdp_)(x) : (*ddp_)(x);
+    at(Place::kReduction);
     torch::mse_loss(y, x.sin()).backward();
+    at(Place::kStep);
     adam_->step();
   }
 
@@ -119,43 +127,68 @@ struct Segment {
 
 // Called by each rank after a step, and with step 0 when a group begins.
 using Fault = std::function<void(int rank, int64_t generation, int64_t step)>;
+using FaultAt = std::function<void(int process, Place place)>;
+// Called first by each process.
+using Prepare = std::function<void(int process)>;
 
-// A rank above the world joins.
-inline void be_rank(const TemporaryFolder& folder, int rank, int world, const Training& training,
-                    ElasticOptions options, const Fault& fault) {
+// A process above the world joins.
+inline void be_rank(const TemporaryFolder& folder, int process, int world, const Training& training,
+                    ElasticOptions options, const Fault& fault, const FaultAt& fault_at) {
   at::set_num_threads(1);
-  const std::string name = std::to_string(rank);
+  const std::string name = std::to_string(process);
+  const auto at = [&](Place place) {
+    if (fault_at) fault_at(process, place);
+  };
   set_warning_handler(
       [&](const std::string& text) { std::ofstream(folder / ("warnings-" + name), std::ios::app) << text << "\n"; });
   std::optional<Elastic> elastic;
-  if (rank >= world) {
-    std::this_thread::sleep_for(training.join_after);
+  if (process >= world) {
+    if (process < world + training.joiners) std::this_thread::sleep_for(training.join_after);
     ::setenv("TESSERA_ELASTIC_JOIN", "1", 1);
     elastic.emplace(options);
+    at(Place::kJoin);
   } else {
-    elastic.emplace(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank, world, options);
+    elastic.emplace(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), process, world, options);
   }
   int64_t last = 0;
-  elastic->run([&](ElasticRun& run) {
+  const auto train = [&](ElasticRun& run) {
     Trainer trainer(run.comm(), training);
+    if (process >= world && last == 0) at(Place::kJoin);
     run.restore(trainer.state());
     std::ofstream(folder / ("segments-" + name), std::ios::app)
         << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << last << "\n";
-    if (fault) fault(rank, run.generation(), 0);  // when the group begins
+    std::ofstream(folder / ("member-" + std::to_string(run.generation()) + "-" + std::to_string(run.comm()->rank())),
+                  std::ios::app)
+        << "x";
+    last = run.step();
+    if (fault) fault(process, run.generation(), 0);  // when the group begins
     while (run.step() < training.steps || run.generation() < training.least_generation ||
            run.comm()->size() < training.least_world) {
       if (run.step() >= training.steps) std::this_thread::sleep_for(milliseconds(5));
-      trainer.step();
+      std::this_thread::sleep_for(training.pause);
+      trainer.step(at);
       last = run.step() + 1;
+      at(Place::kCommit);
       run.commit({{"of_step", run.step() + 1}});
-      if (training.save_every > 0 && run.step() % training.save_every == 0)
+      if (run.step() % options.copy_every == 0) at(Place::kCopy);
+      if (training.save_every > 0 && run.step() % training.save_every == 0) {
+        at(Place::kSave);
         save_checkpoint((folder / "saved" / ("step-" + std::to_string(run.step()))).string(), trainer.state(),
                         {{"step", run.step()}}, {.keep_last = 2});
-      if (fault) fault(rank, run.generation(), run.step());
+      }
+      if (fault) fault(process, run.generation(), run.step());
     }
     const std::string parameters = trainer.parameters();
     std::ofstream(folder / ("parameters-" + name), std::ios::binary | std::ios::trunc) << parameters;
     std::ofstream(folder / "last-step") << run.step();
+  };
+  elastic->run([&](ElasticRun& run) {
+    try {
+      train(run);
+    } catch (const CommError& error) {
+      at(std::string(error.what()).starts_with("a process joins") ? Place::kJoin : Place::kRegroup);
+      throw;
+    }
   });
 }
 
@@ -173,29 +206,46 @@ inline pid_t run_in_child(const std::function<void()>& body) {
   ::_exit(code);
 }
 
+// Returns the exit codes: of the first ranks, of those that join, and of those that are started again. A process that
+// throws leaves its text in error-<process>.
 inline std::vector<int> run_ranks_as_processes(const TemporaryFolder& folder, int world, const Training& training,
-                                               const ElasticOptions& options, const Fault& fault) {
+                                               const ElasticOptions& options, const Fault& fault,
+                                               const FaultAt& fault_at = nullptr, const Prepare& prepare = nullptr) {
+  constexpr int kRuns = -1;
   std::vector<pid_t> pids;
-  for (int rank = 0; rank < world + training.joiners; ++rank)
-    pids.push_back(run_in_child([&] { be_rank(folder, rank, world, training, options, fault); }));
-  const auto start = std::chrono::steady_clock::now();
   std::vector<int> codes;
-  for (const pid_t pid : pids) {
-    int status = 0;
-    bool has_ended = false;
-    while (!has_ended && std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
-      has_ended = ::waitpid(pid, &status, WNOHANG) == pid;
-      if (!has_ended) std::this_thread::sleep_for(milliseconds(5));
-      if (std::chrono::steady_clock::now() - start < training.wake_after) continue;
-      for (const pid_t other : pids)
-        if (other >= pid) ::kill(other, SIGCONT);
+  const auto start_process = [&] {
+    const int process = static_cast<int>(pids.size());
+    pids.push_back(run_in_child([&] {
+      try {
+        if (prepare) prepare(process);
+        be_rank(folder, process, world, training, options, fault, fault_at);
+      } catch (const std::exception& error) {
+        std::ofstream(folder / ("error-" + std::to_string(process))) << error.what();
+        throw;
+      }
+    }));
+    codes.push_back(kRuns);
+  };
+  for (int process = 0; process < world + training.joiners; ++process) start_process();
+  const auto start = std::chrono::steady_clock::now();
+  int restarts = training.restarts;
+  while (std::ranges::count(codes, kRuns) > 0) {
+    const auto elapsed = std::chrono::steady_clock::now() - start;
+    for (size_t process = 0; process < pids.size(); ++process) {
+      int status = 0;
+      if (codes[process] != kRuns) continue;
+      if (elapsed >= training.wake_after) ::kill(pids[process], SIGCONT);
+      if (::waitpid(pids[process], &status, WNOHANG) == 0) {
+        if (elapsed < std::chrono::seconds(60)) continue;
+        ADD_FAILURE() << "process " << process << " hangs";
+        ::kill(pids[process], SIGKILL);
+        ::waitpid(pids[process], &status, 0);
+      }
+      codes[process] = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+      if (codes[process] != 0 && static_cast<int>(process) < world && restarts-- > 0) start_process();
     }
-    if (!has_ended) {
-      ADD_FAILURE() << "rank " << codes.size() << " hangs";
-      ::kill(pid, SIGKILL);
-      ::waitpid(pid, &status, 0);
-    }
-    codes.push_back(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+    std::this_thread::sleep_for(milliseconds(5));
   }
   return codes;
 }
