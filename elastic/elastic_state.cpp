@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <future>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -40,6 +41,9 @@ using Clock = std::chrono::steady_clock;  // of reports
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 constexpr milliseconds kEntryPause{5};
+// A rank that is in no operation of the group looks that often whether others have left it.
+constexpr milliseconds kMemberCheck{500};
+constexpr milliseconds kStoreTry{1000};
 
 std::string random_text() {
   std::random_device device;
@@ -320,18 +324,81 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   const int size = static_cast<int>(group_.members.size());
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
-  // A client, also in the process of the server: a group that serves its store waits for all ranks when it ends.
-  StorePtr client;
+  const auto wrapped = StoreClient::of(connect_to_group_store(), options_.group.timeout);
+  // In their first meeting ranks wait in the store, until the timeout. A member that is lost meanwhile must end the
+  // wait: the others leave out ranks that stay in it.
+  std::promise<void> is_made;
+  std::string loss;
+  std::thread watch([&, made = is_made.get_future()] {
+    while (made.wait_for(kMemberCheck) != std::future_status::ready) {
+      try {
+        require_members();
+      } catch (const CommError& error) {
+        loss = error.what();
+        StoreClient::limit_patience(*wrapped, milliseconds(0));
+        return;
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): an answer that is no sign of a loss
+      }
+    }
+  });
+  const auto end_watch = [&] {
+    is_made.set_value();
+    watch.join();
+  };
+  std::shared_ptr<Communicator> comm;
   try {
-    client = connect_store(group_.store_address, group_.store_port, /*serves=*/false, options_.group.timeout);
-  } catch (const c10::Error& error) {
-    throw CommError(error.what_without_backtrace());
+    comm = communicator_from(wrapped, rank_, size, options_.group);
+  } catch (...) {
+    end_watch();
+    if (!loss.empty()) throw CommError(loss);
+    throw;
   }
-  const auto wrapped = StoreClient::of(std::move(client), options_.group.timeout);
-  return communicator_from(wrapped, rank_, size, options_.group);
+  end_watch();
+  if (!loss.empty()) throw CommError(loss);
+  return comm;
 }
 
-bool ElasticState::has_lost_member() {
+// A client, also in the process of the server: a group that serves its store waits for all ranks when it ends.
+StorePtr ElasticState::connect_to_group_store() {
+  const auto until = RunClock::now() + options_.group.timeout;
+  for (;;) {
+    std::string reason;
+    try {
+      // c10d connects again and again to a process that has ended.
+      PeerConnection({.id = "", .address = group_.store_address, .port = group_.store_port, .host = ""}, kPromptAnswer);
+      StorePtr client = connect_store(group_.store_address, group_.store_port, /*serves=*/false,
+                                      std::min(kStoreTry, options_.group.timeout));
+      client->setTimeout(options_.group.timeout);
+      return client;
+    } catch (const c10::Error& error) {
+      reason = error.what_without_backtrace();
+    } catch (const PeerError& error) {
+      reason = error.what();
+      if (error.is_gone()) throw CommError("the process of the group's store has ended: " + reason);
+    } catch (const CommError& error) {
+      reason = error.what();
+    }
+    require_members();
+    if (RunClock::now() >= until) throw CommError(reason);
+  }
+}
+
+void ElasticState::require_members() const {
+  for (size_t other = 0; other < group_.members.size(); ++other) {
+    if (static_cast<int>(other) == rank_) continue;
+    try {
+      const json answer =
+          ask_member(group_.members[other], {{{"op", "look"}, {"generation", group_.generation}}, {}}, kPromptAnswer)
+              .fields;
+      if (answer.at("arrived").get<bool>() || answer.contains("retired") || answer.contains("decision"))
+        throw CommError(c10::str("rank ", other, " has left the group"));
+    } catch (const PeerError& error) {
+      if (error.is_gone()) throw CommError(c10::str("rank ", other, " has ended"));
+    }
+  }
+}
+
+bool ElasticState::has_lost_member() const {
   for (size_t i = 0; i < group_.members.size(); ++i) {
     if (static_cast<int>(i) == rank_) continue;
     try {

@@ -44,6 +44,8 @@ class ElasticState {
   // Equal on all ranks.
   const std::string& run_id() const { return run_id_; }
   // Whether a step has been complete in memory, as far as this rank knows.
+  // Throws CommError if a member has ended or left the group. A silent one may be slow.
+  void require_members() const;
   bool has_had_copies() const { return has_had_copies_; }
   void note_complete_copy() { has_had_copies_ = true; }
   at::Tensor& staging_memory() { return staging_memory_; }
@@ -71,7 +73,8 @@ class ElasticState {
   Outcome attempt(const std::function<void(ElasticRun& run)>& body,
                   const std::function<ElasticRun(ElasticRunState&)>& make);
   // Whether a member of the group has ended, is silent, or has left it.
-  bool has_lost_member();
+  bool has_lost_member() const;
+  c10::intrusive_ptr<c10d::Store> connect_to_group_store();
   // Leaves the broken group, and finds the next one.
   void regroup();
 

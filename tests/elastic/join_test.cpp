@@ -125,6 +125,25 @@ TEST(ElasticJoin, AMemberMayDieWhenAnotherProcessHasJoined) {
         {{victim}, {2, 3, 2}, {"rank 2 joined", "of 3 was lost"}}, options_for(3));
 }
 
+// Its server may have told the others already that it has entered the new group.
+TEST(ElasticJoin, AMemberMayDieWhileTheNewGroupForms) {
+  for (const int delay_ms : {0, 5, 10, 15, 20, 25, 30}) {
+    const TemporaryFolder folder;
+    ElasticOptions options = options_for(5);
+    options.rendezvous = folder / "rendezvous";
+    options.stopped_after = milliseconds(2000);
+    const auto codes = run_ranks_as_processes(folder, 4, {.pause = milliseconds(20), .joiners = 1}, options, nullptr,
+                                              [&](int process, Place place) {
+                                                if (process != 0 || place != Place::kJoin) return;
+                                                std::thread([=] {
+                                                  std::this_thread::sleep_for(milliseconds(delay_ms));
+                                                  ::kill(::getpid(), SIGKILL);
+                                                }).detach();
+                                              });
+    EXPECT_EQ(codes, (std::vector<int>{137, 0, 0, 0, 0})) << delay_ms << " ms\n" << warnings_of(folder, 5);
+  }
+}
+
 TEST(ElasticJoin, ASpareOfAFullGroupEndsWithTheRun) {
   const TemporaryFolder folder;
   ElasticOptions options = quick_options();
