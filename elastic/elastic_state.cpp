@@ -588,10 +588,12 @@ json ElasticRunState::restore(const TrainingState& state) {
   const at::Tensor are_lost = at::full({1}, change_ && all_.has_had_copies() ? 1 : 0,
                                        at::TensorOptions().dtype(at::kInt).device(comm_->device()));
   comm_->all_reduce(are_lost, ReduceOp::kMax, "whether copies are lost").wait();
-  if (comm_->to_host(are_lost, "whether copies are lost").item<int>() == 1)
+  if (comm_->to_host(are_lost, "whether copies are lost").item<int>() == 1) {
+    all_.note_complete_copy();  // a process that has joined must not begin again when the others have thrown
     throw CheckpointError(
         "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
+  }
   if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
   // Objects that outlive the body, or are drawn otherwise the next time, begin again with these values.
   start_copy(json::object());

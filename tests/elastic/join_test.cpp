@@ -144,6 +144,21 @@ TEST(ElasticJoin, AMemberMayDieWhileTheNewGroupForms) {
   }
 }
 
+// Without copies each death loses a part.
+TEST(ElasticJoin, AProcessDoesNotBeginTrainingAgainIfTheMembersHaveLostTheCopies) {
+  const TemporaryFolder folder;
+  ElasticOptions options = quick_options();
+  options.rendezvous = folder / "rendezvous";
+  options.copies = 0;
+  const auto codes = run_ranks_as_processes(folder, 2, {.joiners = 1}, options, [](int rank, int64_t, int64_t step) {
+    if (step != 8) return;
+    std::this_thread::sleep_for(milliseconds(1000));  // the spare waits by then
+    if (rank == 1) ::kill(::getpid(), SIGKILL);
+  });
+  EXPECT_EQ(codes, (std::vector<int>{1, 137, 1})) << warnings_of(folder, 3);
+  EXPECT_TRUE(segments_of(folder, 2).empty());
+}
+
 TEST(ElasticJoin, ASpareOfAFullGroupEndsWithTheRun) {
   const TemporaryFolder folder;
   ElasticOptions options = quick_options();
