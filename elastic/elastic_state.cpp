@@ -604,6 +604,8 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
   std::string error;
   std::optional<PartName> name;
   if (copy_) {
+    // A partner that is stopped or cut off must not keep this rank in a group that the others leave.
+    while (!copy_->wait_for(kMemberCheck)) all_.require_members();
     error = copy_->wait();
     all_.staging_memory() = copy_->take_memory();
     name = copy_->name();

@@ -152,11 +152,11 @@ PartCopy::PartCopy(CopyStore& store, const PartName& name, int world, uint64_t i
 
 PartCopy::~PartCopy() {
   is_cancelled_ = true;
-  {
-    const std::lock_guard lock(mutex_);
-    if (connection_ != nullptr) connection_->cancel();
-  }
   wait();
+}
+
+bool PartCopy::wait_for(std::chrono::milliseconds time) {
+  return has_ended_.wait_for(time) == std::future_status::ready;
 }
 
 std::string PartCopy::wait() {
@@ -177,22 +177,14 @@ void PartCopy::run() {
     plan_.pieces.clear();
     store_.put(name_, part);
     for (const Member& partner : partners_) {
-      PeerConnection connection(partner, patience_);
-      {
-        const std::lock_guard lock(mutex_);
-        connection_ = &connection;
-      }
-      const std::shared_ptr<void> at_end(nullptr, [&](void*) {
-        const std::lock_guard lock(mutex_);
-        connection_ = nullptr;
-      });
-      if (is_cancelled_) throw std::runtime_error("the copy was given up");
+      PeerConnection connection(partner, patience_, &is_cancelled_);
       send_part(connection, name_, *part, patience_);
     }
   } catch (const std::exception& error) {
     error_ = error.what();
     if (error_.empty()) error_ = "an error without a text";
   }
+  ended_.set_value();
 }
 
 }  // namespace tessera::internal

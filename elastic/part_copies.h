@@ -3,8 +3,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -13,7 +13,6 @@
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/load/load_state.h"
 #include "checkpoint/save/save_plan.h"
-#include "core/runtime/guarded_by.h"
 #include "elastic/copies.h"
 #include "elastic/peer_link.h"
 
@@ -52,6 +51,8 @@ class PartCopy {
   PartCopy& operator=(const PartCopy&) = delete;
 
   const PartName& name() const { return name_; }
+  // Blocks until the copy has ended, at most for the time. Returns whether it has.
+  bool wait_for(std::chrono::milliseconds time);
   // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part.
   std::string wait();
   at::Tensor take_memory() { return copies_.take_memory(); }
@@ -69,9 +70,9 @@ class PartCopy {
   SavePlan plan_;
   HostCopies copies_;
   std::atomic<bool> is_cancelled_ = false;
-  std::mutex mutex_;
-  PeerConnection* connection_ TESSERA_GUARDED_BY(mutex_) = nullptr;
   std::string error_;  // of the thread, once it has ended
+  std::promise<void> ended_;
+  std::future<void> has_ended_ = ended_.get_future();
   std::thread thread_;
 };
 

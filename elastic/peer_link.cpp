@@ -41,11 +41,12 @@ struct TimedOut {};
 class Deadline {
  public:
   Deadline() = default;  // never
-  explicit Deadline(milliseconds patience) : end_(RunClock::now() + patience) {}
+  explicit Deadline(milliseconds patience, const std::atomic<bool>* is_cancelled = nullptr)
+      : end_(RunClock::now() + patience), is_cancelled_(is_cancelled) {}
   // Blocks until the descriptor is ready.
   void await(int descriptor, short events) const {
     for (;;) {
-      if (end_ && RunClock::now() >= *end_) throw TimedOut();
+      if ((end_ && RunClock::now() >= *end_) || (is_cancelled_ != nullptr && *is_cancelled_)) throw TimedOut();
       pollfd entry{descriptor, events, 0};
       const int slice_ms = end_ ? static_cast<int>(std::chrono::ceil<milliseconds>(next_slice(*end_)).count()) : -1;
       const int ready = ::poll(&entry, 1, slice_ms);
@@ -56,6 +57,7 @@ class Deadline {
 
  private:
   std::optional<RunClock::time_point> end_;
+  const std::atomic<bool>* is_cancelled_ = nullptr;
 };
 
 void send_all(int descriptor, const void* data, uint64_t bytes, const Deadline& deadline) {
@@ -140,7 +142,7 @@ std::string name_of(const Member& member) {
 }
 
 // Returns a connected descriptor.
-int connect_to(const Member& member, milliseconds patience) {
+int connect_to(const Member& member, milliseconds patience, const std::atomic<bool>* is_cancelled) {
   const auto address = resolve(member.address, member.port);
   if (!address) throw PeerError(name_of(member) + ": the address is not numeric", false);
   const int descriptor = ::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, address->ai_protocol);
@@ -148,7 +150,7 @@ int connect_to(const Member& member, milliseconds patience) {
   int error = ::connect(descriptor, address->ai_addr, address->ai_addrlen) == 0 ? 0 : errno;
   try {
     if (error == EINPROGRESS) {
-      Deadline(patience).await(descriptor, POLLOUT);
+      Deadline(patience, is_cancelled).await(descriptor, POLLOUT);
       socklen_t length = sizeof(error);
       ::getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &error, &length);
     }
@@ -177,18 +179,16 @@ Member member_from_json(const json& fields) {
           fields.at("host").get<std::string>()};
 }
 
-PeerConnection::PeerConnection(const Member& member, milliseconds patience)
-    : member_(member), descriptor_(connect_to(member, patience)) {}
+PeerConnection::PeerConnection(const Member& member, milliseconds patience, const std::atomic<bool>* is_cancelled)
+    : member_(member), is_cancelled_(is_cancelled), descriptor_(connect_to(member, patience, is_cancelled)) {}
 
 PeerConnection::~PeerConnection() { ::close(descriptor_); }
-
-void PeerConnection::cancel() { ::shutdown(descriptor_, SHUT_RDWR); }
 
 PeerMessage PeerConnection::ask(PeerMessage request, milliseconds patience) {
   request.fields["to"] = member_.id;
   PeerMessage answer;
   try {
-    const Deadline deadline(patience);
+    const Deadline deadline(patience, is_cancelled_);
     send_message(descriptor_, request, deadline);
     answer = receive_message(descriptor_, deadline, deadline);
   } catch (const Disconnected&) {

@@ -47,11 +47,13 @@ class PeerError : public std::runtime_error {
   bool is_gone_;
 };
 
-// A connection to a member. Must be used by one thread, except for cancel().
+// A connection to a member. Must be used by one thread.
 class PeerConnection {
  public:
-  // Connects within `patience`. Throws PeerError.
-  PeerConnection(const Member& member, std::chrono::milliseconds patience);
+  // Connects within `patience`. Throws PeerError. If `is_cancelled` becomes true, a call in progress throws PeerError
+  // soon; it must outlive the connection. Null: never.
+  PeerConnection(const Member& member, std::chrono::milliseconds patience,
+                 const std::atomic<bool>* is_cancelled = nullptr);
   ~PeerConnection();
   PeerConnection(const PeerConnection&) = delete;
   PeerConnection& operator=(const PeerConnection&) = delete;
@@ -60,11 +62,9 @@ class PeerConnection {
   // std::runtime_error with the member's text if the member could not serve the request.
   PeerMessage ask(PeerMessage request, std::chrono::milliseconds patience);
 
-  // Makes the call in progress, and all later ones, throw PeerError. Thread-safe.
-  void cancel();
-
  private:
   const Member member_;
+  const std::atomic<bool>* const is_cancelled_;
   int descriptor_ = -1;
 };
 
