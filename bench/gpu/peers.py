@@ -1,55 +1,117 @@
 #!/usr/bin/env python3
-"""Measures the step of bench/gpu/cuda_graph.cpp under PyTorch's FSDP2, on one GPU: bench/gpu/peers.py [layers] [width].
+"""Measures the step of one model under PyTorch's wrappers, for bench/gpu/run.py: the settings of bench/gpu/step.cpp.
 
-The same chain of Linear layers, a unit each, in bf16 with gradients reduced in fp32, gradients clipped by their norm and
-AdamW; without offload and with it. One process, one GPU, NCCL: the overhead of the framework beside the kernels.
+    peers.py variants=fsdp2,fsdp2-kept,fsdp2-compiled model=chain layers=24 width=4096 batch=2048 steps=20 device=cuda
+
+One process with one rank, on the same models, batches, dtypes and optimizer as the C++ program. Prints one line of JSON for each
+variant as soon as it is measured. Compilation is of each unit by itself (torch.compile of a block).
 """
+import gc
+import json
 import os
+import pathlib
+import socket
 import sys
 import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-WARM_UP, STEPS, ROWS = 5, 20, 2048
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "compare"))
+import models  # noqa: E402
+
+LEARNING_RATE, LARGEST_NORM = 1e-4, 1.0
 
 
-def milliseconds_a_step(layers, width, offloads):
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
-    if not offloads:
-        model.cuda()
-    policy = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
-    }
-    for layer in model:
-        fully_shard(layer, **policy)
-    fully_shard(model, **policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    x = torch.randn(ROWS, width, device="cuda")
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
+def make_model(settings, device):
+    """The model, its units and the loss of a forward."""
+    layers, width, batch = (int(settings[name]) for name in ("layers", "width", "batch"))
+    if settings["model"] == "chain":
+        model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(layers)))
+        x = torch.randn(batch, width)
+        return model, list(model), lambda wrapped, to: wrapped(x.to(to)).square().mean()
+    vocabulary, context = int(settings["vocabulary"]), int(settings["context"])
+    with torch.device(device):
+        model = models.Gpt(vocabulary, layers, width, int(settings["heads"]), context)
+    model.head.weight = model.token_embedding.weight
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=width**-0.5)
+    tokens = torch.randint(vocabulary, (batch, context + 1))
+    return model, list(model.blocks), lambda wrapped, to: wrapped(tokens[:, :-1].to(to), tokens[:, 1:].to(to))
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(settings, variant, device):
+    offloads = settings.get("offload") == "1"
+    model, units, loss = make_model(settings, "cpu" if offloads else device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if variant == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        if variant == "fsdp2-compiled":
+            for unit in units:
+                unit.compile()
+        policy = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+            "reshard_after_forward": variant != "fsdp2-kept",
+        }
+        for unit in units:
+            fully_shard(unit, **policy)
+        wrapped = fully_shard(model, **policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step():
         optimizer.zero_grad()
-        model(x).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.autocast(device, torch.bfloat16, enabled=variant == "ddp"):
+            value = loss(wrapped, device)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / STEPS
+
+    steps = int(settings["steps"])
+    warm_up = max(2, steps // 4)
+    for _ in range(warm_up):
+        step()
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    step_s = (time.perf_counter() - began) / steps
+    host_s = 0
+    for _ in range(warm_up):
+        idle = time.perf_counter()
+        step()
+        host_s += (time.perf_counter() - idle) / warm_up
+        synchronize(device)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return {"variant": variant, "parameters": parameters, "step_ms": 1e3 * step_s, "host_ms": 1e3 * host_s, "peak_bytes": peak}
 
 
 def main():
-    layers, width = (int(word) for word in (sys.argv[1:] + ["24", "4096"][len(sys.argv) - 1 :])[:2])
-    torch.cuda.set_device(0)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
+    settings = dict(word.split("=", 1) for word in sys.argv[1:])
+    device = settings["device"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
     # With offload, FSDP2 clips on the host, which needs a CPU backend for its collective.
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    for offloads in (False, True):
-        each_ms = milliseconds_a_step(layers, width, offloads)
-        text = ", offload" if offloads else ""
-        print(f"FSDP2, torch {torch.__version__}, {layers} x Linear({width}), bf16{text}: {each_ms:.2f} ms a step")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    for variant in settings["variants"].split(","):
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        print(json.dumps(measure(settings, variant, device)), flush=True)
+        gc.collect()
     dist.destroy_process_group()
 
 
