@@ -92,21 +92,6 @@ TEST(ElasticDeath, AStoppedRankIsLeftOutAndEndsWhenItReturns) {
         options);
 }
 
-// The copies of rank 1 go to rank 2.
-TEST(ElasticDeath, ACopyToAStoppedRankDoesNotHoldItsSender) {
-  ElasticOptions options = quick_options();
-  options.copy_every = 1;
-  options.group.timeout = milliseconds(2000);
-  options.stopped_after = milliseconds(1000);
-  for (const int64_t stop_at : {4, 7})
-    expect_survival(
-        4, {.wake_after = milliseconds(4500)}, {2},
-        [&](int rank, int64_t generation, int64_t step) {
-          if (generation == 0 && step == stop_at && rank == 2) ::raise(SIGSTOP);
-        },
-        options);
-}
-
 TEST(ElasticDeath, AnotherRankMayDieWhileTheOthersRegroupOrRestore) {
   expect_survival(4, {}, {0, 2}, [](int rank, int64_t generation, int64_t step) {
     kill_at(rank, generation, step, {0}, 8);
