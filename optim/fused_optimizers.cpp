@@ -136,8 +136,8 @@ void FusedOptimizer<Base>::require_steppable() {
   require_inputs(*this);
 }
 
-template class FusedOptimizer<torch::optim::Adam>;
-template class FusedOptimizer<torch::optim::AdamW>;
-template class FusedOptimizer<torch::optim::SGD>;
+template class internal::FusedOptimizer<torch::optim::Adam>;
+template class internal::FusedOptimizer<torch::optim::AdamW>;
+template class internal::FusedOptimizer<torch::optim::SGD>;
 
 }  // namespace tessera

@@ -9,6 +9,7 @@
 #include <tessera/optim/partial_step.h>
 
 namespace tessera {
+namespace internal {
 
 // torch::optim's optimizer `Base`, which steps all parameters of a group, dtype and device in one call of libtorch's
 // fused kernel. torch::optim runs about ten operators for each parameter; under FullyShardedDataParallel one call
@@ -17,7 +18,7 @@ namespace tessera {
 // Gradients may have any strides. step() throws std::invalid_argument for sparse gradients and for parameters that are
 // not dense or not of floating-point type.
 template <class Base>
-class FusedOptimizer : public Base, public internal::ChosenStep {
+class FusedOptimizer : public Base, public ChosenStep {
  public:
   using Base::Base;
   // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
@@ -32,8 +33,10 @@ extern template class FusedOptimizer<torch::optim::Adam>;
 extern template class FusedOptimizer<torch::optim::AdamW>;
 extern template class FusedOptimizer<torch::optim::SGD>;
 
-using Adam = FusedOptimizer<torch::optim::Adam>;    // fused torch::optim::Adam
-using AdamW = FusedOptimizer<torch::optim::AdamW>;  // fused torch::optim::AdamW, with decoupled weight decay
-using SGD = FusedOptimizer<torch::optim::SGD>;      // fused torch::optim::SGD; updates momentum in the same call
+}  // namespace internal
+
+using Adam = internal::FusedOptimizer<torch::optim::Adam>;    // fused torch::optim::Adam
+using AdamW = internal::FusedOptimizer<torch::optim::AdamW>;  // fused torch::optim::AdamW, with decoupled weight decay
+using SGD = internal::FusedOptimizer<torch::optim::SGD>;  // fused torch::optim::SGD; updates momentum in the same call
 
 }  // namespace tessera
