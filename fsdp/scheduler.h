@@ -33,6 +33,7 @@ class Scheduler : public Pager, public BackwardPass {
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
   void before_write(int index) override;
   void set_divisor(double divisor) override;
+  void prepare_capture() override;
 
   ScopeExit pre_forward();  // the scope ends with forward, and within this object's lifetime
   void post_forward();      // of a forward that returns

@@ -102,6 +102,28 @@ void Scheduler::set_divisor(double divisor) {
   gradients_.reducer().set_divisor(divisor);
 }
 
+void Scheduler::prepare_capture() {
+  std::lock_guard lock(mutex_);
+  require_outside_backward("CapturedStep");
+  const FsdpOptions& options = model_.options();
+  const auto refuse = [&](bool is_set, const char* what) {
+    if (is_set)
+      throw std::invalid_argument("CapturedStep on rank " + model_.rank_text() +
+                                  ": the host takes part in a pass with " + what +
+                                  ", which no graph can contain: leave it off");
+  };
+  refuse(options.offload.params || options.offload.grads, "FsdpOptions::offload");
+  refuse(options.check_finite, "FsdpOptions::check_finite");
+  refuse(options.refuse_uneven_use, "the option refuse_uneven_use");
+  refuse(observer_ != nullptr, "an optimizer that steps in backward (on_gradients)");
+  refuse(summon_ != Summon::kNone, "summon_full_params");
+  refuse(!reduces(), "no_sync");
+  NoGradNoInferenceGuard quiet;
+  recover();
+  unsharded_.reshard_all();  // units of an evaluation: their gathers would precede the recorded work
+  gradients_.binding().move_hooks_to_current_stream();
+}
+
 void Scheduler::refuse_use(std::string reason) {
   std::lock_guard lock(mutex_);
   refusal_ = std::move(reason);

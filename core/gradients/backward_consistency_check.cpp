@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/comm/agreement.h"
+#include "core/runtime/graph_recorder.h"
 
 namespace tessera::internal {
 namespace {
@@ -23,6 +24,10 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     require_first_use(own);
     meanwhile();
     return first_;
+  }
+  if (CapturedWork::recording_on(mesh_.world->device()) != nullptr) {
+    if (meanwhile()) refuse_unused(own);
+    return own;  // CapturedStep compares the ranks' recorded collectives
   }
   ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");
   const bool must_know = meanwhile() || options_.refuse_uneven_use;
@@ -43,6 +48,17 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
   const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // torch::autograd::grad() uses none
   if (options_.is_static && is_any_used) first_ = own;
   return own;
+}
+
+// A replay cannot ask the other ranks.
+void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
+  for (const GradientBucket& bucket : buckets_)
+    for (const size_t i : bucket.members)
+      if (!own.used[i])
+        throw std::invalid_argument(c10::str("CapturedStep on rank ", mesh_.world->rank(), ": parameter '",
+                                             parameters_[i].fqn, "' of ", bucket.name,
+                                             " has no gradient on this rank: every parameter of a bucket must have "
+                                             "one, so use it, or freeze whole units"));
 }
 
 // Called when fingerprints differ. Returns if only the doubtful entries differ in a way that is allowed. Collective.

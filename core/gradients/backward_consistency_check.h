@@ -19,7 +19,8 @@ namespace tessera::internal {
 //
 // On a device the host blocks only for results that it needs now. A rank without a gradient for some parameter waits
 // for the marks of the other ranks. A rank with all gradients reads the marks in a later pass. All ranks must then
-// have recomputed gradients for the same buckets. Used by one thread at a time.
+// have recomputed gradients for the same buckets. While work is recorded for replays (CapturedWork) nothing is
+// exchanged, and every parameter must have a gradient. Used by one thread at a time.
 class BackwardConsistencyCheck {
  public:
   struct Options {
@@ -43,6 +44,7 @@ class BackwardConsistencyCheck {
   std::vector<int64_t> encoded(const PassUse& own) const;
   PassUse read(ReducedReport& report) const;
   void check_even_use(const int64_t* missing_by, const PassUse& use) const;
+  void refuse_unused(const PassUse& own) const;
   void require_same_work(ReducedReport& report) const;
   void require_same_gradients(const std::vector<std::string>& of_ranks) const;
   void require_first_use(const PassUse& own) const;

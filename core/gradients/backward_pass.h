@@ -30,6 +30,9 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   bool reduces() const { return reduces_; }
   // Sets the divisor of sums over ranks, from the next pass on.
   virtual void set_divisor(double divisor) = 0;
+  // Prepares passes whose work is recorded for replays (CapturedStep). Must be called just before a recording, on the
+  // stream that will record. Throws std::invalid_argument, naming the option, if the host takes part in a pass.
+  virtual void prepare_capture() = 0;
 
  protected:
   BackwardPass();

@@ -61,6 +61,15 @@ void Binding::hook_all() {
   for (size_t i = 0; i < parameters_.size(); ++i) hook(i);
 }
 
+void Binding::move_hooks_to_current_stream() {
+  hook_all();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].tensor.requires_grad()) continue;
+    accumulators_[i]->clear_input_metadata();
+    accumulators_[i]->add_input_metadata(parameters_[i].tensor);
+  }
+}
+
 void Binding::require_nothing_new() const {
   if (const std::string name = unknown_parameter(*module_, known_); !name.empty())
     throw std::logic_error("parameter '" + name + "' was registered after the module was wrapped by " + who_ +

@@ -49,6 +49,9 @@ class Binding {
   // it.
   void hook(size_t parameter);
   void hook_all();
+  // Lets autograd run the hooks on the current stream of the parameters' devices: it runs them on the stream of their
+  // making, which may be the default stream, and that one cannot be captured. Must not be called in a backward.
+  void move_hooks_to_current_stream();
 
   // Throws std::logic_error, naming the parameter, if a parameter was added to the module after it was wrapped.
   void require_nothing_new() const;

@@ -11,6 +11,7 @@
 
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera {
@@ -81,6 +82,7 @@ ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& ten
   if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
       tensor.numel() == 0)
     return {};
+  CapturedWork::refuse(tensor.device(), "ActivationOffload, whose copies the host awaits", "use checkpointed() alone");
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   auto kept = std::make_shared<Kept>();

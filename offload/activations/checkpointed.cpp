@@ -21,6 +21,7 @@
 
 #include <tessera/activation_offload.h>
 #include "core/paging/residency.h"
+#include "core/runtime/graph_recorder.h"
 
 namespace tessera {
 using namespace internal;
@@ -57,12 +58,16 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
+    // Recorded work draws no numbers here: the eager step before was refused if it did.
+    const bool is_recorded = std::ranges::any_of(
+        devices, [](const at::Device& device) { return CapturedWork::recording_on(device) != nullptr; });
     for (const at::Device& device : devices) {
+      casts_.emplace_back(device.type(), at::autocast::is_autocast_enabled(device.type()),
+                          at::autocast::get_autocast_dtype(device.type()));
+      if (is_recorded) continue;
       at::Generator generator = at::globalContext().defaultGenerator(device);
       std::lock_guard lock(generator.mutex());
       generators_.push_back({device, generator, generator.get_state()});
-      casts_.emplace_back(device.type(), at::autocast::is_autocast_enabled(device.type()),
-                          at::autocast::get_autocast_dtype(device.type()));
     }
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
@@ -174,6 +179,10 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     known.insert(known.end(), outputs.begin(), outputs.end());
     part->devices = devices_of(known);
     part->first_state->keep_used_generators(part->devices);
+    if (part->first_state->draws())
+      for (const at::Device& device : part->devices)
+        CapturedWork::refuse(device, "a checkpointed function that draws random numbers, whose state the host restores",
+                             "draw them outside of it");
     for (size_t i = 0; i < given.size(); ++i)
       if (part->versions[i].now() != part->versions[i].then)
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +

@@ -360,6 +360,21 @@ void ReplicatedGradients::set_divisor(double divisor) {
   reducer_.set_divisor(divisor);
 }
 
+void ReplicatedGradients::prepare_capture() {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) throw std::logic_error("CapturedStep inside a backward pass");
+  const auto refuse = [&](bool is_set, const char* what) {
+    if (is_set)
+      throw std::invalid_argument("CapturedStep of " + name() + ": the host takes part in a pass with " + what +
+                                  ", which no graph can contain: leave it off");
+  };
+  refuse(comparison_.every() > 0, "compare_replicas_every, or TESSERA_DEBUG=replicas");
+  refuse(!reduces(), "no_sync");
+  NoGradNoInferenceGuard quiet;
+  recover();
+  binding_.move_hooks_to_current_stream();
+}
+
 void ReplicatedGradients::require_averages() const {
   std::lock_guard lock(mutex_);
   if (passes_through()) return;

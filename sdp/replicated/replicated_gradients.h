@@ -55,6 +55,7 @@ class ReplicatedGradients : public BackwardPass {
   void refresh_trainable();
 
   void set_divisor(double divisor) override;
+  void prepare_capture() override;
 
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
   void require_averages() const;

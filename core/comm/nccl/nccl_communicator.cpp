@@ -9,11 +9,13 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -25,6 +27,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/nccl/nccl_queue.h"
 #include "core/comm/nccl/rank_order_reduction.h"
+#include "core/comm/recordable_group.h"
 #include "core/comm/single_thread_checker.h"
 #include "core/comm/store_client.h"
 #include "core/comm/store_mailbox.h"
@@ -32,8 +35,10 @@
 #include "core/comm/watchdog/heartbeat.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/guarded_by.h"
 #include "core/runtime/run_clock.h"
+#include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
 
 namespace tessera::internal {
@@ -54,7 +59,20 @@ bool is_loss_of_a_peer(std::string_view error) {
          error.find("ncclRemoteError") != std::string_view::npos;
 }
 
-class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {
+// The end of replayed work, which the queue awaits like that of an operation.
+class ReplayEnd final : public c10d::Work {
+ public:
+  explicit ReplayEnd(at::Device device) : end_(device.type()) { end_.record(current_stream(device)); }
+  bool isCompleted() override { return end_.query(); }
+
+ private:
+  c10::Event end_;
+};
+
+class NcclCommunicator : public Communicator,
+                         public HasStore,
+                         public RecordableGroup,
+                         public std::enable_shared_from_this<NcclCommunicator> {
  public:
   NcclCommunicator(std::shared_ptr<NcclBackends> backends, c10::intrusive_ptr<c10d::Backend> group,
                    c10::intrusive_ptr<c10d::Store> store, int rank, int size, at::Device device, NcclOptions options)
@@ -98,6 +116,20 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   at::Tensor buffer(int64_t numel, at::ScalarType dtype) override {
     if (!options_.registered_memory || size() == 1 || numel == 0) return Communicator::buffer(numel, dtype);
     return group_->allocateTensor(numel, at::TensorOptions().dtype(dtype).device(device()));
+  }
+
+  std::string why_not_recorded() const override {
+    if (!options_.registered_memory || size() == 1) return "";
+    return "with InitOptions::registered_memory units are gathered into memory of the group, which recorded work "
+           "cannot "
+           "own: leave the option off";
+  }
+  void enqueue_recorded(const std::string& description, const std::function<void()>& enqueue) override {
+    require_whole(description);
+    enqueue();
+    if (size() == 1) return;
+    watch_.started(sequence_++, description);
+    queue_.push(c10::make_intrusive<ReplayEnd>(device()), description);
   }
 
   void abort_this(const std::string& reason) noexcept override {
@@ -231,8 +263,14 @@ Pending NcclCommunicator::start(Collective collective) {
     throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
   }
   count_sent(bytes_sent(collective, rank(), size()));
-  watch_.started(sequence_++, description);
-  queue_.push(work, description);
+  if (CapturedWork* const recorded = CapturedWork::recording_on(device())) {
+    // Its events are not real ones: only replays end.
+    recorded->add_collective(c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "",
+                                      " (", collective.numel, " elements)"));
+  } else {
+    watch_.started(sequence_++, description);
+    queue_.push(work, description);
+  }
   return Pending(std::make_unique<NcclOperation>(shared_from_this(), std::move(work), description, std::move(tensors)));
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/comm/rank_order_sum.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera::internal {
@@ -22,12 +23,16 @@ using Exchange = c10::intrusive_ptr<c10d::Work>;
 class ReductionWork final : public c10d::Work {
  public:
   ReductionWork(c10::Stream stream, std::vector<Exchange> exchanges, std::vector<at::Tensor> tensors)
-      : stream_(stream), end_(stream.device_type()), exchanges_(std::move(exchanges)), tensors_(std::move(tensors)) {
+      : stream_(stream),
+        end_(stream.device_type()),
+        exchanges_(std::move(exchanges)),
+        tensors_(std::move(tensors)),
+        is_recorded_(CapturedWork::recording_on(stream.device()) != nullptr) {
     end_.record(stream_);
   }
-  // After an abort the stream may still use the tensors.
+  // After an abort the stream may still use the tensors. A recorded event cannot be queried.
   ~ReductionWork() override {
-    if (end_.query()) return;
+    if (!is_recorded_ && end_.query()) return;
     for (const at::Tensor& tensor : tensors_) tensor.record_stream(stream_);
   }
   bool isCompleted() override { return exception() != nullptr || end_.query(); }
@@ -48,6 +53,7 @@ class ReductionWork final : public c10d::Work {
   c10::Event end_;
   const std::vector<Exchange> exchanges_;
   const std::vector<at::Tensor> tensors_;
+  const bool is_recorded_;
 };
 
 // The pieces [begin, begin + length) of all shards of a flat tensor, by rank; shorter or empty where a shard ends.

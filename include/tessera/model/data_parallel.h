@@ -4,11 +4,19 @@
 #include <torch/ordered_dict.h>
 #include <cstdint>
 
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include <tessera/model/grad_norm.h>
 #include <tessera/model/model_shards.h>
 #include <tessera/scope_exit.h>
+
+namespace torch::optim {
+class Optimizer;
+}
 
 namespace tessera {
 
@@ -78,7 +86,48 @@ class DataParallel : public ModelShards {
   virtual void reset_peak_memory() = 0;
 
  private:
+  friend class CapturedStep;
   virtual internal::BackwardPass& backward_pass() const = 0;
+};
+
+// A training step whose forward, backward and clipping the device replays as one CUDA graph, at the host's cost of one
+// launch. The optimizer's step follows eagerly, so any optimizer and schedule of the learning rate works.
+//
+//   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
+//   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});
+//
+// The bits are those of the loop without a capture. The first calls are eager steps; the next one captures. Every call
+// clears gradients first, and trains one step. docs/gpu.md lists the models and options that cannot be captured; such a
+// step throws, by name.
+//
+// The step owns its stream, and is ordered after and before the work of the caller's. It keeps the gradients, buffers
+// and activations of a step in memory of its own. Must be used by one thread, and alike on all ranks.
+class CapturedStep {
+ public:
+  // Computes the loss, of one element, by the wrapper's forward. It is called in eager steps and once for the capture,
+  // so what the host does in it, apart from calling operators, is not repeated by replays.
+  using Body = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
+  // `wrapper` and `optimizer` must outlive it. `max_norm`: clips the norm of the gradients; empty: does not clip.
+  // `eager_steps`: before the capture, 2 or more. Throws std::invalid_argument, naming the option, if a wrapper or its
+  // group cannot be captured, on CPUs, and in a build without TESSERA_CUDA.
+  CapturedStep(DataParallel& wrapper, torch::optim::Optimizer& optimizer, Body body,
+               std::optional<double> max_norm = {}, int eager_steps = 3);
+  ~CapturedStep();
+
+  // Trains one step and returns its loss on the device, without waiting for it. Inputs are copied; they may be in host
+  // memory, and must have the sizes, strides and dtypes of the first call. Collective. Throws std::invalid_argument if
+  // they differ, or if a part of the step cannot be captured; std::logic_error if a parameter was frozen or unfrozen
+  // since the capture. If the capture itself fails, its group is aborted with that reason.
+  at::Tensor operator()(const std::vector<at::Tensor>& inputs);
+
+  // Whether later calls replay.
+  bool is_captured() const;
+  // The norm of the last step's gradients before clipping; 0 without max_norm.
+  GradNorm norm() const;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
 };
 
 }  // namespace tessera

@@ -16,6 +16,7 @@
 
 #include "core/comm/rank_order_sum.h"
 #include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/graphs.h"
 #include "tests/support/accelerator/kernel_arguments.h"
 #include "tests/support/accelerator/memory.h"
 #include "tests/support/accelerator/races.h"
@@ -295,7 +296,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
     if (tensor.scalar_type() == at::kShort || tensor.is_complex())
       throw std::runtime_error(c10::str("Unconvertible NCCL type ", tensor.scalar_type()));
   if (group_->is_aborted(rank_)) throw std::runtime_error("NCCL communicator was aborted");
-  shelf().clear(device_.index());
+  if (recording_of(current_stream(device_.index())) == 0) shelf().clear(device_.index());
   if (!outputs.empty() && std::ranges::all_of(outputs, [&](const at::Tensor& tensor) {
         return is_registered_with(tensor.const_data_ptr(), registration_);
       }))
@@ -317,24 +318,26 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
   tensors.insert(tensors.end(), outputs.begin(), outputs.end());
   const std::string what = c10::str(name, " of ", numel, " elements");
   const std::string failure = settings().fails ? settings().fails(device_.index(), what) : "";
-  const uint64_t sequence = next_sequence();
-  launch(stream_, what, accesses,
-         [group = group_, sequence, rank = rank_, what, host_inputs, host_outputs, kernel, fails = !failure.empty()] {
-           if (fails) return group->wait_for_abort(rank);
-           const auto met = group->meet(sequence, rank, what, host_inputs);
-           bool is_read = false, is_aborted = !met;
-           if (met) {
-             kernel(*met, [&] {
-               is_read = true;
-               is_aborted = !group->all_have_read(sequence, rank);
-               return !is_aborted;
-             });
-             if (!is_read) group->all_have_read(sequence, rank);
-           }
-           if (!is_aborted) return;
-           for (const at::Tensor& output : host_outputs)
-             if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
-         });
+  const bool fails = !failure.empty();
+  // A replay is the next collective of the group. A recorded one that never runs is none.
+  launch_prepared(stream_, what, accesses, [=, this, group = group_, rank = rank_](int) {
+    return [=, sequence = next_sequence()] {
+      if (fails) return group->wait_for_abort(rank);
+      const auto met = group->meet(sequence, rank, what, host_inputs);
+      bool is_read = false, is_aborted = !met;
+      if (met) {
+        kernel(*met, [&] {
+          is_read = true;
+          is_aborted = !group->all_have_read(sequence, rank);
+          return !is_aborted;
+        });
+        if (!is_read) group->all_have_read(sequence, rank);
+      }
+      if (!is_aborted) return;
+      for (const at::Tensor& output : host_outputs)
+        if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
+    };
+  });
   return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), group_, rank_, std::move(tensors),
                                             failure);
 }

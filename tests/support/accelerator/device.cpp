@@ -8,9 +8,11 @@
 #include <atomic>
 #include <cstdlib>
 
+#include "core/runtime/graph_recorder.h"
 #include "tests/support/accelerator/accelerator.h"
 #include "tests/support/accelerator/backend.h"
 #include "tests/support/accelerator/gpus.h"
+#include "tests/support/accelerator/graphs.h"
 #include "tests/support/accelerator/memory.h"
 #include "tests/support/accelerator/races.h"
 #include "tests/support/accelerator/streams.h"
@@ -144,6 +146,7 @@ static void begin_on_gpus(const Settings& settings) {
   if (settings.leave_out || settings.fails || settings.collectives_in_order || settings.groups_end_together)
     needs_simulation("its groups and streams behave as the test says");
   prepare_gpus();
+  set_graph_recorder_factory(gpus()->graph_recorder);
   synchronize_gpus();
   reset_host_waits_of_gpus();
 }
@@ -159,6 +162,7 @@ Simulation::Simulation(Settings settings) {
     c10::SetAllocator(c10::kCUDA, device_allocator());
     at::setHostAllocator(c10::kCUDA, pinned_allocator());
     set_page_locked_allocator(page_locked_memory());
+    set_graph_recorder_factory(&make_simulated_recorder);
     watch_for_faults();
     return true;
   }();

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "tests/support/accelerator/gpus.h"
+#include "tests/support/accelerator/graphs.h"
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
@@ -75,8 +76,8 @@ struct DeviceMemory {
   int64_t reserved_bytes = 0;                   // taken from the arena
 };
 DeviceMemory device_memory[kDevices];
-// Free device blocks, by stream, bytes and registered group.
-std::map<std::tuple<int, size_t, int64_t>, std::vector<void*>> idle;
+// Free device blocks, by stream, bytes, registered group and recording.
+std::map<std::tuple<int, size_t, int64_t, int64_t>, std::vector<void*>> idle;
 thread_local int64_t group_of_thread = 0;  // of this thread's allocations
 std::map<size_t, std::vector<void*>> idle_pinned;
 int64_t bytes_page_locked = 0;
@@ -91,12 +92,16 @@ std::map<const void*, std::vector<Point>> pinned_uses;
 void give_back(void* begin, const Clock* also) {
   const auto info = Races::get().block_at(begin).value();
   const auto address = reinterpret_cast<uintptr_t>(begin);
-  launch(
-      info.stream, kGivenBack, {{address, address + info.bytes, true}},
-      [info] { std::memset(info.alias, 0xff, info.bytes); }, also);
+  // A graph's memory is its own after the recording, too: replays write to it.
+  const bool is_reused =
+      info.recording == 0 || (also == nullptr && is_recording(device_of(info.stream), info.recording));
+  if (is_reused)
+    launch(
+        info.stream, kGivenBack, {{address, address + info.bytes, true}},
+        [info] { std::memset(info.alias, 0xff, info.bytes); }, also);
   std::lock_guard lock(mutex);
   device_memory[device_of(info.stream)].allocated_bytes -= static_cast<int64_t>(info.bytes);
-  idle[{info.stream, info.bytes, info.registered_with}].push_back(begin);
+  if (is_reused) idle[{info.stream, info.bytes, info.registered_with, info.recording}].push_back(begin);
 }
 
 void give_back_what_is_free() {
@@ -120,8 +125,15 @@ void give_back_what_is_free() {
 void free_device(void* begin) {
   if (begin == nullptr) return;
   give_back_what_is_free();
+  const auto info = Races::get().block_at(begin).value();
+  const int device = device_of(info.stream);
+  if (info.recording == 0 && postpone(device, [begin] { free_device(begin); })) return;
   const auto recorded = Races::get().take_recorded(begin);
   if (recorded.empty()) return give_back(begin, nullptr);
+  if (info.recording != 0) {  // libtorch waits for the end of the recording, and for replays there is no other use
+    const Clock never{};
+    return give_back(begin, &never);
+  }
   Leaving block{begin, {}};
   for (const int stream : recorded) block.uses.push_back(record(stream));
   std::lock_guard lock(mutex);
@@ -137,11 +149,12 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     give_back_what_is_free();
     const size_t rounded = (bytes + 511) / 512 * 512;
     const int stream = current_stream(device);
+    const int64_t recording = recording_of(stream);
     std::lock_guard lock(mutex);
     DeviceMemory& memory = device_memory[device];
     memory.allocated_bytes += static_cast<int64_t>(rounded);
     memory.peak_bytes = std::max(memory.peak_bytes, memory.allocated_bytes);
-    auto& same = idle[{stream, rounded, group_of_thread}];
+    auto& same = idle[{stream, rounded, group_of_thread, recording}];
     if (!same.empty()) {
       void* begin = same.back();
       same.pop_back();
@@ -150,7 +163,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     const auto [host, kernels] = device_arenas[device].take(rounded, PROT_NONE);
     memory.reserved_bytes += static_cast<int64_t>(rounded);
     std::memset(kernels, 0xff, rounded);
-    Races::get().add_block(host, {rounded, stream, false, kernels, group_of_thread});
+    Races::get().add_block(host, {rounded, stream, false, kernels, group_of_thread, recording});
     return {host, host, &free_device, here};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }

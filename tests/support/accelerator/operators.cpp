@@ -24,6 +24,7 @@
 #include <string>
 
 #include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/graphs.h"
 #include "tests/support/accelerator/kernel_arguments.h"
 #include "tests/support/accelerator/memory.h"
 #include "tests/support/accelerator/streams.h"
@@ -95,6 +96,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   const bool between_devices = crosses && self.is_cuda() && source.is_cuda();
   const int device = (source.is_cuda() ? source : self).device().index();
   const int stream = current_stream(device);
+  if (crosses && recording_of(stream) != 0) refuse_while_recording(device, "a copy between host and device");
   if (between_devices) block(stream, record(current_stream(self.device().index())));
   launch(stream, "copy_", {access_of(source, false), access_of(self, true)},
          [from = for_kernels(source), to = for_kernels(self)] { to.copy_(from); });
@@ -171,6 +173,12 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(stream)));
   Stack host = arguments.mapped(&for_kernels_or_copy);
   Stack shapes = arguments.draws() ? Stack() : on_meta(op, arguments);
+  const bool are_on_meta = !shapes.empty();
+  if (recording_of(stream) != 0 && shapes.empty()) {
+    if (arguments.draws()) refuse_while_recording(device.index(), name + ", which returns random numbers");
+    shapes = host;
+    op.callBoxed(shapes);  // for their shapes: the values are not there yet
+  }
   const bool is_asynchronous = !shapes.empty();
   if (!is_asynchronous) {
     wait_in_secret(stream);
@@ -179,7 +187,7 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
   }
   std::vector<at::Tensor> rooms;
   Stack results = mapped_tensors(shapes, [&](const at::Tensor& tensor) {
-    return rooms.emplace_back(tensor.is_cpu() && is_asynchronous ? tensor : room_like(tensor, device));
+    return rooms.emplace_back(tensor.is_cpu() && are_on_meta ? tensor : room_like(tensor, device));
   });
   std::vector<Access> accesses = arguments.accesses();
   std::vector<at::Tensor> places;
@@ -187,10 +195,11 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
     accesses.push_back(access_of(room, true));
     places.push_back(for_kernels(room));
   }
-  launch(stream, name, accesses, [op, host = std::move(host), places, is_asynchronous]() mutable {
-    if (is_asynchronous) op.callBoxed(host);
+  launch(stream, name, accesses, [op, host = std::move(host), places, is_asynchronous] {
+    Stack values = host;
+    if (is_asynchronous) op.callBoxed(values);
     size_t next = 0;
-    mapped_tensors(host, [&](const at::Tensor& result) { return places[next++].copy_(result); });
+    mapped_tensors(values, [&](const at::Tensor& result) { return places[next++].copy_(result); });
   });
   return results;
 }
@@ -198,12 +207,16 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
 // Runs an operator whose results are arguments that it writes.
 void run_in_place(const c10::OperatorHandle& op, const KernelArguments& arguments, int stream) {
   arguments.resize_outputs([&] { return on_meta(op, arguments); });
-  auto run = [op, host = arguments.mapped(&for_kernels_or_copy)]() mutable { op.callBoxed(host); };
-  if (arguments.draws()) {  // in the order of calls
-    wait_in_secret(stream);
-    run();
-    return launch(stream, op.schema().name(), arguments.accesses(), [] {});
-  }
+  auto run = [op, host = arguments.mapped(&for_kernels_or_copy)] {
+    Stack values = host;
+    op.callBoxed(values);
+  };
+  if (arguments.draws())  // in the order of calls
+    return launch_prepared(stream, op.schema().name(), arguments.accesses(), [run](int place) {
+      wait_in_secret(place);
+      run();
+      return [] {};
+    });
   launch(stream, op.schema().name(), arguments.accesses(), std::move(run));
 }
 

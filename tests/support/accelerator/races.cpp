@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "tests/support/accelerator/graphs.h"
 #include "tests/support/accelerator/memory.h"
 
 namespace tessera::accelerator {
@@ -131,7 +132,7 @@ void join(Clock& clock, const Clock& other) {
 void Races::launched(int stream, std::string what, const std::vector<Access>& accesses, const Clock* also) {
   const auto by = std::make_shared<const std::pair<std::string, CallStack>>(std::move(what), CallStack::here());
   std::lock_guard lock(mutex_);
-  if (by->first != kGivenBack) {
+  if (by->first != kGivenBack && !is_replaying()) {
     ++counts_[device_of(stream)].launches;
     ++counts_[device_of(stream)].launch_names[by->first];
   }

@@ -39,6 +39,7 @@ class Races {
     bool is_pinned = false;
     void* alias = nullptr;
     int64_t registered_with = 0;  // number of an NCCL group, from 1
+    int64_t recording = 0;        // of the allocation (graphs.h); 0: none
   };
   void add_block(void* begin, const BlockInfo& info);
   void remove_blocks(const void* begin, size_t bytes);

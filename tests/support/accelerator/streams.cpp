@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/graphs.h"
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
@@ -128,6 +129,7 @@ void give_stream(int stream) {
 
 void launch(int stream, std::string what, const std::vector<Access>& accesses, std::function<void()> work,
             const Clock* also) {
+  if (record_launch(stream, what, accesses, [work](int) { return work; })) return;
   Races::get().launched(stream, what, accesses, also);
   workers[stream].add([work = std::move(work), what = std::move(what), delay = delay_on(stream)] {
     if (delay.count() > 0) std::this_thread::sleep_for(delay);
@@ -140,26 +142,37 @@ void launch(int stream, std::string what, const std::vector<Access>& accesses, s
   });
 }
 
+void launch_prepared(int stream, const std::string& what, const std::vector<Access>& accesses, const Prepare& prepare) {
+  if (!record_launch(stream, what, accesses, prepare)) launch(stream, what, accesses, prepare(stream));
+}
+
 Point record(int stream) {
   Point point;
+  if (record_point(stream, point)) return point;
   point.clock = Races::get().clock_of(stream);
   workers[stream].add([reached = point.reached] { reached->come(); });
   return point;
 }
 
 void block(int stream, const Point& point) {
+  if (record_block(stream, point)) return;
   Races::get().ordered(stream, point.clock);
   workers[stream].add([reached = point.reached] { reached->wait(); });
 }
 
 void synchronize(const Point& point, int device, const char* what) {
+  refuse_while_recording(device, what, &point);
   point.reached->wait();
   Races::get().host_waited(device, point.clock, what);
 }
 
-void synchronize(int stream, const char* what) { synchronize(record(stream), device_of(stream), what); }
+void synchronize(int stream, const char* what) {
+  refuse_while_recording(device_of(stream), what);
+  synchronize(record(stream), device_of(stream), what);
+}
 
 bool query(const Point& point, int device) {
+  refuse_while_recording(device, "a query of an event", &point);
   if (!point.reached->is_past()) return false;
   Races::get().host_knows(device, point.clock);
   return true;

@@ -39,6 +39,8 @@ class Moment {
 struct Point {
   std::shared_ptr<Moment> reached = std::make_shared<Moment>();
   Clock clock{};
+  int64_t recording = 0;  // that it is part of; 0: none (graphs.h)
+  size_t node = 0;        // of the recording
 };
 
 // A kernel's access to memory.
@@ -63,6 +65,10 @@ void give_stream(int stream);
 // now against all others that may be in flight when it begins: races.h. `also`: more work that is known to be over.
 void launch(int stream, std::string what, const std::vector<Access>& accesses, std::function<void()> work,
             const Clock* also = nullptr);
+
+// Returns a kernel's work when it is enqueued on the stream: once, or by each replay if it is recorded.
+using Prepare = std::function<std::function<void()>(int stream)>;
+void launch_prepared(int stream, const std::string& what, const std::vector<Access>& accesses, const Prepare& prepare);
 
 Point record(int stream);
 void block(int stream, const Point& point);

@@ -18,5 +18,6 @@ void delay_next_stream(int64_t cycles) {
 }  // namespace
 
 void tessera_gpu_support(tessera::accelerator::GpuSupport* support) {
-  *support = {tessera::internal::nccl_backends(), tessera::internal::cuda_page_locked_allocator(), &delay_next_stream};
+  *support = {tessera::internal::nccl_backends(), tessera::internal::cuda_page_locked_allocator(), &delay_next_stream,
+              &tessera::internal::make_cuda_graph_recorder};
 }

@@ -5,6 +5,7 @@
 
 #include "core/comm/nccl/nccl_communicator.h"
 #include "core/memory/page_locked.h"
+#include "core/runtime/graph_recorder.h"
 
 namespace tessera::accelerator {
 using namespace internal;
@@ -13,6 +14,7 @@ struct GpuSupport {
   std::shared_ptr<NcclBackends> groups;  // NCCL's
   PageLockedAllocator* page_locked;      // CUDA's
   void (*delay_next_stream)(int64_t cycles);
+  GraphRecorderFactory graph_recorder;  // of CUDA graphs
 };
 
 }  // namespace tessera::accelerator

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace tessera::internal {
+
+// A group whose collectives can be part of recorded work (core/runtime/graph_recorder.h).
+class RecordableGroup {
+ public:
+  virtual ~RecordableGroup() = default;
+  // Returns why not, as words that follow "CapturedStep: "; "" if they can.
+  virtual std::string why_not_recorded() const = 0;
+  // Calls `enqueue`, which must enqueue recorded work on the current stream. The group waits for its end, and times it,
+  // as for an operation of this description. Throws CommError if the group is broken.
+  virtual void enqueue_recorded(const std::string& description, const std::function<void()>& enqueue) = 0;
+};
+
+}  // namespace tessera::internal

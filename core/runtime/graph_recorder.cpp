@@ -1,0 +1,51 @@
+#include "core/runtime/graph_recorder.h"
+
+#include <array>
+#include <atomic>
+#include <limits>
+#include <stdexcept>
+
+namespace tessera::internal {
+namespace {
+
+std::atomic<GraphRecorderFactory> chosen_factory = nullptr;
+
+// By index of the device.
+std::atomic<CapturedWork*>& work_on(c10::Device device) {
+  static std::array<std::atomic<CapturedWork*>, std::numeric_limits<c10::DeviceIndex>::max() + 1> of_devices{};
+  return of_devices.at(device.index());
+}
+
+}  // namespace
+
+std::unique_ptr<GraphRecorder> make_graph_recorder() {
+  const GraphRecorderFactory factory = chosen_factory;
+  auto recorder = factory != nullptr ? factory() : make_cuda_graph_recorder();
+  if (!recorder)
+    throw std::invalid_argument(
+        "CapturedStep: CUDA graphs are not in this build of Tessera: configure with -DTESSERA_CUDA=ON (preset cuda)");
+  return recorder;
+}
+
+void set_graph_recorder_factory(GraphRecorderFactory factory) { chosen_factory = factory; }
+
+CapturedWork::CapturedWork(c10::Device device, bool is_recording) : device_(device), is_recording_(is_recording) {
+  CapturedWork* none = nullptr;
+  if (!work_on(device_).compare_exchange_strong(none, this))
+    throw std::logic_error("CapturedStep: a step inside another captured step on " + device.str());
+}
+
+CapturedWork::~CapturedWork() { work_on(device_) = nullptr; }
+
+CapturedWork* CapturedWork::recording_on(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  CapturedWork* const work = work_on(device);
+  return work != nullptr && work->is_recording_ ? work : nullptr;
+}
+
+void CapturedWork::refuse(c10::Device device, const std::string& what, const std::string& instead) {
+  if (!device.is_cpu() && work_on(device).load() != nullptr)
+    throw std::invalid_argument("CapturedStep on " + device.str() + ": " + what + " cannot be captured: " + instead);
+}
+
+}  // namespace tessera::internal
