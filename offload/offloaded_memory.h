@@ -28,7 +28,7 @@ class OffloadedMemory {
   // Throws std::invalid_argument if parameters and gradients would be on different devices.
   OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
-  // Allocators of a unit's shards and gradients; null: on the device.
+  // Allocators of host or disk memory for a unit's shards and gradients; null: they are on the device.
   CountedBuffers::Memory shards(const std::string& unit);
   CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
   CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }

@@ -30,7 +30,7 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   return options;
 }
 
-// Direct I/O needs block-aligned memory. A buffer is a block larger, since its start is not aligned.
+// Direct I/O needs block-aligned memory. A buffer is one block larger, because its start may be unaligned.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
@@ -133,7 +133,7 @@ void DiskPager::touch(Entry& entry) {
   recent_.push_back(&entry);
 }
 
-// Removes and returns the first entry that is neither held nor used; null if there is none.
+// Removes and returns the first entry that is neither held nor used by a thread's last operator; null if none.
 DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
   const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
     return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
@@ -167,7 +167,7 @@ bool DiskPager::evict_one() {
   return true;
 }
 
-// Runs a read or write asynchronously; a no-op without data.
+// Starts a read or write on the queue's threads; a no-op in a dry run.
 std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
   if (space_.file() == nullptr) {
     std::promise<void> nothing;
@@ -179,7 +179,7 @@ std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
   return end;
 }
 
-// Drops data that were read ahead and not used.
+// Evicts one tensor that was read ahead but not used; returns false if there is none.
 bool DiskPager::forget_one_read_ahead() {
   Entry* entry = take_idle(reading_);
   if (entry == nullptr) return false;
@@ -188,7 +188,7 @@ bool DiskPager::forget_one_read_ahead() {
   return true;
 }
 
-// Keeps the data in memory if they are wanted. If the write fails, keeps them as dirty and throws.
+// Waits for the write. Keeps the data in memory if `is_wanted`. If the write fails, keeps them as dirty and throws.
 void DiskPager::finish_write(Entry& entry, bool is_wanted) {
   writing_.remove(&entry);
   std::exception_ptr failure;
@@ -207,7 +207,7 @@ bool DiskPager::has_room(int64_t bytes) const {
   return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
-// Makes room for `bytes` in the buffers. Returns false if that is impossible, or would block and `may_wait` is false.
+// Makes room for `bytes` in the buffers; else returns false. Without `may_wait`, it evicts and waits for nothing.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   while (!has_room(bytes)) {
     if (!writing_.empty() &&
@@ -259,7 +259,7 @@ void DiskPager::require_resident(Entry& entry) {
   last_loaded_ = &entry;
 }
 
-// Evicts if necessary, but never waits for the disk. Returns false if there is no room.
+// Evicts at most one tensor, and does not wait for its write. Returns false if there is no room.
 bool DiskPager::start_read_if_room(Entry& entry) {
   if (entry.state != State::kOnDisk) return true;
   if (!has_room(entry.bytes)) evict_one();

@@ -36,7 +36,7 @@ struct DiskPagerOptions {
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
 // The least recently used tensors are evicted when room is needed; dirty ones are written back asynchronously. The next
-// tensors are predicted from the previous order of use, and read ahead. Operators may read and write the tensors like
+// tensors are predicted from the previous order of loads, and read ahead. Operators may read and write the tensors like
 // any others; code that takes pointers must hold() them first. Data are in one unnamed file (DiskSpace), which has
 // space for a tensor from creation until its release. A dry run has no file and moves no data.
 //
@@ -51,7 +51,7 @@ class DiskPager : public Pager {
   ~DiskPager() override;
 
   // Creates a tensor of zeros on disk. `name` is used in errors. Throws std::runtime_error if the disk is full, or if
-  // the tensor exceeds all buffers.
+  // the tensor is larger than the buffers.
   at::Tensor make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, const std::string& name);
 
   // Returns the tensor's pager; null if the tensor is not on disk.
@@ -84,7 +84,7 @@ class DiskPager : public Pager {
   // Starts to read the data if there is room. Does not block.
   void read_ahead(const at::Tensor& tensor);
 
-  int64_t disk_bytes() const;    // peak of all tensors
+  int64_t disk_bytes() const;    // size of the file, which never shrinks
   int64_t buffer_bytes() const;  // host memory in use
   int64_t peak_buffer_bytes() const;
   int64_t read_bytes() const { return read_bytes_; }  // total so far
@@ -98,19 +98,19 @@ class DiskPager : public Pager {
   enum class State { kOnDisk, kReading, kResident, kWriting };
   struct Entry {
     std::unique_ptr<Page> page;  // null: the tensor is released and the entry is vacant
-    // of the page; also held by the tensor and its views
+    // The page's storage, which the tensor and its views share.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
     int64_t offset = 0;
     int64_t bytes = 0;    // whole blocks
     bool is_zero = true;  // never written: the disk has no data
     State state = State::kOnDisk;
-    at::Tensor buffer;  // counted
+    at::Tensor buffer;  // from `buffers_`
     at::Tensor data;    // the aligned part of `buffer`, [bytes] of kByte
     std::future<void> transfer;
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    Entry* next = nullptr;  // the tensor that was loaded after this one the last time
+    Entry* next = nullptr;  // prediction: the tensor that was loaded after this one last time
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);
@@ -137,7 +137,7 @@ class DiskPager : public Pager {
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // indexed by page id; addresses are stable
   std::vector<int> vacant_;                                      // indices of entries without a page
-  std::list<Entry*> recent_;                                     // resident, the latest last
+  std::list<Entry*> recent_;                                     // resident; least recently used first
   std::list<Entry*> reading_;                                    // read ahead, not yet used; oldest first
   std::list<Entry*> writing_;                                    // oldest first
   std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by each thread's last operator

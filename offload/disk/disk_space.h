@@ -11,12 +11,12 @@
 
 namespace tessera::internal {
 
-// Creates an unnamed file in `directory`. Its failures are std::runtime_error that names the directory.
+// Creates an unnamed file in `directory`. If a file operation fails, it throws std::runtime_error, which names
+// the directory.
 File offload_file(const std::string& directory);
 
-// Allocates whole blocks in an unnamed file. Claimed space is allocated on disk, so claim() finds a full disk, and a
-// crash leaves no file. Reuses freed pieces first and merges neighbours. A dry run has no file. Must be used by one
-// thread at a time.
+// Allocates whole blocks in an unnamed file, which a crash does not leave behind. Allocates claimed space on disk, so
+// that claim() detects a full disk. Reuses and merges freed pieces. A dry run has no file. Not thread-safe.
 class DiskSpace {
  public:
   // Throws std::runtime_error if no file can be created.
@@ -25,14 +25,14 @@ class DiskSpace {
   // Returns the offset of the piece. Throws std::runtime_error if the disk is full.
   int64_t claim(int64_t bytes);
   void give_back(int64_t offset, int64_t bytes);
-  int64_t claimed_bytes() const { return claimed_bytes_; }  // the peak
+  int64_t claimed_bytes() const { return claimed_bytes_; }  // the file's size
 
   // Returns the file, usable from any thread; null in a dry run.
   const File* file() const { return file_ ? &*file_ : nullptr; }
 
  private:
   std::optional<File> file_;
-  int64_t claimed_bytes_ = 0;                   // of the file
+  int64_t claimed_bytes_ = 0;                   // the file's size
   std::vector<std::shared_ptr<void>> counted_;  // counts these bytes for the memory report
   std::map<int64_t, int64_t> free_bytes_;       // by offset in the file; neighbours are merged
 };

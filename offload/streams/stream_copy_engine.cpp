@@ -9,10 +9,10 @@
 namespace tessera::internal {
 namespace {
 
-// Note [Streams of a copy]. `ready` is recorded on the caller's stream, and the copy's stream waits for it. So a copy
-// cannot overtake kernels that produce its source or still use its destination. `end` is recorded on the copy's stream.
-// After a stream has waited for `end`, the device memory may be freed or written on that stream; when the handle is
-// destroyed, the current stream waits. HostMemoryInUse does the same for host memory.
+// Note [Streams of a copy]. The copy's stream first waits for the caller's current stream. So a copy cannot overtake
+// kernels that produce its source or still use its destination. `end` is recorded on the copy's stream. After a stream
+// has waited for `end`, the device memory may be freed or written on that stream. If the handle is destroyed first, the
+// current stream waits for `end`. HostMemoryInUse keeps the host memory alive until `end`.
 class EventEnd : public CopyEnd {
  public:
   explicit EventEnd(const c10::Stream& stream) : event(stream.device_type()) { event.record(stream); }
