@@ -54,7 +54,7 @@ struct Adafactor::Work {
   bool counts;
   int64_t whole_numel;
   at::Tensor parameter, gradient;  // [held.numel()]
-  at::Tensor row_means{};          // [matrix], of state->exp_avg_sq_row
+  at::Tensor row_means{};          // [matrices]: mean of each matrix's rows in exp_avg_sq_row
 
   bool is_matrix() const { return shape.sizes.size() >= 2; }
   double share() const { return std::pow(static_cast<double>(state->step()), options->beta2_decay()); }
@@ -65,7 +65,7 @@ struct Adafactor::Work {
   at::Tensor squares(Range range) const {
     return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square();
   }
-  // Returns the row or column of each element: [range.numel()].
+  // Returns each element's index in exp_avg_sq_row or exp_avg_sq_col: [range.numel()].
   at::Tensor places(Range range, bool of_rows) const {
     const at::Tensor positions = at::arange(shape.held.begin + range.begin, shape.held.begin + range.end,
                                             at::TensorOptions().dtype(at::kLong).device(parameter.device()));
@@ -79,7 +79,7 @@ struct Adafactor::Work {
     }
     return places;
   }
-  // Returns the gradient over the root of its average square, in the dtype of the averages.
+  // Returns the gradient divided by the root of its average square, in the dtype of the averages.
   at::Tensor direction(Range range) const {
     at::Tensor average;
     if (is_matrix()) {

@@ -57,7 +57,7 @@ at::Tensor quantized(const at::Tensor& values, const at::Tensor& scales, const M
   return at::bucketize(values / divisors, map.middles, /*out_int32=*/true).to(at::kByte);
 }
 
-// Encodes a whole parameter's values again in the memory order of these strides, with scales of the new blocks.
+// Re-encodes the state of a whole parameter in the memory order of `strides`, with scales for the new blocks.
 void reorder_blocks(at::Tensor& codes, at::Tensor& scales, at::IntArrayRef strides, const Map& map) {
   const int64_t numel = codes.numel();
   auto in_blocks = [&](const at::Tensor& elements, double padding) {
@@ -95,7 +95,7 @@ void AdamW8bitParamState::lay_out_as(const at::Tensor& parameter) {
   const at::IntArrayRef strides = parameter.strides();
   for (at::Tensor* average : {&exp_avg(), &exp_avg_sq()})
     if (average->defined()) *average = in_strides(*average, strides);
-  // A part of a parameter is 1-D, with only one order.
+  // A part of a parameter is 1-D and has only one order.
   if (!exp_avg_8bit().defined() || exp_avg_8bit().strides() == strides || parameter.dim() < 2 ||
       !parameter.is_non_overlapping_and_dense())
     return;

@@ -80,7 +80,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   else if (count > 1)
     replicas_ = comm()->split_by([=](int rank) { return rank % ranks_per_copy; });
 
-  // Cuts the concatenated parts of all parameters evenly.
+  // Cuts the concatenated parts of all parameters evenly among the replicas.
   auto cut = [&](int rank) { return rank == count ? total : total * rank / count / kAlignmentNumel * kAlignmentNumel; };
   int64_t offset = 0;
   for (Average& average : averages_) {
@@ -100,13 +100,13 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   }
 }
 
-// Whether this rank holds the parameter in its own shape.
+// Whether this rank holds the whole parameter, in its own shape.
 bool Ema::is_whole(const Average& average) {
   return average.shard.tensor.sizes() == at::IntArrayRef(average.shard.sizes);
 }
 
-// Returns the parameter's elements in the order that the ranks split: memory order at construction. A copy, if
-// set_data() has changed the strides.
+// Returns the parameter's elements in their memory order at construction, in which the replicas split them. Returns a
+// copy if set_data() has changed the strides.
 at::Tensor Ema::elements(const Average& average) {
   const at::Tensor own = average.shard.tensor.detach();
   return in_memory_order(is_whole(average) ? in_strides(own, average.shard.strides) : own);

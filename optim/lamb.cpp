@@ -99,7 +99,7 @@ at::Tensor Lamb::step(LossClosure closure) {
   auto is_stepped = [&](size_t i) {  // on some rank; this rank may have no element of it
     return directions[i].defined() || (parts_.are_cut() && parameters[i].requires_grad());
   };
-  std::vector<at::Tensor> parts;  // of each parameter, then of each direction
+  std::vector<at::Tensor> parts;  // this rank's part of each parameter, then of each direction
   for (const auto* list : {&parameters, &directions})
     for (size_t i = 0; i < list->size(); ++i)
       parts.push_back(is_stepped(i) && parts_.counts(parameters[i]) ? (*list)[i] : at::Tensor());

@@ -66,7 +66,7 @@ struct Lbfgs::Run {
     for (const at::Tensor& parameter : parameters) sum += parameter.numel();
     return sum;
   }
-  // One parameter at a time, so that only one of those on disk is in memory.
+  // Copies one parameter at a time, so that at most one parameter on disk is in memory.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
     at::Tensor whole = at::zeros({numel()}, of_vectors);
     int64_t offset = 0;
@@ -249,7 +249,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points with one between them that meets the conditions; or twice the last point, if that meets them.
+  // Two points that enclose a point that meets the conditions. If `is_met`, ends[low()] meets them.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -258,7 +258,7 @@ struct Lbfgs::Run {
     int low() const { return ends[0].loss <= ends[1].loss ? 0 : 1; }
   };
 
-  // Extends the step from `t` until a bracket is found.
+  // Extends the step from `t` until a bracket is found, or after 25 extensions.
   Bracket bracket(const at::Tensor& x, double t, const WolfeConditions& wolfe) {
     Point before = wolfe.start, now = evaluate(x, t);
     const double direction_max = now.direction_max;
@@ -274,7 +274,7 @@ struct Lbfgs::Run {
     return {{wolfe.start, now}, false, kMostEvaluations, direction_max};
   }
 
-  // Returns a point that meets the conditions, or the best of 25 (minFunc, like torch).
+  // Returns a point that meets the conditions, or the best one found (the search of minFunc, like torch).
   Point search(const at::Tensor& x, double t, const Point& start) {
     const WolfeConditions wolfe{start};
     Bracket found = bracket(x, t, wolfe);

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Number of rounds after the current one whose parts are in flight.
+// Number of rounds after the current round whose parts are in flight.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 
@@ -111,10 +111,10 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
   return matrix;
 }
 
-// Note [A matrix a rank at a time]. Each rank has a list of matrices, the most expensive first. In each round, every
-// rank works on the next of its list: one all-to-all brings the parts, another returns the results. Parts of the next
-// rounds are requested before the work, and results are awaited at the end. So no rank waits for the slowest in each
-// round.
+// Note [One matrix for each rank at a time]. Each rank has a list of matrices, the most expensive first. In each round,
+// every rank works on the next matrix of its list: one all-to-all brings the parts, another returns the results. Parts
+// of the next rounds are requested before the work, and results are awaited at the end. So no rank waits for the
+// slowest rank in each round.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
@@ -173,8 +173,8 @@ class Muon::Rounds {
     return made;
   }
 
-  // Whether `from` sends its part of a matrix to the rank that works on it. Not needed if that rank has the whole
-  // matrix, or has the part in its own replica.
+  // Whether `from` sends its part of a matrix to the rank that works on it. Not needed if each rank has the whole
+  // matrix, or if `from` is in another replica.
   bool is_sent(const std::vector<ParameterParts::Held>& held, int from, int to) const {
     return from == to || (parts_.are_cut() && held[from].copy == held[to].copy);
   }

@@ -21,8 +21,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns the numbers of a gradient as a view, of a real type, to which operators can write. Replaces a gradient that
-// has no such view.
+// Returns a writable view of a gradient's values, of a real type. First replaces a gradient that has no such view, such
+// as a conjugated one.
 at::Tensor writable_values(const at::Tensor& parameter) {
   at::Tensor& gradient = parameter.mutable_grad();
   if (gradient.is_sparse() && !gradient.is_coalesced()) gradient = gradient.coalesce();
@@ -56,7 +56,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   // One call for each dtype and device.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
-  std::unordered_set<const c10::TensorImpl*> seen;  // a list may have a tied parameter under each of its names
+  std::unordered_set<const c10::TensorImpl*> seen;  // groups may list a tied parameter more than once
   for (auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.grad().numel() == 0) continue;

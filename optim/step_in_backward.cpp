@@ -83,7 +83,7 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             [this] { speculation_ ? abandon() : arrived_.clear(); }));
-  // Uses as many threads for a step as the caller would, or one for each processor.
+  // A step uses as many threads as the caller has, or one for each of `processors`.
   worker_
       ->add([&processors = options_.processors, threads = at::get_num_threads()] {
         if (!processors.empty()) run_on(processors);
@@ -189,7 +189,7 @@ double StepInBackward::finish_speculation() {
     if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
-      wait_for_steps();  // the steps read the gradients
+      wait_for_steps();  // the steps read the gradients, which clipping scales
     } catch (...) {
       failure = std::current_exception();
     }

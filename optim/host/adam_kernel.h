@@ -40,8 +40,8 @@ struct AdamSpan {
   AdamSpan part(int64_t begin, int64_t end) const;
 };
 
-// Takes one step of Adam or AdamW on all elements, on the calling thread, in the widest vector instructions of the
-// processor. Writes the low-precision copy while the new values are in the cache. (Loshchilov and Hutter, 2019,
+// Takes one step of Adam or AdamW on all elements, on the calling thread, with the processor's widest vector
+// instructions. Writes the low-precision copy while the new values are in the cache. (Loshchilov and Hutter, 2019,
 // algorithm 2, in the order of torch::optim's operations.)
 void adam_step(const AdamSpan& span, const AdamFactors& factors);
 

@@ -40,7 +40,7 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Fills in the parameter's state and counts the step. Parameters without elements on this rank need no update.
+// Fills in the parameter's state and counts the step. A parameter without elements on this rank needs no gradient.
 template <class State>
 void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;
@@ -56,7 +56,7 @@ void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPla
   if (parameter.numel() > 0) update.gradient = laid_out_as(parameter.grad(), parameter);
 }
 
-// Arguments of one call.
+// Arguments of one call of a fused operator.
 struct Batch {
   AdamRule rule;
   std::vector<at::Tensor> parameters, gradients, averages, squares, maxima, steps;

@@ -34,9 +34,9 @@ struct AdamPlacement {
 };
 
 // Calls take(update) for each parameter, or each of `chosen`, that has a gradient, in the order of the groups. Creates
-// a missing state, and counts the step in it. Throws std::invalid_argument, with nothing changed, for a parameter that
-// cannot be stepped (not dense, a sparse gradient, not of floating-point type, or refused by `placement`; the error
-// names the shape), and for a parameter in `chosen` that the optimizer does not have.
+// missing states and counts the step. Throws std::invalid_argument, with nothing changed, if the optimizer lacks a
+// parameter of `chosen`, or if a parameter is not dense, is not of floating-point type, has a sparse gradient, or is
+// refused by `placement`. That error names the shape.
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
 

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Elements of one task: large enough to be worth a call, small enough to balance threads.
+// Elements of one task: enough to outweigh the cost of a call, few enough to balance threads.
 constexpr int64_t kPartNumel = 1 << 16;
 
 std::string problem_of(const at::Tensor& parameter) {
@@ -57,7 +57,7 @@ struct Before {
   at::Tensor average, square, maximum;  // previous state
   int64_t step = 0;
   bool has_state = false, has_maximum = false;
-  bool is_stepped = false;  // neither confirmed nor rolled back
+  bool is_stepped = false;  // the last step is neither kept nor rolled back
   bool is_copied = false;   // the tensors hold the previous values
   // `values` holds the previous parameter; the others hold the new state until exchange(), then the previous state
   bool is_beside = false;
@@ -78,7 +78,7 @@ struct Before {
   }
 };
 
-// Work of one call: tensors to keep alive, and the parts that threads share.
+// Work of one call: tensors to keep alive, and the parts to divide among threads.
 struct Pass {
   struct Part {
     AdamSpan span;

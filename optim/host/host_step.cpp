@@ -164,8 +164,8 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
-// Copies in memory order if both have the same strides and memory holds the values. set_data() may have changed
-// strides, or set a conjugate or negative bit.
+// Copies in memory order if both tensors have the same strides and no conjugate or negative bit, which set_data() may
+// have changed.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
   const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);

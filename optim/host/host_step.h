@@ -25,8 +25,8 @@ struct HostStepOptions {
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
 // which a second optimizer of the same class steps. A step first renews the copies of parameters that were written to.
 // On a device, writes that bypass the version (through .data()) are detected by sums of the values after one step and
-// before the next. The second optimizer holds the states during a step only; between steps the first one does, for
-// state dictionaries and checkpoints.
+// before the next. The second optimizer holds the states during a step only. Between steps, the first optimizer holds
+// them, for state dictionaries and checkpoints.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -34,9 +34,9 @@ class HostStep {
   HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
-  // Replaces optimizer.step(), with its current groups and options. Throws, with nothing changed: std::runtime_error
-  // beyond the memory limit, and std::logic_error, which names the parameter, for a gradient that an earlier step has
-  // freed.
+  // Replaces optimizer.step(), with its current groups and options. Throws std::runtime_error beyond the memory limit;
+  // earlier parameters may have been stepped. Throws std::logic_error, which names the parameter, with no step taken,
+  // for a gradient that an earlier step has freed.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -46,8 +46,8 @@ class HostStep {
     at::Tensor parameter;
     at::Tensor host;                    // the parameter's sizes, and its strides at construction
     uint32_t seen_version = 0;          // the parameter's version when both were last equal
-    const void* seen_memory = nullptr;  // its address then
-    at::Tensor seen_sums;               // on a device, sums of its values then
+    const void* seen_memory = nullptr;  // the parameter's address then
+    at::Tensor seen_sums;               // on a device, sums of the parameter's values then
     size_t number = 0;                  // the parameter's number in `dropped_`
     size_t place = 0;                   // index in a step's work
     Copy arriving;                      // copy of the gradient to the host

@@ -18,7 +18,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns every weight of a Linear and its users; names are relative to `root`.
+// Returns the weights of all Linear and HasLinearWeights modules; names are relative to `root`.
 std::vector<LinearWeight> weights_below(torch::nn::Module& root) {
   std::vector<LinearWeight> found;
   std::unordered_set<const torch::nn::Module*> seen;

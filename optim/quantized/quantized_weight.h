@@ -16,8 +16,8 @@ namespace tessera::internal {
 // parameter of the module, which wrappers shard, gather and save like others.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
-  // Replaces `owner`'s parameter `name`, [rows, columns], by the frozen bytes (kFull: freezes it) and registers
-  // adapters. `fqn` is used in errors.
+  // Replaces `owner`'s parameter `name`, [rows, columns], with its frozen encoded bytes (kFull: only freezes it), and
+  // registers adapters. `fqn` is used in errors.
   static std::shared_ptr<QuantizedWeight> make(torch::nn::Module& owner, const std::string& name, std::string fqn,
                                                WeightFormat format, const LoraOptions& lora);
 

@@ -120,7 +120,7 @@ at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
       .narrow(0, 0, layout.blocks);
 }
 
-// The first of two elements is in the high bits.
+// The first of a byte's two elements is in the high bits.
 at::Tensor decoded_codes(const at::Tensor& codes, const at::Tensor& scales, int64_t numel) {
   if (!codes.is_cpu()) {
     const at::Tensor both = at::stack({codes.bitwise_right_shift(4), codes.bitwise_and(15)}, 1).view({-1});
@@ -175,7 +175,7 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight) {
   return bytes;
 }
 
-// One operator, which deferred() can record and replay.
+// A single operator, which deferred() can record and replay.
 static at::Tensor encode_weight(const at::Tensor& weight, int64_t format) {
   const auto as = static_cast<WeightFormat>(format);
   if (weight.is_meta()) return at::empty({encoded_bytes(as, weight.numel())}, weight.options().dtype(at::kByte));

@@ -29,7 +29,7 @@ inline constexpr int64_t kStateBlockNumel = 256;
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
 // Returns the part of a state tensor that belongs to a part of the parameter; `tensor` is empty except for kElements.
-// If a block crosses a cut, both parts hold it.
+// If a cut crosses a block, both parts hold its number.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
 // Returns the range that this part saves. The rank with a block's first element saves the block.
 Range saved_part(const std::string& name, const NamedShard& parameter);
@@ -58,10 +58,10 @@ OptionList read_options(const torch::optim::OptimizerOptions& options);
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
-// Sets the named options and leaves the others. Throws as make_state(), with nothing changed.
+// Sets the named options only. Throws std::invalid_argument, with nothing changed, for an unknown name or wrong type.
 void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);
 
-// The dictionary without states: groups and options as they are now.
+// Returns the dictionary of the current groups and options, without states.
 OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);
 
 // Checks that the dictionary fits the optimizer: kind, groups, their lengths, and the states' shapes.

@@ -105,7 +105,7 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
   at::Tensor have = at::zeros({count}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   auto* flags = have.mutable_data_ptr<uint8_t>();
   for (int64_t i = 0; i < count; ++i) {
-    // In a dry run, other ranks have gradients of the parameters that this rank holds no part of.
+    // A dry run assumes that other ranks have gradients of the parameters that this rank holds no part of.
     const bool is_elsewhere =
         is_without_data() && are_cut_ && parameters[i].requires_grad() && of(parameters[i]).held.numel() == 0;
     flags[i] = parameters[i].grad().defined() || is_elsewhere ? 1 : 0;
