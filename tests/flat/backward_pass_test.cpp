@@ -25,6 +25,7 @@ class Recorded : public BackwardPass {
  public:
   explicit Recorded(std::shared_ptr<Events> recorded) : recorded_(std::move(recorded)) {}
   void set_divisor(double) override {}
+  void prepare_capture() override {}
   void take(const std::string& name) {
     enter();
     note(name);
