@@ -104,7 +104,9 @@ TEST(AcceleratorGuest, UsesTheCallersDeviceAndStreamAndLeavesThemCurrent) {
       ASSERT_EQ(got.size(), expected.size());
       for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::equal(got[i], expected[i])) << i;
       // The simulation takes the host of another current device for another rank's, so it can find nothing last.
-      if (caller == Caller::kOnOwnStream) EXPECT_EQ(Simulation::findings(), std::vector<std::string>());
+      if (caller == Caller::kOnOwnStream) {
+        EXPECT_EQ(Simulation::findings(), std::vector<std::string>());
+      }
     }
     for (int device = 0; device < kWorld; ++device)
       for (const auto& [place, times] : Simulation::counts(device).wait_places)
