@@ -211,6 +211,7 @@ std::map<int64_t, Segment> history_of(const TemporaryFolder& folder, int process
       Segment& known = history.emplace(segment.generation, segment).first->second;
       EXPECT_EQ(segment.world, known.world) << "generation " << segment.generation;
       EXPECT_EQ(segment.step, known.step) << "generation " << segment.generation;
+      EXPECT_EQ(segment.made_by, known.made_by) << "generation " << segment.generation;
       // A rank that did not reach a step has a group that did.
       known.last_before = std::max(known.last_before, segment.last_before);
     }
@@ -288,7 +289,8 @@ void run_round(unsigned seed, std::optional<TwoHosts>& hosts, bool prints) {
     std::vector<Segment> segments;
     for (const auto& [generation, segment] : history) {
       if (generation > own.back().generation) break;
-      name += std::to_string(segment.world) + " from " + std::to_string(segment.step) + ", ";
+      name += std::to_string(segment.world) + " from " + std::to_string(segment.step) + " of group " +
+              std::to_string(segment.made_by) + ", ";
       // A copy ends before the next one starts, so the newest complete one is at most two periods old.
       const bool is_from_disk = warnings.find("continuing from") != std::string::npos;
       EXPECT_TRUE(segments.empty() || is_from_disk ||

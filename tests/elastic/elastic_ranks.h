@@ -116,14 +116,21 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> adam_;
 };
 
-// A line of a rank's file for each group in which it has trained: "<generation> <world> <first step> <last step
-// before>".
+// A line of a rank's file for each group in which it has trained.
 struct Segment {
   int64_t generation = 0;
   int world = 0;
-  int64_t step = 0;
-  int64_t last_before = 0;
+  int64_t step = 0;         // that it restored
+  int64_t made_by = 0;      // the generation that trained this step: several may have, at different worlds
+  int64_t last_before = 0;  // the last step of the rank's previous group
 };
+
+inline void add_segment(const TemporaryFolder& folder, int process, ElasticRun& run, int64_t last_before,
+                        int64_t made_by = 0) {
+  std::ofstream(folder / ("segments-" + std::to_string(process)), std::ios::app)
+      << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << made_by << " " << last_before
+      << "\n";
+}
 
 // Called by each rank after a step, and with step 0 when a group begins.
 using Fault = std::function<void(int rank, int64_t generation, int64_t step)>;
@@ -154,9 +161,8 @@ inline void be_rank(const TemporaryFolder& folder, int process, int world, const
   const auto train = [&](ElasticRun& run) {
     Trainer trainer(run.comm(), training);
     if (process >= world && last == 0) at(Place::kJoin);
-    run.restore(trainer.state());
-    std::ofstream(folder / ("segments-" + name), std::ios::app)
-        << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << last << "\n";
+    const auto extra = run.restore(trainer.state());
+    add_segment(folder, process, run, last, extra.value("generation", int64_t{0}));
     std::ofstream(folder / ("member-" + std::to_string(run.generation()) + "-" + std::to_string(run.comm()->rank())),
                   std::ios::app)
         << "x";
@@ -169,12 +175,12 @@ inline void be_rank(const TemporaryFolder& folder, int process, int world, const
       trainer.step(at);
       last = run.step() + 1;
       at(Place::kCommit);
-      run.commit({{"of_step", run.step() + 1}});
+      run.commit({{"of_step", run.step() + 1}, {"generation", run.generation()}});
       if (run.step() % options.copy_every == 0) at(Place::kCopy);
       if (training.save_every > 0 && run.step() % training.save_every == 0) {
         at(Place::kSave);
         save_checkpoint((folder / "saved" / ("step-" + std::to_string(run.step()))).string(), trainer.state(),
-                        {{"step", run.step()}}, {.keep_last = 2});
+                        {{"step", run.step()}, {"generation", run.generation()}}, {.keep_last = 2});
       }
       if (fault) fault(process, run.generation(), run.step());
     }
@@ -253,7 +259,8 @@ inline std::vector<int> run_ranks_as_processes(const TemporaryFolder& folder, in
 inline std::vector<Segment> segments_of(const TemporaryFolder& folder, int rank) {
   std::vector<Segment> segments;
   std::ifstream file(folder / ("segments-" + std::to_string(rank)));
-  for (Segment one; file >> one.generation >> one.world >> one.step >> one.last_before;) segments.push_back(one);
+  for (Segment one; file >> one.generation >> one.world >> one.step >> one.made_by >> one.last_before;)
+    segments.push_back(one);
   return segments;
 }
 
@@ -269,15 +276,18 @@ inline std::string reference(const TemporaryFolder& folder, const std::vector<Se
       const int64_t end = is_last ? last_step : segments[i + 1].last_before;
       run_ranks(segments[i].world, [&](std::shared_ptr<Communicator> comm) {
         Trainer trainer(comm, training);
-        const auto name_of = [&](int64_t step) { return (folder / ("step-" + std::to_string(step))).string(); };
-        if (i > 0 && segments[i].step > 0) load_checkpoint(name_of(segments[i].step), trainer.state());
+        const auto name_of = [&](int64_t step, int64_t generation) {
+          return (folder / ("step-" + std::to_string(step) + "-" + std::to_string(generation))).string();
+        };
+        if (i > 0 && segments[i].step > 0)
+          load_checkpoint(name_of(segments[i].step, segments[i].made_by), trainer.state());
         for (int64_t step = segments[i].step; step < end;) {
           trainer.step();
           ++step;
-          // A later group begins there.
-          if (std::any_of(segments.begin() + static_cast<std::ptrdiff_t>(i) + 1, segments.end(),
-                          [&](const Segment& later) { return later.step == step; }))
-            save_checkpoint(name_of(step), trainer.state());
+          const int64_t generation = segments[i].generation;
+          if (std::ranges::any_of(
+                  segments, [&](const Segment& later) { return later.step == step && later.made_by == generation; }))
+            save_checkpoint(name_of(step, generation), trainer.state());
         }
         const std::string parameters = trainer.parameters();
         if (comm->rank() == 0) std::ofstream(result, std::ios::binary | std::ios::trunc) << parameters;

@@ -93,8 +93,7 @@ void train_elastically(const TemporaryFolder& folder, int rank, const Scenario& 
   elastic.run([&](ElasticRun& run) {
     const auto loop = scenario.make(run.comm(), run.accumulation());
     run.restore(loop->state());
-    std::ofstream(folder / ("segments-" + name), std::ios::app)
-        << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << last << "\n";
+    add_segment(folder, rank, run, last);
     while (run.step() < scenario.steps) {
       try {
         loop->step();
@@ -424,8 +423,7 @@ void train_with_loader(const TemporaryFolder& folder, int rank, int world, int64
     torch::optim::Adam adam(fsdp.parameters(), 1e-2);
     DistributedSampler sampler(38, run.comm()->rank(), run.comm()->size(), {.batch_numel = 2, .seed = 3});
     run.restore({fsdp, adam, sampler});
-    std::ofstream(folder / ("segments-" + name), std::ios::app)
-        << run.generation() << " " << run.comm()->size() << " " << run.step() << " 0\n";
+    add_segment(folder, rank, run, /*last_before=*/0);
     while (run.step() < steps) {
       auto loader = torch::data::make_data_loader(Numbers().map(torch::data::transforms::Stack<>()), sampler,
                                                   torch::data::DataLoaderOptions(2).workers(2));
