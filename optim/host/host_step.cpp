@@ -7,6 +7,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 #include "core/runtime/bits_dtype.h"
@@ -54,6 +55,7 @@ void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
 HostStep::HostStep(Factory make, HostStepOptions options)
     : make_(std::move(make)),
       label_(std::move(options.label)),
+      is_limited_(options.memory.limit_bytes > 0),
       pool_(options.memory),
       engine_(CopyEngine::make(options.memory.device)) {
   if (!options.drops_gradients) return;
@@ -144,15 +146,20 @@ void HostStep::renew_if_written(HostCopy& copy) {
   if (written_.defined() && written_.const_data_ptr<bool>()[copy.place]) copy.host.copy_(copy.parameter.detach());
 }
 
+at::Tensor HostStep::memory_of_gradient(const HostCopy& copy) {
+  const at::Tensor& gradient = copy.parameter.grad();
+  if (gradient.layout() != at::kStrided || has_lazy_values(gradient) || gradient.strides() != copy.host.strides() ||
+      !flat(copy.host).defined())
+    return {};
+  return pool_.take(gradient.numel(), gradient.scalar_type(), "a gradient of shape " + c10::str(gradient.sizes()));
+}
+
 void HostStep::start_gradient(HostCopy& copy) {
   renew(copy);
-  const at::Tensor gradient = copy.parameter.grad();
-  if (gradient.layout() != at::kStrided || has_lazy_values(gradient) || gradient.strides() != copy.host.strides() ||
-      !flat(copy.host).defined()) {
+  const at::Tensor gradient = copy.parameter.grad(), memory = memory_of_gradient(copy);
+  if (!memory.defined()) {
     copy.host.mutable_grad() = gradient.cpu().clone();
   } else {
-    const at::Tensor memory =
-        pool_.take(gradient.numel(), gradient.scalar_type(), "a gradient of shape " + c10::str(gradient.sizes()));
     copy.host.mutable_grad() = memory.as_strided(gradient.sizes(), gradient.strides());
     copy.arriving = engine_->to_host(memory, flat(gradient));
   }
@@ -195,6 +202,13 @@ void HostStep::step_all(const std::vector<HostCopy*>& work) {
 // Note [Three at once]. While parameter i is stepped, the next two gradients and the last two parameters' values are in
 // flight.
 void HostStep::step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial) {
+  if (is_limited_) {  // a step beyond the limit must throw before it changes the first parameter
+    std::deque<at::Tensor> in_flight;
+    for (const HostCopy* copy : work) {
+      in_flight.push_back(memory_of_gradient(*copy));
+      if (in_flight.size() > kUnderWay) in_flight.pop_front();
+    }
+  }
   const size_t ahead = std::min(kUnderWay, work.size());
   for (size_t i = 0; i < ahead; ++i) start_gradient(*work[i]);
   for (size_t i = 0; i < work.size(); ++i) {

@@ -34,9 +34,9 @@ class HostStep {
   HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
-  // Replaces optimizer.step(), with its current groups and options. Throws std::runtime_error beyond the memory limit;
-  // earlier parameters may have been stepped. Throws std::logic_error, which names the parameter, with no step taken,
-  // for a gradient that an earlier step has freed.
+  // Replaces optimizer.step(), with its current groups and options. With no step taken, throws std::runtime_error
+  // beyond the memory limit, and std::logic_error, which names the parameter, for a gradient that an earlier step has
+  // freed.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -59,6 +59,7 @@ class HostStep {
   void renew(HostCopy& copy);
   void look_for_writes(const std::vector<HostCopy*>& work);
   void renew_if_written(HostCopy& copy);
+  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined: copied without memory of the pool
   void start_gradient(HostCopy& copy);
   void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);
@@ -68,6 +69,7 @@ class HostStep {
 
   const Factory make_;
   const std::function<std::string(const at::Tensor&)> label_;
+  const bool is_limited_;
   std::vector<at::Tensor> parameters_;        // by number
   std::shared_ptr<GradPlaceholder> dropped_;  // null: gradients stay
   PinnedPool pool_;
