@@ -51,12 +51,12 @@ TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlaceAndCaught) {
 
 // A recomputation casts weights again. The next forward must not use the casts of the weights before the step.
 TEST_P(CheckpointedParts, UnderAutocast) {
-  const auto model = [] {
+  const auto single = [] {
     Model model = seeded_model<Checkpointed>(59);
     model->to(at::kFloat);
     return model;
   };
-  play(GetParam(), {.model = model, .same_data = true}, [](Trainer& run) {
+  play(GetParam(), {.model = single, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       std::optional<Autocast> autocast(std::in_place, at::kCPU);
