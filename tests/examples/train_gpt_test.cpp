@@ -125,11 +125,13 @@ TEST(TrainGpt, LaunchersAgree) {
   };
   const auto expected = metrics("spawn", program + "spawn --ranks 2");
   ASSERT_EQ(expected.size(), 8u);
-  if (std::system("command -v mpirun > /dev/null") == 0)
+  if (std::system("command -v mpirun > /dev/null") == 0) {
     EXPECT_EQ(losses_of(metrics("openmpi", "mpirun --allow-run-as-root --oversubscribe -np 2 " + program + "openmpi")),
               losses_of(expected));
-  if (std::system("command -v mpiexec.hydra > /dev/null") == 0)
+  }
+  if (std::system("command -v mpiexec.hydra > /dev/null") == 0) {
     EXPECT_EQ(losses_of(metrics("mpich", "mpiexec.hydra -n 2 " + program + "mpich")), losses_of(expected));
+  }
   const std::string by_hand =
       "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(tessera::testing_support::free_port()) + " WORLD_SIZE=2 ";
   EXPECT_EQ(
