@@ -155,7 +155,7 @@ RendezvousFolder::RendezvousFolder() {
 }
 
 RendezvousFolder::~RendezvousFolder() {
-  std::error_code error;  // a folder that stays harms no later run
+  std::error_code error;  // ignored: a leftover folder is harmless
   fs::remove_all(path_, error);
 }
 

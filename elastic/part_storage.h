@@ -15,9 +15,9 @@
 
 namespace tessera::internal {
 
-// Shows the parts of one step as a checkpoint's folder, "copies://<name>": rank files that are written to this
-// process's memory, or read from it and from other members. checkpoint/ saves and loads through it. Registered while it
-// lives; several may live at once.
+// Presents the parts of one step as a checkpoint's folder, "copies://<name>". Its rank files are written to this
+// process's memory, and read from it and from other members. checkpoint/ can use the path while the object lives.
+// Several may exist at once.
 class PartFolder {
  public:
   // For writing one part. `before`, which may be null, has the part of an earlier step: equal blocks are shared.

@@ -34,7 +34,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
-  // A thread that a custom backward started is not the engine's, but works for the running pass.
+  // is_running(): a thread that a custom backward started is not one of the engine's.
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();

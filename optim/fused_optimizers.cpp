@@ -57,7 +57,7 @@ struct SgdBatch {
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  // In the order of torch::optim::SGD, so with its bits.
+  // In the order of torch::optim::SGD, so that results are bit-equal.
   void step_by_operators(const torch::optim::SGDOptions& options, bool is_first) const {
     std::vector<at::Tensor> direction = gradients;
     if (options.weight_decay() != 0) direction = at::_foreach_add(gradients, parameters, options.weight_decay());

@@ -16,8 +16,8 @@
 
 namespace tessera::internal {
 
-// A rank steps at least this many bytes of its parameters before it publishes them, if it steps and publishes in turns:
-// a call of an optimizer's operator must be worth its cost. Tests lower it.
+// If a rank alternates between stepping and publishing parameters, it steps at least this many bytes at a time. Calls
+// of the optimizer's operators for fewer bytes would cost too much. Tests lower it.
 inline int64_t least_step_bytes = int64_t{8} << 20;
 // The factor for a device, which computes faster than a CPU, but launches operators no faster.
 inline constexpr int64_t kDeviceStepFactor = 32;

@@ -50,7 +50,7 @@ struct HeldBox {
   Box box;
 };
 
-// Adds the slices that a rank's file must contain, from its header.
+// Adds the slices of `boxes`, which are in the rank's file, with their places from its header.
 void list_file(const SavedTensors& saved, int64_t rank, size_t number, const std::vector<HeldBox>& boxes,
                SavedTensors& all) {
   const auto file = open_file(saved.directory / rank_file_name(rank, number));

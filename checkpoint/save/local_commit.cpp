@@ -166,7 +166,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
   clear_leftovers(folder, hidden_prefix(target_), progress);
-  // The directory gets its final hidden name, which others may clean up, once it is locked.
+  // Renamed once it is locked, because other jobs remove unlocked directories with the final hidden name.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {

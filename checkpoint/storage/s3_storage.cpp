@@ -258,7 +258,7 @@ class S3Storage : public Storage {
             client_->send({.method = "GET", .location = s3_location(path.native()), .range = range_text(0, max_bytes)});
         return response.status == 404 ? std::string() : response.body.substr(0, static_cast<size_t>(max_bytes));
       } catch (const S3Error& error) {
-        if (error.status() != 416) throw;  // the file is empty
+        if (error.status() != 416) throw;  // 416: the file is empty
         return std::string();
       }
     });

@@ -49,7 +49,7 @@ class BucketMemory {
 struct BucketContent {
   enum class Memory : uint8_t {
     kBucket,    // BucketMemory's, or an adopted gradient's
-    kResult,    // allocated for the result
+    kResult,    // memory of the bucket's `result`
     kBorrowed,  // a gradient of autograd, which must not be written
   };
   // A piece of the bucket.

@@ -138,7 +138,7 @@ void GradientCollector::copy_waiting(BucketContent& content, size_t bucket) cons
   content.copy_waiting(buckets_[bucket], parameters_, options_.rank);
 }
 
-// ---- contents -----------------------------------------------------------------------------------
+// ---- contents of buckets -------------------------------------------------------------------------
 
 BucketContent GradientCollector::take(size_t bucket) {
   return sealed(std::exchange(slots_[bucket].content, BucketContent::of(buckets_[bucket])), bucket);

@@ -24,7 +24,7 @@ bool is_loopback_address(const std::string& address);
 // there.
 std::string try_connect(const std::string& host, int port, int timeout_ms);
 
-// Returns a text that is equal in processes of one host: its name and boot.
+// Returns an identifier of this host: its name and boot ID.
 std::string host_and_boot();
 
 // Returns the address of GLOO_SOCKET_IFNAME, the network interface that the user has named; "" if it is not set. Throws

@@ -398,8 +398,8 @@ class Ranks {
     const bool others_go_on = code == 0 || alive() + starting_ + ended_well_ >= survival_.least_ranks;
     if (others_go_on && !code_) ended_(report.rank);
     if (code != 0 && others_go_on && !code_) return say(text + "; the others go on");
-    // Later failures are consequences of the first, or of our signals. SIGUSR1 is a warning, after which ranks may
-    // fail.
+    // Later failures follow from the first one, or from our signals, and do not count. SIGUSR1 is only a warning:
+    // failures after it count.
     const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
     if (code == 0 || (code_ && (!is_only_warned || code == code_))) return;
     code_ = code;

@@ -77,7 +77,7 @@ bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
 [[noreturn]] void tell_and_terminate() noexcept {
   if (const auto error = std::current_exception(); error && prints_one_line) end_with_one_line(error);
   std::terminate_handler before = nullptr;
-  // Only the first terminating thread publishes.
+  // No two threads publish at the same time.
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
     before = handler_before;
     call_with_timeout(kLongestEnd, [text = text_of(std::current_exception())] {

@@ -31,7 +31,7 @@ enum class ReduceOp { kSum, kAverage, kMax, kMin };
 struct Traffic {
   int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
   int64_t collectives = 0;  // operations started
-  double wait_s = 0;        // time of this rank's thread in Pending::wait()
+  double wait_s = 0;        // time that this rank spent in Pending::wait()
 };
 
 // The handle of a collective in flight. It owns references to all tensors of the operation until the operation

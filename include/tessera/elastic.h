@@ -45,7 +45,7 @@ enum class ElasticBatch {
 
 // Must be equal on all ranks.
 struct ElasticOptions {
-  int copy_every = 10;  // steps between two copies: the most steps that a death loses, plus those of the copy itself
+  int copy_every = 10;  // steps between copies; a death loses at most these, and the steps made during a copy
   int copies = 1;       // other ranks that hold each rank's part; as many deaths at once lose nothing
   int least_ranks = 1;  // with fewer survivors, run() throws
   int most_ranks = 0;   // further processes wait until there is room; 0: as many as the first group has

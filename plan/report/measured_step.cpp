@@ -50,8 +50,8 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   return spans;
 }
 
-// Returns the ends of optimizer steps. Optimizer spans without a forward or backward between them are one step. Nothing
-// else marks an end: an accumulated backward may reduce like the last one.
+// Returns the ends of optimizer steps. Optimizer spans without a forward or backward between them are one step.
+// Reductions mark no end: each backward of an accumulation may reduce.
 std::vector<double> ends_of_steps(const std::vector<Span>& spans) {
   std::vector<double> ends;
   bool has_computed = true;

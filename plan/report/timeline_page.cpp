@@ -212,7 +212,7 @@ for (const one of data.collectives) {
   svg("rect", { x: x(one.at) - 1, y: at + 16 - height, width: 2, height, fill: "var(--ink)", "fill-opacity": 0.65 });
 }
 byId("picture").setAttribute("viewBox", "0 0 1180 " + (box.lane + 24 * lanes.length + 24));
-// Describes the operator under the pointer.
+// Describes the operator or collective nearest to the pointer.
 const cursor = svg("line", { y1: box.top, y2: box.lane + 8 + 24 * lanes.length, stroke: "var(--ink)",
   "stroke-opacity": 0.45, visibility: "hidden" });
 function nearest(list, at) {

@@ -117,7 +117,7 @@ struct Rank {
   const Moves* moves;
   std::mt19937 noise;
   size_t next = 0;
-  int repeat = -1;  // -1: before the repeated step
+  int repeat = -1;  // -1: in Moves::before
   double began_s = 0;
   bool is_asleep = false;
   std::vector<double> repeats_s;  // the start of each, and the end

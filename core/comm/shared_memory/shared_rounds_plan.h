@@ -47,8 +47,8 @@ class SharedRoundsPlan {
 // memory.
 class RoundSlots {
  public:
-  // Returns a free slot for this round, the last to begin. A slot is free when all other ranks have left its round. If
-  // no slot that was used before is known to be free, `ask` returns the round before which all others have left.
+  // Returns a free slot for `round`, the newest. A slot is free when all other ranks have left its round. Calls `ask`
+  // if no used slot is known to be free. It must return a round such that all others have left the rounds before it.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 

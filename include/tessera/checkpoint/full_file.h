@@ -30,7 +30,7 @@ struct SaveFullOptions {
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads such a file, an index, or a directory of safetensors files. The directory may be the output of PyTorch's
-// HuggingFaceStorageWriter, or a model hub's cache: a snapshot, or the root, whose refs/main names it. If an index
+// HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names one. If an index
 // exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads only its
 // part, without checksums. Collective; otherwise as load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});

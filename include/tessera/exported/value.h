@@ -86,7 +86,7 @@ class ExportedValue {
 };
 
 // Inputs of a module by their Python names: model->forward(NamedInputs{{"input_ids", ids}, {"labels", labels}}). May
-// follow inputs by position.
+// follow positional inputs.
 class NamedInputs {
  public:
   NamedInputs() = default;

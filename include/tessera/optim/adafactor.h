@@ -17,7 +17,7 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
 
   TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
-  TORCH_ARG(double, eps1) = 0;              // lower bound of an average's root; 0: the epsilon of the parameter's dtype
+  TORCH_ARG(double, eps1) = 0;              // lower bound of averages or their roots; 0: the dtype's epsilon
   TORCH_ARG(double, eps2) = 1e-3;           // lower bound of a parameter's size (root mean square)
   TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's size (root mean square)
 

@@ -14,7 +14,7 @@ class Averages {
   virtual ScopeExit swap_in_averages() = 0;
   // Whether a scope is open; step() must not be called then.
   virtual bool are_swapped_in() const = 0;
-  // false: under OSS, if the optimizer has no averages.
+  // False if the optimizer under OSS has no averages.
   virtual bool keeps_averages() const { return true; }
 };
 

@@ -52,14 +52,14 @@ struct Machines {
 // ranks, of two steps. `record` is of AdamW. After the loss of ranks, up to three steps of larger parts are held.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
-// Runs the choice as a dry run. Throws as PlannedModel::run(), except for libtorch's errors, and as predict_step().
+// Runs the choice as a dry run. Throws as run() and predict_step(), but libtorch's errors go into `why_not`.
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
 
 // Returns PlannedTraining::time of a record of the choice, with its intervals. Throws as predict_step().
 std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoice& choice, const Machines& machines);
 
-// The usable part of a GPU's memory; the rest is for its allocator, the kernels' scratch memory and the driver, which a
-// dry run does not count.
+// The usable share of a device's or a host's memory. A dry run does not count the rest: the GPU's allocator, scratch
+// memory of kernels, and the driver.
 inline constexpr double kUsable = 0.9;
 // Returns the index of the recommended plan, or -1. Its peak must be at most kUsable of the device's memory. With
 // offload, a host's ranks must also fit in that share of the host's memory, if known. Prefers, in this order: no
