@@ -42,7 +42,7 @@ struct CannotRun {
 const std::vector<CannotRun> kCannotRun = {
     {"docs/guide.md: auto comm = tessera::init({.backend = \"nccl\"});", "needs a GPU",
      "the NCCL backend for cuda:0 is not in this build"},
-    {"docs/gpu.md: tessera::CapturedStep step(", "needs a GPU", "the wrapper's group is not NCCL's"},
+    {"docs/gpu.md: tessera::CapturedStep step(", "needs a GPU", "the wrapper's group is on the CPU"},
     {"docs/checkpoint.md: tessera::save_checkpoint(\"s3://bucket/run/step-000200\", fsdp, optimizer, {{\"step\", "
      "200}}, "
      "{.keep_last = 3});",
