@@ -42,8 +42,11 @@ class ReductionWork final : public c10d::Work {
       if (exchange->isCompleted() && exchange->exception()) return exchange->exception();
     return nullptr;
   }
+  // The current stream keeps the tensors' memory from then on. The thread that destroys this work must not free them:
+  // the current stream may be recording then.
   bool wait(std::chrono::milliseconds) override {
     end_.block(current_stream(stream_.device()));
+    tensors_.clear();
     return true;
   }
   void synchronize() override { wait({}); }
@@ -52,7 +55,7 @@ class ReductionWork final : public c10d::Work {
   const c10::Stream stream_;
   c10::Event end_;
   const std::vector<Exchange> exchanges_;
-  const std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> tensors_;
   const bool is_recorded_;
 };
 
