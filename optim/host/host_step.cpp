@@ -226,7 +226,10 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   rebuild(optimizer);
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
-    copy.host.mutable_grad().reset();  // left by a failed step
+    // A failed step has left them.
+    copy.arriving.wait_on_host();
+    copy.arriving = {};
+    copy.host.mutable_grad().reset();
     if (!copy.parameter.grad().defined()) continue;
     if (dropped_ && dropped_->is_in(copy.number, copy.parameter)) dropped_->refuse_step(copy.number);
     work.push_back(&copy);
