@@ -42,8 +42,8 @@ struct Training {
   milliseconds wake_after = std::chrono::hours(1);
   milliseconds pause{0};  // in each step
   int joiners = 0;        // processes beside the first ranks, which join
-  milliseconds join_after{0};
-  int restarts = 0;  // first ranks that are started again when they have failed: each one is a further process
+  int64_t join_in = 0;    // joiners wait until a group of this generation trains; 0: they do not wait
+  int restarts = 0;       // first ranks that are started again when they have failed: each one is a further process
   // Joining takes time: training continues beyond the last step until the group has this generation and size.
   int64_t least_generation = 0;
   int least_world = 0;
@@ -150,7 +150,9 @@ inline void be_rank(const TemporaryFolder& folder, int process, int world, const
       [&](const std::string& text) { std::ofstream(folder / ("warnings-" + name), std::ios::app) << text << "\n"; });
   std::optional<Elastic> elastic;
   if (process >= world) {
-    if (process < world + training.joiners) std::this_thread::sleep_for(training.join_after);
+    const auto first_member = folder / ("member-" + std::to_string(training.join_in) + "-0");
+    while (process < world + training.joiners && training.join_in > 0 && !std::filesystem::exists(first_member))
+      std::this_thread::sleep_for(milliseconds(5));
     ::setenv("TESSERA_ELASTIC_JOIN", "1", 1);
     elastic.emplace(options);
     at(Place::kJoin);

@@ -74,7 +74,7 @@ TEST(ElasticJoin, OneRankGrows) {
 
 TEST(ElasticJoin, ALaterProcessTakesThePlaceOfADeadRank) {
   for (const int victim : {0, 2})
-    expect_growth(3, {.joiners = 1, .join_after = milliseconds(800), .least_generation = 2},
+    expect_growth(3, {.joiners = 1, .join_in = 1, .least_generation = 2},
                   [&](int rank, int64_t generation, int64_t step) {
                     if (generation == 0 && step == 8 && rank == victim) ::kill(::getpid(), SIGKILL);
                   },
