@@ -691,10 +691,15 @@ std::vector<int64_t> measured_copies(int world, const TrainingChoice& choice, co
           training.step();
           run.commit();
         }
+        // The last copy has arrived if ten looks of all ranks in turn see no change.
         int64_t bytes = -1;
-        while (bytes != run.copied_bytes()) {  // until the last copy has arrived
-          bytes = run.copied_bytes();
-          std::this_thread::sleep_for(milliseconds(200));
+        for (int unchanged = 0; unchanged < 10; ++unchanged) {
+          const int64_t now = run.copied_bytes();
+          const at::Tensor changes = torch::full({1}, now == bytes ? 0. : 1.);
+          bytes = now;
+          run.comm()->all_reduce(changes).wait();
+          if (changes.item<float>() > 0) unchanged = -1;
+          std::this_thread::sleep_for(milliseconds(50));
         }
         std::ofstream(folder / ("bytes-" + std::to_string(rank))) << bytes;
         run.comm()->barrier();
