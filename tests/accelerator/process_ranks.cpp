@@ -2,8 +2,8 @@
 // a GPU of one host, so each process has an NCCL_HOSTID, and NCCL sees as many hosts, which talk through sockets on
 // loopback. Without TESSERA_TEST_GPU the device is simulated. Shows results, order and failures, never speed.
 //
-// For each world size, one run checks the collectives and the wrappers, and then one run for each way to fail checks
-// what the surviving ranks report. Prints a line for each check, and a verdict at the end.
+// For each world size, one run checks the collectives and the wrappers, and then one run for each failure checks
+// the errors of the surviving ranks. Prints a line for each check, and a verdict at the end.
 #include <signal.h>
 #include <torch/torch.h>
 
@@ -55,7 +55,7 @@ const Case kWrappers[] = {{.name = "ddp", .wrapper = Case::kDdp},
                           {.name = "sdp", .wrapper = Case::kSdp},
                           {.name = "fsdp", .wrapper = Case::kFsdp}};
 
-// The checks of one rank. A check returns what it has counted, and reports differences by fail().
+// The checks of one rank. A check returns a summary with its counts, and reports differences by fail().
 class Checks {
  public:
   explicit Checks(std::shared_ptr<Communicator> comm)
@@ -252,7 +252,7 @@ class Checks {
   int failures_ = 0;
 };
 
-// A way in which one rank fails in its third step, and what the others' errors must say of it; "%" is its rank.
+// One rank's failure in its third step, and the text that the others' errors must contain; "%" is its rank.
 struct Failure {
   const char* name;
   const char* reason;
@@ -380,7 +380,7 @@ bool run_checks(const std::string& program, int world) {
   return is_right;
 }
 
-// Prints what the survivors said; returns whether each of them named the rank that has failed.
+// Prints the survivors' errors; returns whether each of them named the rank that has failed.
 bool check_survivors(const Failure& failure, Group& group) {
   const int failed = rank_that_fails(failure, group.size());
   std::string reason = failure.reason;

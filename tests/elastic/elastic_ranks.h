@@ -49,7 +49,7 @@ struct Training {
   int least_world = 0;
 };
 
-// What a process does next.
+// The part of a step, or of a change of the group, that a process reaches.
 enum class Place { kGather, kReduction, kStep, kCopy, kCommit, kRegroup, kJoin, kSave };
 
 // A model, its optimizer and its sampler on one rank. A step depends on the state and on the sampler's items alone.

@@ -51,21 +51,8 @@ TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlaceAndCaught) {
 
 // A recomputation casts weights again. The next forward must not use the casts of the weights before the step.
 TEST_P(CheckpointedParts, UnderAutocast) {
-  const auto single = [] {
-    Model model = seeded_model<Checkpointed>(59);
-    model->to(at::kFloat);
-    return model;
-  };
-  play(GetParam(), {.model = single, .same_data = true}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      std::optional<Autocast> autocast(std::in_place, at::kCPU);
-      const at::Tensor out = run(run.x(step).to(at::kFloat));
-      autocast.reset();
-      torch::mse_loss(out.to(at::kFloat), run.y(step).to(at::kFloat)).backward();
-      run.optimizer().step();
-    }
-  });
+  play(GetParam(), {.model = [] { return in_single(seeded_model<Checkpointed>(59)); }, .same_data = true},
+       three_steps_under_autocast);
 }
 
 // Autograd itself throws if a saved tensor was changed; recomputing must not hide that.

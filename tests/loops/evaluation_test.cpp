@@ -19,21 +19,7 @@ namespace {
 TESSERA_LOOPS(Evaluation, all_setups);
 
 TEST_P(Evaluation, AutocastAroundForward) {
-  auto single = [] {
-    Model model = mlp();
-    model->to(at::kFloat);
-    return model;
-  };
-  play(GetParam(), {.model = single, .same_data = true}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      std::optional<Autocast> autocast(std::in_place, at::kCPU);
-      const at::Tensor out = run(run.x(step).to(at::kFloat));
-      autocast.reset();
-      torch::mse_loss(out.to(at::kFloat), run.y(step).to(at::kFloat)).backward();
-      run.optimizer().step();
-    }
-  });
+  play(GetParam(), {.model = [] { return in_single(mlp()); }, .same_data = true}, three_steps_under_autocast);
 }
 
 TEST(Autocast, RestoresThreadStateAndFreesCopiesAtTheOutermostEnd) {

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <ostream>
 #include <string>
 #include <utility>
@@ -100,6 +101,22 @@ class Trainer {
 using Loop = std::function<void(Trainer&)>;
 inline void three_steps(Trainer& run) {
   for (int step = 0; step < 3; ++step) run.train(step);
+}
+
+// In single precision: autocast leaves others alone.
+inline Model in_single(Model model) {
+  model->to(at::kFloat);
+  return model;
+}
+inline void three_steps_under_autocast(Trainer& run) {
+  for (int step = 0; step < 3; ++step) {
+    run.optimizer().zero_grad();
+    std::optional<Autocast> autocast(std::in_place, at::kCPU);
+    const at::Tensor out = run(run.x(step).to(at::kFloat));
+    autocast.reset();
+    torch::mse_loss(out.to(at::kFloat), run.y(step).to(at::kFloat)).backward();
+    run.optimizer().step();
+  }
 }
 
 enum class Expect {

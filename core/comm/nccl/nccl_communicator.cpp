@@ -121,8 +121,7 @@ class NcclCommunicator : public Communicator,
   std::string why_not_recorded() const override {
     if (!options_.registered_memory || size() == 1) return "";
     return "with InitOptions::registered_memory units are gathered into memory of the group, which recorded work "
-           "cannot "
-           "own: leave the option off";
+           "cannot own: leave the option off";
   }
   void enqueue_recorded(const std::string& description, const std::function<void()>& enqueue) override {
     require_whole(description);
