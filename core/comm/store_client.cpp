@@ -15,6 +15,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "core/comm/short_name_lookups.h"
 #include "core/runtime/guarded_by.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
@@ -32,6 +33,17 @@ c10d::Store& underlying(c10d::Store& store) {
   return prefixed == nullptr ? store : *prefixed->getUnderlyingNonPrefixStore();
 }
 
+void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout) {
+  constexpr std::chrono::microseconds kLongestPause{20'000};
+  const auto until = RunClock::now() + timeout;
+  for (std::chrono::microseconds pause{100}; !store.check(keys); pause = std::min(2 * pause, kLongestPause)) {
+    if (timeout != c10d::Store::kNoTimeout && RunClock::now() >= until)
+      C10_THROW_ERROR(DistStoreError, c10::str("timed out after ", static_cast<double>(timeout.count()) * 1e-3,
+                                               " s, waiting for the keys ", c10::Join(", ", keys)));
+    std::this_thread::sleep_for(pause);
+  }
+}
+
 // The calls that a client's thread makes, in order. Shared by both. Thread-safe.
 class StoreThread {
  public:
@@ -40,7 +52,8 @@ class StoreThread {
   c10d::Store& store() const { return *store_; }
 
   void run() {
-    const SigpipeBlock no_sigpipe;  // calls write to sockets
+    const SigpipeBlock no_sigpipe;         // calls write to sockets
+    const ShortNameLookups short_lookups;  // of TCPStore, which logs the names of peers
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [this] { return must_end_ || !calls_.empty(); });
@@ -174,14 +187,7 @@ int64_t StoreClient::getNumKeys() {
 }
 
 void StoreClient::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  constexpr std::chrono::microseconds kLongestPause{20'000};
-  const auto until = RunClock::now() + timeout;
-  for (std::chrono::microseconds pause{100}; !check(keys); pause = std::min(2 * pause, kLongestPause)) {
-    if (timeout != kNoTimeout && RunClock::now() >= until)
-      C10_THROW_ERROR(DistStoreError, c10::str("timed out after ", static_cast<double>(timeout.count()) * 1e-3,
-                                               " s, waiting for the keys ", c10::Join(", ", keys)));
-    std::this_thread::sleep_for(pause);
-  }
+  await_keys(*this, keys, timeout);
 }
 
 void StoreClient::append(const std::string& key, const std::vector<uint8_t>& value) {

@@ -18,6 +18,9 @@ class StoreThread;
 // Returns the store behind prefixes.
 c10d::Store& underlying(c10d::Store& store);
 
+// Polls until a store has all keys. Throws c10::Error after the timeout.
+void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);
+
 // A store whose calls all end. If the process that serves a c10d TCPStore is stopped, or the link to it is cut, a call
 // waits for ever and blocks all other calls of its process. This class makes the calls on a thread of its own. It
 // throws c10::Error, with kNoAnswer, when the store has not answered for the patience. The thread is then left behind,

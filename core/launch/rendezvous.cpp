@@ -13,6 +13,7 @@
 
 #include <tessera/errors.h>
 #include "core/comm/group_process.h"
+#include "core/comm/short_name_lookups.h"
 #include "core/comm/store_client.h"
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
@@ -172,6 +173,7 @@ class Joining {
     try {
       auto store = call_with_timeout(options.timeout, [host, options] {
         const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+        const ShortNameLookups short_lookups;
         return c10::make_intrusive<c10d::TCPStore>(host, options);
       });
       if (!store) fail(kSilent);

@@ -32,6 +32,7 @@
 
 #include <tessera/launch.h>
 #include "core/comm/descriptors.h"
+#include "core/comm/short_name_lookups.h"
 #include "core/comm/store_client.h"
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
@@ -158,6 +159,7 @@ c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   options.masterListenFd = socket.release();
   options.timeout = kOwnStore;
   const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+  const ShortNameLookups short_lookups;
   return StoreClient::of(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), kOwnStore);
 }
 

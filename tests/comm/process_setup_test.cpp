@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
+#include <resolv.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -26,6 +27,7 @@
 #include <system_error>
 #include <thread>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include <tessera/ddp.h>
@@ -36,6 +38,7 @@
 #include <tessera/sdp.h>
 #include "core/comm/backends.h"
 #include "core/comm/shared_memory/tracer_permission.h"
+#include "core/comm/short_name_lookups.h"
 #include "core/runtime/sigpipe_block.h"
 #include "core/runtime/warn.h"
 #include "tests/comm/on_processes.h"
@@ -434,6 +437,25 @@ TEST(SigpipeBlock, MakesAWriteToAClosedPipeAnError) {
   });
   EXPECT_EQ(codes, std::vector<int>{128 + SIGPIPE});
 }
+
+#ifdef __GLIBC__
+TEST(ShortNameLookups, ConcernOneThreadAndEnd) {
+  const auto resolver = [] {
+    ::res_init();
+    return std::pair(_res.retrans, _res.retry);
+  };
+  const auto before = resolver();
+  {
+    const internal::ShortNameLookups short_lookups;
+    EXPECT_EQ(_res.retrans, 1);
+    EXPECT_GE(_res.retry, 4);
+    auto of_thread = before;
+    std::thread([&] { of_thread = resolver(); }).join();
+    EXPECT_EQ(of_thread, before);
+  }
+  EXPECT_EQ(std::pair(_res.retrans, _res.retry), before);
+}
+#endif
 
 TEST(SigpipeBlock, ARankThatDiesWhileItIsWrittenToIsAnError) {
   const auto codes = on_processes(2, [](StorePtr store, int rank) {

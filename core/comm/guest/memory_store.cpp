@@ -16,6 +16,7 @@
 #include <utility>
 
 #include <tessera/errors.h>
+#include "core/comm/short_name_lookups.h"
 #include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
@@ -90,6 +91,7 @@ MadeStore make_store(const TextExchange& exchange, const std::string& who, int r
   if (one_host)
     if (auto store = share_memory_store(exchange, who, rank)) return {std::move(store)};
   const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+  const ShortNameLookups short_lookups;
   c10::intrusive_ptr<c10d::Store> store;
   const auto open_store = [&](const std::string& host, uint16_t port) {
     c10d::TCPStoreOptions options;
