@@ -4,7 +4,6 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <future>
@@ -28,7 +27,6 @@
 #include "core/launch/local_address.h"
 #include "core/launch/require.h"
 #include "core/runtime/call_with_timeout.h"
-#include "core/runtime/sigpipe_block.h"
 #include "core/runtime/warn.h"
 #include "elastic/part_storage.h"
 
@@ -43,7 +41,6 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr milliseconds kEntryPause{5};
 // A rank that is in no operation of the group looks that often whether others have left it.
 constexpr milliseconds kMemberCheck{500};
-constexpr milliseconds kStoreTry{1000};
 
 std::string random_text() {
   std::random_device device;
@@ -54,20 +51,6 @@ std::string random_text() {
 
 // Failures after one step without the loss of a rank: more are no accident.
 constexpr int kMostFailuresAtStep = 2;
-
-StorePtr connect_store(const std::string& address, int port, bool serves, milliseconds timeout) {
-  const auto made = call_with_timeout(timeout + kAnswerGrace, [=]() -> StorePtr {
-    c10d::TCPStoreOptions options;
-    options.port = static_cast<uint16_t>(port);
-    options.isServer = serves;
-    options.waitWorkers = false;
-    options.timeout = timeout;
-    const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
-    return c10::make_intrusive<c10d::TCPStore>(address, options);
-  });
-  if (!made) throw CommError(c10::str("the store at ", address, ":", port, " does not answer"));
-  return *made;
-}
 
 std::string ranks_text(const std::vector<int>& ranks) {
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
@@ -170,12 +153,10 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   const auto members = exchange("members", [&] {
     start_server();
     if (rank == 0) serve_store(group_);
-    return json{{"member", to_json(self_)}, {"address", group_.store_address}, {"port", group_.store_port}}.dump();
+    return to_json(self_).dump();
   });
-  for (const std::string& text : members) group_.members.push_back(member_from_json(json::parse(text).at("member")));
-  const json first = json::parse(members[0]);
-  group_.store_address = first.at("address").get<std::string>();
-  group_.store_port = first.at("port").get<int>();
+  for (const std::string& text : members) group_.members.push_back(member_from_json(json::parse(text)));
+  group_.store = group_.members[0];
   await_readers(store, rank, size, timeout);
   run_id_ = group_.members[0].id;
   enter_group();
@@ -266,6 +247,7 @@ PeerMessage ElasticState::answer(PartReceiver& receiver, PeerMessage&& request) 
   if (op == "look" || op == "prepare" || op == "accept" || op == "decided")
     return {acceptor_.answer(request.fields), {}};
   if (op == "join") return {join_requests_.answer(request.fields), {}};
+  if (op == "store") return stores_.answer(request);
   if (op == "begin_part" || op == "block" || op == "end_part") return receiver.answer(std::move(request));
   const json& fields = request.fields;
   const auto part = copies_.find(
@@ -292,9 +274,8 @@ PeerMessage ElasticState::answer(PartReceiver& receiver, PeerMessage&& request) 
 }
 
 void ElasticState::serve_store(Decision& decision) {
-  store_before_ = std::exchange(store_, connect_store("127.0.0.1", 0, /*serves=*/true, options_.group.timeout));
-  decision.store_address = self_.address;
-  decision.store_port = static_cast<c10d::TCPStore&>(*store_).getPort();
+  stores_.serve(decision.generation);
+  decision.store = self_;
 }
 
 void ElasticState::await_members() {
@@ -324,7 +305,9 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   const int size = static_cast<int>(group_.members.size());
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
-  const auto wrapped = StoreClient::of(connect_to_group_store(), options_.group.timeout);
+  // A client, also in the process that serves the store: a group that serves its store waits for all ranks at its end.
+  const auto wrapped = c10::make_intrusive<StoreClient>(
+      c10::make_intrusive<GroupStore>(group_.store, group_.generation, options_.group.timeout), options_.group.timeout);
   // In their first meeting ranks wait in the store, until the timeout. A member that is lost meanwhile must end the
   // wait: the others leave out ranks that stay in it.
   std::promise<void> is_made;
@@ -356,31 +339,6 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   end_watch();
   if (!loss.empty()) throw CommError(loss);
   return comm;
-}
-
-// A client, also in the process of the server: a group that serves its store waits for all ranks when it ends.
-StorePtr ElasticState::connect_to_group_store() {
-  const auto until = RunClock::now() + options_.group.timeout;
-  for (;;) {
-    std::string reason;
-    try {
-      // c10d connects again and again to a process that has ended.
-      PeerConnection({.id = "", .address = group_.store_address, .port = group_.store_port, .host = ""}, kPromptAnswer);
-      StorePtr client = connect_store(group_.store_address, group_.store_port, /*serves=*/false,
-                                      std::min(kStoreTry, options_.group.timeout));
-      client->setTimeout(options_.group.timeout);
-      return client;
-    } catch (const c10::Error& error) {
-      reason = error.what_without_backtrace();
-    } catch (const PeerError& error) {
-      reason = error.what();
-      if (error.is_gone()) throw CommError("the process of the group's store has ended: " + reason);
-    } catch (const CommError& error) {
-      reason = error.what();
-    }
-    require_members();
-    if (RunClock::now() >= until) throw CommError(reason);
-  }
 }
 
 void ElasticState::require_members() const {

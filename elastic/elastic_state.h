@@ -12,6 +12,7 @@
 #include "core/launch/process_setup.h"
 #include "core/runtime/guarded_by.h"
 #include "elastic/copies.h"
+#include "elastic/group_store.h"
 #include "elastic/joining.h"
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
@@ -43,9 +44,9 @@ class ElasticState {
   const std::string& own_id() const { return self_.id; }
   // Equal on all ranks.
   const std::string& run_id() const { return run_id_; }
-  // Whether a step has been complete in memory, as far as this rank knows.
   // Throws CommError if a member has ended or left the group. A silent one may be slow.
   void require_members() const;
+  // Whether a step has been complete in memory, as far as this rank knows.
   bool has_had_copies() const { return has_had_copies_; }
   void note_complete_copy() { has_had_copies_ = true; }
   at::Tensor& staging_memory() { return staging_memory_; }
@@ -74,7 +75,6 @@ class ElasticState {
                   const std::function<ElasticRun(ElasticRunState&)>& make);
   // Whether a member of the group has ended, is silent, or has left it.
   bool has_lost_member() const;
-  c10::intrusive_ptr<c10d::Store> connect_to_group_store();
   // Leaves the broken group, and finds the next one.
   void regroup();
 
@@ -84,6 +84,7 @@ class ElasticState {
   const std::optional<RunFile> file_;
   bool is_joining_ = false;
   CopyStore copies_;
+  ServedStores stores_;
   Acceptor acceptor_;
   JoinRequests join_requests_;
   std::string run_id_;
@@ -94,9 +95,7 @@ class ElasticState {
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
-  int failures_at_step_ = 0;  // in succession, without the loss of a rank
-  // Stores that this process serves, of this group and of the one before, whose last readers may be late.
-  c10::intrusive_ptr<c10d::Store> store_, store_before_;
+  int failures_at_step_ = 0;            // in succession, without the loss of a rank
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
 };
 

@@ -34,8 +34,7 @@ std::vector<Member> members_from_json(const json& all) {
 json to_json(const Decision& decision) {
   return {{"generation", decision.generation},
           {"members", members_to_json(decision.members)},
-          {"store_address", decision.store_address},
-          {"store_port", decision.store_port},
+          {"store", to_json(decision.store)},
           {"step_generation", decision.step.generation},
           {"step", decision.step.step},
           {"world", decision.step.world},
@@ -50,8 +49,7 @@ Decision decision_from_json(const json& fields) {
   Decision decision;
   decision.generation = fields.at("generation").get<int64_t>();
   decision.members = members_from_json(fields.at("members"));
-  decision.store_address = fields.at("store_address").get<std::string>();
-  decision.store_port = fields.at("store_port").get<int>();
+  decision.store = member_from_json(fields.at("store"));
   decision.step = {fields.at("step_generation").get<int64_t>(), fields.at("step").get<int64_t>(),
                    fields.at("world").get<int>(), fields.at("holders").get<std::vector<std::vector<int>>>()};
   decision.sources = members_from_json(fields.at("sources"));

@@ -30,8 +30,7 @@ namespace tessera::internal {
 struct Decision {
   int64_t generation = 0;       // of the new group
   std::vector<Member> members;  // by rank
-  std::string store_address;    // of the group's store; "": a group of one
-  int store_port = 0;
+  Member store;                 // that serves the group's store; may have left the group
   CompleteStep step;  // that it continues from; holders are indices in `sources`. A world of 0: none is complete.
   std::vector<Member> sources;  // the members that hold the step
   // The change: the size of the old group, its ranks that are not members, and the ranks of members that joined.

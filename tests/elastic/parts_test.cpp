@@ -14,6 +14,7 @@
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "elastic/copies.h"
+#include "elastic/group_store.h"
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
 #include "elastic/regroup.h"
@@ -222,6 +223,99 @@ TEST(ElasticPeers, ADeadProcessIsToldFromASilentOne) {
   }
 }
 
+// A process that serves stores.
+struct StoreProcess {
+  ServedStores stores;
+  PeerServer server{"127.0.0.1", "leader", [this]() -> PeerServer::Session {
+                      return [this](PeerMessage&& request) { return stores.answer(request); };
+                    }};
+  Member member() const { return {"leader", "127.0.0.1", server.port(), "host"}; }
+};
+
+std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+
+TEST(ElasticStore, AnswersAsAStoreInMemory) {
+  StoreProcess process;
+  process.stores.serve(3);
+  GroupStore store(process.member(), 3, milliseconds(5000));
+  c10d::HashStore expected;
+  const auto use = [](c10d::Store& one) {
+    std::vector<std::vector<uint8_t>> seen;
+    const auto note = [&](int64_t number) { seen.push_back(bytes_of(std::to_string(number))); };
+    one.set("binary", std::vector<uint8_t>{0, 255, 10, 0});
+    one.set("empty", std::vector<uint8_t>{});
+    seen.push_back(one.get("binary"));
+    seen.push_back(one.get("empty"));
+    note(one.add("count", 5));
+    note(one.add("count", -7));
+    seen.push_back(one.compareSet("count", bytes_of("other"), bytes_of("9")));
+    seen.push_back(one.compareSet("count", bytes_of("-2"), bytes_of("9")));
+    note(one.check({"binary", "count"}));
+    note(one.check({"binary", "missing"}));
+    one.append("text", bytes_of("one"));
+    one.append("text", bytes_of(" two"));
+    one.multiSet({"a", "b"}, {bytes_of("A"), bytes_of("B")});
+    for (auto& value : one.multiGet({"b", "text", "a"})) seen.push_back(std::move(value));
+    note(one.deleteKey("a"));
+    note(one.deleteKey("a"));
+    note(one.getNumKeys());
+    auto keys = one.listKeys();
+    std::ranges::sort(keys);
+    for (const auto& key : keys) seen.push_back(bytes_of(key));
+    return seen;
+  };
+  EXPECT_EQ(use(store), use(expected));
+}
+
+TEST(ElasticStore, WaitsForAnotherClientsKey) {
+  StoreProcess process;
+  process.stores.serve(0);
+  GroupStore store(process.member(), 0, milliseconds(5000));
+  auto value = std::async(std::launch::async, [&] { return store.get("late"); });
+  GroupStore(process.member(), 0, milliseconds(5000)).set("late", bytes_of("here"));
+  EXPECT_EQ(value.get(), bytes_of("here"));
+  EXPECT_THROW(store.wait({"never"}, milliseconds(30)), c10::DistStoreError);
+}
+
+TEST(ElasticStore, CountsTheCallsOfAllThreads) {
+  StoreProcess process;
+  process.stores.serve(0);
+  GroupStore shared(process.member(), 0, milliseconds(5000));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&] {
+      GroupStore own(process.member(), 0, milliseconds(5000));
+      for (int call = 0; call < 50; ++call) (call % 2 == 0 ? shared : own).add("count", 1);
+    });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(shared.add("count", 0), 200);
+}
+
+TEST(ElasticStore, IsOfOneGroupAndEndsAfterTheNextOne) {
+  StoreProcess process;
+  const auto store_of = [&](int64_t generation) {
+    return c10::make_intrusive<GroupStore>(process.member(), generation, milliseconds(5000));
+  };
+  process.stores.serve(0);
+  store_of(0)->set("key", bytes_of("0"));
+  process.stores.serve(0);
+  EXPECT_THROW(store_of(1)->check({"key"}), c10::DistStoreError);
+  process.stores.serve(1);
+  EXPECT_FALSE(store_of(1)->check({"key"}));
+  EXPECT_EQ(store_of(0)->get("key"), bytes_of("0"));
+  process.stores.serve(2);
+  EXPECT_THROW(store_of(0)->check({"key"}), c10::DistStoreError);
+}
+
+TEST(ElasticStore, AnEndedProcessIsAnErrorAtOnce) {
+  auto process = std::make_unique<StoreProcess>();
+  process->stores.serve(0);
+  GroupStore store(process->member(), 0, milliseconds(60000));
+  store.set("key", bytes_of("value"));
+  process.reset();
+  for (int i = 0; i < 2; ++i) EXPECT_THROW(store.check({"key"}), c10::DistNetworkError);
+}
+
 // Members that regroup as threads of this process.
 class Members {
  public:
@@ -253,7 +347,7 @@ class Members {
         [](const Member& to, const nlohmann::json& request, milliseconds patience) {
           return ask_member(to, {request, {}}, patience).fields;
         },
-        [](Decision& decision) { decision.store_port = 1; },
+        [this, member](Decision& decision) { decision.store = group_.members[static_cast<size_t>(member)]; },
         {.stopped_after = milliseconds(600),
          .timeout = timeout,
          .least_ranks = least_ranks,

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/runtime/guarded_by.h"
+#include "elastic/peer_link.h"
+
+namespace tessera::internal {
+
+// [Note: the store of a group]
+// The member that leads the decision on a group keeps the group's store in its memory, and its PeerServer answers the
+// other members' calls. c10d's TCPStore would need a server and a port of its own for each group. It also asks the name
+// server for the name of each client, which took 5 s on a host whose name server lost queries: longer than a lost rank
+// may take.
+
+// The stores that this process serves. Thread-safe.
+class ServedStores {
+ public:
+  // Serves a store for the group from now on; a no-op if it does. Ends the stores of groups before the last one, whose
+  // last readers may be late.
+  void serve(int64_t generation);
+  // The answer to a call of a GroupStore. Throws std::runtime_error if the call cannot be answered.
+  PeerMessage answer(const PeerMessage& request) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<int64_t, c10::intrusive_ptr<c10d::HashStore>> stores_ TESSERA_GUARDED_BY(mutex_);
+};
+
+// A group's store in the process of a member. Each call throws c10::Error if the process has ended, or has not answered
+// for the timeout. wait() and get() poll. Thread-safe, but a call waits for the one before.
+class GroupStore : public c10d::Store {
+ public:
+  // Connects at the first call.
+  GroupStore(Member server, int64_t generation, std::chrono::milliseconds timeout);
+
+  c10::intrusive_ptr<c10d::Store> clone() override;
+  using Store::set;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override { multiSet({key}, {value}); }
+  using Store::compareSet;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> get(const std::string& key) override { return multiGet({key}).front(); }
+  int64_t add(const std::string& key, int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  void append(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) override;
+  bool hasExtendedApi() const override { return true; }
+  std::vector<std::string> listKeys() override;
+
+ private:
+  struct Call;
+  PeerMessage ask(const Call& call);
+
+  const Member server_;
+  const int64_t generation_;
+  std::mutex mutex_;
+  std::unique_ptr<PeerConnection> connection_ TESSERA_GUARDED_BY(mutex_);
+};
+
+}  // namespace tessera::internal
