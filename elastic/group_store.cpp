@@ -102,11 +102,8 @@ c10::intrusive_ptr<c10d::Store> GroupStore::clone() {
 
 PeerMessage GroupStore::ask(const Call& call) {
   PeerMessage request;
-  request.fields = {{"op", "store"},
-                    {"generation", generation_},
-                    {"call", call.name},
-                    {"keys", call.keys},
-                    {"number", call.number}};
+  request.fields = {
+      {"op", "store"}, {"generation", generation_}, {"call", call.name}, {"keys", call.keys}, {"number", call.number}};
   pack(call.values, request);
   const std::lock_guard lock(mutex_);
   try {
@@ -143,9 +140,7 @@ void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::m
   await_keys(*this, keys, timeout);
 }
 
-void GroupStore::append(const std::string& key, const std::vector<uint8_t>& value) {
-  ask({"append", {key}, {value}});
-}
+void GroupStore::append(const std::string& key, const std::vector<uint8_t>& value) { ask({"append", {key}, {value}}); }
 
 std::vector<std::vector<uint8_t>> GroupStore::multiGet(const std::vector<std::string>& keys) {
   wait(keys);

@@ -80,10 +80,6 @@ void Scheduler::inspect(Unit& unit) {
   gradients_.inspect(unit);
 }
 
-void Scheduler::inspect_all() {
-  for (auto& unit : model_.units()) inspect(*unit);
-}
-
 at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + gradients_.binding().label(parameter) +
@@ -114,7 +110,7 @@ ScopeExit Scheduler::pre_forward() {
   const bool trains = reduces() && c10::GradMode::is_enabled();
   NoGradNoInferenceGuard quiet;
   begin_look();
-  inspect_all();
+  for (auto& unit : model_.units()) inspect(*unit);
   gradients_.begin_forward();
   unsharded_.pre_forward();
   return ScopeExit([this, trains, exceptions = std::uncaught_exceptions()] {

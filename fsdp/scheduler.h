@@ -33,7 +33,9 @@ class Scheduler : public Pager, public BackwardPass {
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
   void before_write(int index) override;
   void set_divisor(double divisor) override;
+  std::optional<double> divisor() const override;
   void prepare_capture() override;
+  void prepare_replay() override;
 
   ScopeExit pre_forward();  // the scope ends with forward, and within this object's lifetime
   void post_forward();      // of a forward that returns
@@ -70,10 +72,10 @@ class Scheduler : public Pager, public BackwardPass {
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void begin_look();
   void inspect(Unit& unit);
-  void inspect_all();
   void tell_observer();
   void dismiss_units(bool writeback);
   void require_use(const std::string& use) const;
+  void require_capturable() const;
 
   ShardedModel model_;
   ShardedGradients gradients_;

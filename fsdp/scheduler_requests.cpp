@@ -102,8 +102,12 @@ void Scheduler::set_divisor(double divisor) {
   gradients_.reducer().set_divisor(divisor);
 }
 
-void Scheduler::prepare_capture() {
+std::optional<double> Scheduler::divisor() const {
   std::lock_guard lock(mutex_);
+  return gradients_.reducer().divisor();
+}
+
+void Scheduler::require_capturable() const {
   require_outside_backward("CapturedStep");
   const FsdpOptions& options = model_.options();
   const auto refuse = [&](bool is_set, const char* what) {
@@ -118,10 +122,24 @@ void Scheduler::prepare_capture() {
   refuse(observer_ != nullptr, "an optimizer that steps in backward (on_gradients)");
   refuse(summon_ != Summon::kNone, "summon_full_params");
   refuse(!reduces(), "no_sync");
+}
+
+void Scheduler::prepare_capture() {
+  std::lock_guard lock(mutex_);
+  require_capturable();
   NoGradNoInferenceGuard quiet;
   recover();
   unsharded_.reshard_all();  // units of an evaluation: their gathers would precede the recorded work
   gradients_.binding().move_hooks_to_current_stream();
+}
+
+void Scheduler::prepare_replay() {
+  std::lock_guard lock(mutex_);
+  require_capturable();
+  require_use("a captured step");
+  NoGradNoInferenceGuard quiet;
+  begin_look();
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
 }
 
 void Scheduler::refuse_use(std::string reason) {
@@ -138,7 +156,7 @@ void Scheduler::summon(const SummonOptions& options) {
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
   NoGradNoInferenceGuard quiet;
   recover();
-  inspect_all();
+  for (auto& unit : model_.units()) inspect(*unit);
   unsharded_.reshard_all();
   summon_ = options.rank0_only && world.rank() != 0              ? Summon::kElsewhere
             : options.offload_to_cpu && !world.device().is_cpu() ? Summon::kOnHost
@@ -163,7 +181,7 @@ void Scheduler::dismiss_units(bool writeback) {
   for (auto& unit : model_.units())
     if (unit->is_summoned()) unit->dismiss(writeback);
   summon_ = Summon::kNone;
-  inspect_all();
+  for (auto& unit : model_.units()) inspect(*unit);
   unsharded_.reshard_all();
 }
 

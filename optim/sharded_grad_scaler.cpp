@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <tessera/host_results.h>
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/lazy_values.h"
 
 namespace tessera {
@@ -48,7 +49,11 @@ ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradSca
   require(options.growth_interval >= 1, "growth_interval", static_cast<double>(options.growth_interval), "1 or more");
 }
 
-at::Tensor ShardedGradScaler::scale(const at::Tensor& loss) const { return loss * scale_; }
+at::Tensor ShardedGradScaler::scale(const at::Tensor& loss) const {
+  CapturedWork::refuse(loss.device(), "ShardedGradScaler, whose scale and steps the host decides",
+                       "train in bfloat16, or by an eager loop");
+  return loss * scale_;
+}
 
 void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include <tessera/scope_exit.h>
@@ -30,9 +31,12 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   bool reduces() const { return reduces_; }
   // Sets the divisor of sums over ranks, from the next pass on.
   virtual void set_divisor(double divisor) = 0;
+  virtual std::optional<double> divisor() const = 0;  // empty: the number of ranks
   // Prepares passes whose work is recorded for replays (CapturedStep). Must be called just before a recording, on the
   // stream that will record. Throws std::invalid_argument, naming the option, if the host takes part in a pass.
   virtual void prepare_capture() = 0;
+  // Called before each replay, as a forward: takes over or refuses what the user has changed since. Throws as above.
+  virtual void prepare_replay() = 0;
 
  protected:
   BackwardPass();

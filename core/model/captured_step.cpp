@@ -65,10 +65,22 @@ struct CapturedStep::State {
     at::Tensor leaf, value;  // undefined: it has none
     bool trains;
   };
-  // The memory that replays read and write.
+  struct Place {
+    at::Tensor tensor;
+    const void* address = tensor.const_data_ptr();
+  };
+  struct Mode {
+    std::shared_ptr<torch::nn::Module> module;
+    bool trains = module->is_training();
+  };
+  // The memory that replays read and write, and what else they repeat.
   struct Recorded {
     std::vector<at::Tensor> inputs;  // before the capture those of the first call
     std::vector<Gradient> gradients;
+    std::vector<Place> places;  // of parameters and buffers
+    std::vector<Mode> modes;
+    size_t optimizer_parameters = 0;
+    std::optional<double> divisor;
     at::Tensor loss;
     GradNorm norm = GradNorm(0.0);
   };
@@ -77,8 +89,12 @@ struct CapturedStep::State {
   at::Device device() const { return comm->device(); }
   std::string where() const { return c10::str("CapturedStep on rank ", comm->rank(), ": "); }
   std::vector<at::Tensor> leaves() const;
+  size_t optimizer_parameters() const;
   void clear_gradients() const;
   void check(const std::vector<at::Tensor>& given) const;
+  void note_what_replays_repeat();
+  void require_as_recorded() const;
+  std::string name_of(const at::Tensor& tensor) const;
   at::Tensor run(const std::vector<at::Tensor>& given);
   at::Tensor run_eagerly(const std::vector<at::Tensor>& given);
   void capture();
@@ -92,11 +108,16 @@ std::vector<at::Tensor> CapturedStep::State::leaves() const {
   return leaves;
 }
 
+size_t CapturedStep::State::optimizer_parameters() const {
+  size_t count = 0;
+  for (const auto& of_group : optimizer.param_groups()) count += of_group.params().size();
+  return count;
+}
+
 void CapturedStep::State::clear_gradients() const {
   for (const at::Tensor& leaf : leaves()) leaf.mutable_grad().reset();
 }
 
-// Replays read the same memory every time.
 void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
   if (has_failed) throw std::logic_error(where() + "the capture failed in an earlier call");
   for (size_t i = 0; i < given.size(); ++i)
@@ -114,10 +135,46 @@ void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
       throw std::invalid_argument(c10::str(where(), "input ", i, " is ", text_of(given[i]), ", expected ",
                                            text_of(inputs[i]),
                                            " as in the first call: pad it, or make another CapturedStep"));
+}
+
+void CapturedStep::State::note_what_replays_repeat() {
+  for (const at::Tensor& leaf : leaves()) {
+    recorded.gradients.push_back({leaf, leaf.grad(), leaf.requires_grad()});
+    recorded.places.push_back({leaf});
+  }
+  for (const auto& buffer : wrapper.named_buffers()) recorded.places.push_back({buffer.value()});
+  for (const auto& module : wrapper.wrapped_module().modules()) recorded.modes.push_back({module});
+  recorded.optimizer_parameters = optimizer_parameters();
+  recorded.divisor = wrapper.backward_pass().divisor();
+}
+
+std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
+  for (const auto& parameter : wrapper.named_parameters())
+    if (parameter.value().is_same(tensor)) return "parameter '" + parameter.key() + "'";
+  for (const auto& buffer : wrapper.named_buffers())
+    if (buffer.value().is_same(tensor)) return "buffer '" + buffer.key() + "'";
+  return "a parameter of the optimizer";
+}
+
+// Replays read the same memory every time, and repeat what the host did in the capture.
+void CapturedStep::State::require_as_recorded() const {
+  const auto fail = [this](const auto&... parts) {
+    throw std::logic_error(c10::str(where(), parts...,
+                                    " since the capture, which replays do not follow: undo it, or make another "
+                                    "CapturedStep"));
+  };
+  if (const size_t count = optimizer_parameters(); count != recorded.optimizer_parameters)
+    fail("the optimizer's parameters have become ", count, " instead of ", recorded.optimizer_parameters);
   for (const Gradient& gradient : recorded.gradients)
     if (gradient.leaf.requires_grad() != gradient.trains)
-      throw std::logic_error(where() + "a parameter was " + (gradient.trains ? "frozen" : "unfrozen") +
-                             " since the capture, which replays ignore: make another CapturedStep");
+      fail(name_of(gradient.leaf), gradient.trains ? " was frozen" : " was unfrozen");
+  for (const Place& place : recorded.places)
+    if (place.tensor.const_data_ptr() != place.address)
+      fail(name_of(place.tensor), " was given other memory, by torch::load() or set_data(), say,");
+  for (const Mode& mode : recorded.modes)
+    if (mode.module->is_training() != mode.trains)
+      fail("a ", mode.module->name(), " was put into ", mode.trains ? "evaluation" : "training", " mode");
+  if (wrapper.backward_pass().divisor() != recorded.divisor) fail("the divisor of gradients was changed");
 }
 
 at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
@@ -168,7 +225,7 @@ void CapturedStep::State::capture() {
     comm->abort(where() + "the capture failed: " + error.what());
     throw;
   }
-  for (const at::Tensor& leaf : leaves()) recorded.gradients.push_back({leaf, leaf.grad(), leaf.requires_grad()});
+  note_what_replays_repeat();
   require_agreement(*comm, "the collectives of a captured step", collectives);
   is_captured = true;
 }
@@ -200,6 +257,11 @@ CapturedStep::~CapturedStep() = default;
 at::Tensor CapturedStep::operator()(const std::vector<at::Tensor>& inputs) {
   State& state = *state_;
   state.check(inputs);
+  if (state.is_captured) {
+    // On the caller's stream, whose memory it may read for the last time.
+    state.wrapper.backward_pass().prepare_replay();
+    state.require_as_recorded();
+  }
   const c10::Stream caller = current_stream(state.device());
   order_streams(caller, state.stream);
   at::Tensor loss;

@@ -360,8 +360,12 @@ void ReplicatedGradients::set_divisor(double divisor) {
   reducer_.set_divisor(divisor);
 }
 
-void ReplicatedGradients::prepare_capture() {
+std::optional<double> ReplicatedGradients::divisor() const {
   std::lock_guard lock(mutex_);
+  return reducer_.divisor();
+}
+
+void ReplicatedGradients::require_capturable() const {
   if (inside_backward()) throw std::logic_error("CapturedStep inside a backward pass");
   const auto refuse = [&](bool is_set, const char* what) {
     if (is_set)
@@ -370,9 +374,23 @@ void ReplicatedGradients::prepare_capture() {
   };
   refuse(comparison_.every() > 0, "compare_replicas_every, or TESSERA_DEBUG=replicas");
   refuse(!reduces(), "no_sync");
+}
+
+void ReplicatedGradients::prepare_capture() {
+  std::lock_guard lock(mutex_);
+  require_capturable();
   NoGradNoInferenceGuard quiet;
   recover();
   binding_.move_hooks_to_current_stream();
+}
+
+void ReplicatedGradients::prepare_replay() {
+  std::lock_guard lock(mutex_);
+  require_capturable();
+  NoGradNoInferenceGuard quiet;
+  recover();
+  binding_.require_nothing_new();
+  for (size_t i = 0; i < states_.size(); ++i) binding_.require_same_kind(i);
 }
 
 void ReplicatedGradients::require_averages() const {

@@ -55,7 +55,9 @@ class ReplicatedGradients : public BackwardPass {
   void refresh_trainable();
 
   void set_divisor(double divisor) override;
+  std::optional<double> divisor() const override;
   void prepare_capture() override;
+  void prepare_replay() override;
 
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
   void require_averages() const;
@@ -99,6 +101,7 @@ class ReplicatedGradients : public BackwardPass {
   void require_all_used();
   void note_failed_forward();
   void note_what_came_before();
+  void require_capturable() const;
   bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
 
   const Mesh mesh_;

@@ -53,6 +53,7 @@ struct Case {
   bool clips = true;
   bool schedules = true;  // the learning rate changes from step to step
   bool evaluates = false;
+  bool loads = false;  // gives the module's parameters other data, as torch::load() does, when steps are replayed
   bool fused = false;  // tessera::AdamW
   bool rank_order_sums = false;
 };
@@ -76,6 +77,11 @@ State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimize
   if (of.schedules) schedule.emplace(optimizer, [](int64_t step) { return 1.0 / static_cast<double>(1 + step); });
   std::vector<at::Tensor> losses;
   for (const auto& [x, y] : batches) {
+    if (of.loads && losses.size() == kSteps - 2) {
+      at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : wrapper.module()->parameters())
+        parameter.set_data(torch::full(parameter.sizes(), 0.25, parameter.options()));
+    }
     if (captured) {
       losses.push_back((*captured)({x.to(device), y.to(device)}));
     } else {
@@ -157,6 +163,7 @@ std::vector<Case> cases() {
   all.push_back({.name = "fsdp_secondary", .world = 4, .fsdp = {.hybrid = {.ranks_per_secondary_copy = 2}}});
   all.push_back({.name = "fsdp_rank_order", .world = 3, .rank_order_sums = true});
   all.push_back({.name = "ddp_static", .wrapper = Case::kDdp, .ddp = {.static_graph = true}, .fused = true});
+  all.push_back({.name = "fsdp_loads", .loads = true});
   all.push_back({.name = "ddp_bf16_wire", .wrapper = Case::kDdp, .ddp = {.compression = GradientCompression::kBf16}});
   return all;
 }
@@ -310,6 +317,11 @@ TEST(CapturedStep, PartsThatTheHostTakesPartInAreRefusedInEagerSteps) {
                               .mean();
                         }),
                     "a checkpointed function that draws random numbers");
+    const ShardedGradScaler scaler(comm);
+    expect_contains(
+        error_of_steps<std::invalid_argument>(
+            *comm, comm, [&](const at::Tensor&, const at::Tensor& y) { return scaler.scale(y.square().mean()); }),
+        "ShardedGradScaler, whose scale and steps the host decides");
     ActivationOffload activations(comm->device(), {.min_bytes = 0});
     expect_contains(error_of_steps<std::invalid_argument>(
                         *comm, comm,
@@ -349,7 +361,92 @@ TEST(CapturedStep, OtherInputsAndFrozenParametersAreRefused) {
     expect_contains(other, "make another CapturedStep");
     expect_contains(error_of<std::invalid_argument>([&] { step({}); }), "got 0 inputs, expected 1");
     net->norm->bias.requires_grad_(false);
-    expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }), "a parameter was frozen");
+    expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }), "parameter 'norm.bias' was frozen");
+  });
+}
+
+// FSDP copies such values into its shards.
+TEST(CapturedStep, OtherMemoryOfParametersIsRefusedWhereTheyAreWhole) {
+  const Simulation simulation;
+  accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
+    const auto expect_refusal = [&](auto& wrapper, torch::optim::Optimizer& optimizer, Net net) {
+      CapturedStep step(wrapper, optimizer, [&](const Inputs& in) { return wrapper(in[0]).square().mean(); });
+      for (int i = 0; i < 5; ++i) step(batch_on(*comm));
+      at::Tensor weight = net->blocks->ptr<torch::nn::LinearImpl>(1)->weight;
+      const at::Tensor before = weight.detach();
+      weight.set_data(before.clone());
+      expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }),
+                      "parameter 'blocks.1.weight' was given other memory");
+      weight.set_data(before);
+      step(batch_on(*comm));
+    };
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    torch::optim::SGD sgd(net->parameters(), 1e-2);
+    expect_refusal(ddp, sgd, net);
+    Net other = net_on(*comm);
+    OSS<torch::optim::SGD> oss(other->parameters(), torch::optim::SGDOptions(1e-2), comm);
+    ShardedDataParallel sdp(other, oss, comm);
+    expect_refusal(sdp, oss, other);
+  });
+}
+
+// Each change is undone, after which the step goes on.
+TEST(CapturedStep, ChangesThatReplaysWouldIgnoreAreRefused) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    torch::nn::BatchNorm1d norm(8);
+    torch::nn::Sequential net(torch::nn::Linear(kFeatures, 8), norm, torch::nn::Dropout(0.5));
+    net->to(comm->device());
+    torch::nn::Linear outside(2, 2);
+    outside->to(comm->device());
+    DistributedDataParallel ddp(net, comm);
+    torch::optim::SGD optimizer(net->parameters(), 1e-2);
+    CapturedStep step(ddp, optimizer, [&](const Inputs& in) { return ddp(in[0]).square().mean(); });
+    for (int i = 0; i < 5; ++i) step(batch_on(*comm));
+    const auto refusal = [&] { return error_of<std::logic_error>([&] { step(batch_on(*comm)); }); };
+
+    net->eval();
+    expect_contains(refusal(), "was put into evaluation mode since the capture");
+    net->train();
+    step(batch_on(*comm));
+
+    at::Tensor mean = norm->running_mean;
+    const at::Tensor before = mean.detach();
+    mean.set_data(before.clone());
+    expect_contains(refusal(), "buffer '1.running_mean' was given other memory");
+    mean.set_data(before);
+    step(batch_on(*comm));
+
+    {
+      const auto scope = ddp.no_sync();
+      expect_contains(error_of<std::invalid_argument>([&] { step(batch_on(*comm)); }), "no_sync");
+    }
+    step(batch_on(*comm));
+
+    optimizer.add_param_group({outside->parameters()});
+    expect_contains(refusal(), "the optimizer's parameters have become 6 instead of 4");
+    optimizer.param_groups().pop_back();
+    step(batch_on(*comm));
+
+    ddp.set_gradient_divide_factor(3.0);
+    expect_contains(refusal(), "the divisor of gradients was changed since the capture");
+  });
+}
+
+TEST(CapturedStep, AScopeOfFullParametersIsRefusedAroundReplays) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    FullyShardedDataParallel fsdp(net, comm, in_units());
+    SGD optimizer(fsdp.parameters(), 1e-2);
+    CapturedStep step(fsdp, optimizer, [&](const Inputs& in) { return fsdp(in[0]).square().mean(); });
+    for (int i = 0; i < 5; ++i) step(batch_on(*comm));
+    {
+      const auto scope = fsdp.summon_full_params();
+      expect_contains(error_of<std::invalid_argument>([&] { step(batch_on(*comm)); }), "summon_full_params");
+    }
+    step(batch_on(*comm));
   });
 }
 

@@ -25,7 +25,9 @@ class Recorded : public BackwardPass {
  public:
   explicit Recorded(std::shared_ptr<Events> recorded) : recorded_(std::move(recorded)) {}
   void set_divisor(double) override {}
+  std::optional<double> divisor() const override { return {}; }
   void prepare_capture() override {}
+  void prepare_replay() override {}
   void take(const std::string& name) {
     enter();
     note(name);

@@ -78,6 +78,7 @@ class ReplicatedModule : public DataParallel {
 
  private:
   BackwardPass& backward_pass() const override;
+  const torch::nn::Module& wrapped_module() const override { return *module_; }
   ScopeExit begin_forward();  // must live until forward ends
   void end_forward(const std::vector<at::Tensor>& outputs);
   void broadcast_buffers();

@@ -88,6 +88,7 @@ class DataParallel : public ModelShards {
  private:
   friend class CapturedStep;
   virtual internal::BackwardPass& backward_pass() const = 0;
+  virtual const torch::nn::Module& wrapped_module() const = 0;
 };
 
 // A training step whose forward, backward and clipping the device replays as one CUDA graph, at the host's cost of one
@@ -116,8 +117,9 @@ class CapturedStep {
 
   // Trains one step and returns its loss on the device, without waiting for it. Inputs are copied; they may be in host
   // memory, and must have the sizes, strides and dtypes of the first call. Collective. Throws std::invalid_argument if
-  // they differ, or if a part of the step cannot be captured; std::logic_error if a parameter was frozen or unfrozen
-  // since the capture. If the capture itself fails, its group is aborted with that reason.
+  // they differ, or if a part of the step cannot be captured; std::logic_error if the model, its mode or the
+  // optimizer's parameters have changed since the capture so that replays would not follow, as docs/gpu.md lists. If
+  // the capture itself fails, its group is aborted with that reason.
   at::Tensor operator()(const std::vector<at::Tensor>& inputs);
 
   // Whether later calls replay.
