@@ -77,13 +77,14 @@ bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
 [[noreturn]] void tell_and_terminate() noexcept {
   if (const auto error = std::current_exception(); error && prints_one_line) end_with_one_line(error);
   std::terminate_handler before = nullptr;
-  // No two threads publish at the same time.
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
     before = handler_before;
     call_with_timeout(kLongestEnd, [text = text_of(std::current_exception())] {
       Watchdog::publish_failure_of_process(text);
       return true;
     });
+  } else {
+    std::this_thread::sleep_for(kLongestEnd);  // another thread publishes, and ends the process
   }
   if (const auto error = std::current_exception(); error && is_verbose(before))
     call_with_timeout(kLongestEnd, [text = text_of(error)] { return print_line("uncaught exception: " + text), true; });

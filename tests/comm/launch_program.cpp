@@ -5,6 +5,7 @@
 // MODE applies to rank RANK (0 by default), or to all ("ok"):
 //   ok       ends without error      exit      ends with code 3
 //   throw    an uncaught exception   kill      kills itself with SIGKILL
+//   throw-twice    as throw, in two threads at once
 //   hang     never ends              stubborn  never ends, and ignores SIGTERM and SIGINT
 //   reaped   as exit; in the starting process a thread reaps every child, or, if RANK is 1, the system does
 //   stop     stops (SIGSTOP) while large messages are in flight; cut: kills itself then
@@ -96,7 +97,9 @@ int64_t sum_of_ranks(tessera::Communicator& comm) {
 
 void end_badly(const std::string& mode) {
   if (mode == "exit" || mode == "reaped") std::_Exit(3);
-  if (mode == "throw" || mode == "late") throw std::runtime_error("rank has thrown this");
+  const auto fail = [] { throw std::runtime_error("rank has thrown this"); };
+  if (mode == "throw-twice") std::thread(fail).detach();
+  if (mode.starts_with("throw") || mode == "late") fail();
   if (mode == "kill") ::raise(SIGKILL);
   if (mode == "stop" || mode == "split" || mode == "cut" || mode == "connect") {
     std::thread([signal = mode == "stop" || mode == "split" ? SIGSTOP : SIGKILL] {
