@@ -553,8 +553,10 @@ json ElasticRunState::restore(const TrainingState& state) {
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
   }
   if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
-  // Objects that outlive the body, or are drawn otherwise the next time, begin again with these values.
+  // Objects that outlive the body, or are drawn otherwise the next time, begin again with these values. No rank may
+  // change them before all have copied them.
   start_copy(json::object());
+  end_copy();
   return json::object();
 }
 

@@ -130,9 +130,14 @@ TEST(ElasticDeath, IfAllCopiesAreLostWithoutACheckpointTrainingDoesNotBeginAgain
   EXPECT_EQ(segments_of(folder, 3).size(), 1U);
 }
 
-TEST(ElasticDeath, ADeathBeforeTheFirstCopyBeginsAgain) {
-  expect_survival(3, {}, {1},
-                  [](int rank, int64_t generation, int64_t step) { kill_at(rank, generation, step, {1}, 1); });
+TEST(ElasticDeath, ADeathBeforeTheFirstCopyOfAStepBeginsAgain) {
+  for (const int copies : {0, 1}) {  // of the drawn state: from new values, or from those of its copy
+    ElasticOptions options = quick_options();
+    options.copies = copies;
+    expect_survival(
+        3, {}, {1}, [](int rank, int64_t generation, int64_t step) { kill_at(rank, generation, step, {1}, 1); },
+        options);
+  }
 }
 
 TEST(ElasticDeath, FewerThanTheLeastRanksAreRefused) {
