@@ -3,8 +3,8 @@
 # JOBS), because some wait for timeouts. Prints the ten slowest at the end.
 #
 # Repeats failed tests once, one at a time, because a stalled machine can fail a test. A test that passes then does not
-# fail the run, but is listed ("passed only when run again: ..."), because it may be a rare bug. No repeats with
-# sanitizers: a race or a bad access seen once is real.
+# fail the run, but is listed ("passed only when run again: ..."), because it may be a rare bug. No repeats after a
+# sanitizer's report: a race or a bad access seen once is real.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 preset=$1
@@ -23,7 +23,8 @@ time ctest --preset "$preset" -j $((${JOBS:-$(nproc)} + 2)) --no-tests=error "${
 status=${PIPESTATUS[0]}
 failed_names >"$work/first"
 
-if [ "$status" -ne 0 ] && [ -s "$work/first" ] && [ "$preset" != asan ] && [ "$preset" != tsan ]; then
+reports='(Address|Leak|Thread)Sanitizer|runtime error:'
+if [ "$status" -ne 0 ] && [ -s "$work/first" ] && ! grep -qE "$reports" "$work/log"; then
   printf '\n==== once more, alone: %s\n' "$(paste -s -d' ' "$work/first")"
   ctest --preset "$preset" --rerun-failed -j 1 2>&1
   status=$?
