@@ -306,8 +306,11 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
   // A client, also in the process that serves the store: a group that serves its store waits for all ranks at its end.
+  // The others leave out a rank that waits longer than stopped_after for the answer of a stopped process.
+  const auto patience = std::min(options_.stopped_after, options_.group.timeout);
   const auto wrapped = c10::make_intrusive<StoreClient>(
-      c10::make_intrusive<GroupStore>(group_.store, group_.generation, options_.group.timeout), options_.group.timeout);
+      c10::make_intrusive<GroupStore>(group_.store, group_.generation, patience), patience);
+  wrapped->setTimeout(options_.group.timeout);  // of waits for other ranks
   // In their first meeting ranks wait in the store, until the timeout. A member that is lost meanwhile must end the
   // wait: the others leave out ranks that stay in it.
   std::promise<void> is_made;
