@@ -3,7 +3,7 @@
 # (skipped) without spin or a C compiler. Writes to a temporary folder only. With TESSERA_TEST_MATRIX=full
 # also exhausts two regroups in a row.
 #
-#   tests/elastic/check_model.sh [<seconds for one run>]
+#   tests/elastic/check_model.sh [<seconds of a processor for one run>]
 set -euo pipefail
 model="$(cd "$(dirname "$0")" && pwd)/regroup.pml"
 limit=${1:-50}
@@ -21,7 +21,7 @@ run_checker() {
   rm -f pan* ./*.trail
   spin -a "$@" "$model" >spin.log 2>&1 || { cat spin.log >&2; exit 1; }
   "$compiler" -O2 -w -DSAFETY -DCOLLAPSE -DVECTORSZ=4096 -DMEMLIM=3000 -o pan pan.c
-  timeout "$limit" ./pan -m1000000 -w25 2>&1 || true
+  (ulimit -t "$limit" && ./pan -m1000000 -w25 2>&1) || true
 }
 
 # require_exhausted <what> <flags of the model ...>
@@ -30,7 +30,7 @@ require_exhausted() {
   shift
   report=$(run_checker "$@")
   if ! grep -q 'errors: 0' <<<"$report" || grep -qE 'Search not completed|max search depth|pan: reached' <<<"$report"; then
-    printf '%s\ncheck_model: %s has an error, or was not exhausted within %s s\n' "$report" "$what" "$limit" >&2
+    printf '%s\ncheck_model: %s has an error, or was not exhausted in %s s of a processor\n' "$report" "$what" "$limit" >&2
     exit 1
   fi
   echo "check_model: $what: exhausted $(awk '/states, stored/ {print $1; exit}' <<<"$report") states without an error"
