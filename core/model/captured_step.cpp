@@ -73,7 +73,7 @@ struct CapturedStep::State {
     std::shared_ptr<torch::nn::Module> module;
     bool trains = module->is_training();
   };
-  // The memory that replays read and write, and what else they repeat.
+  // The memory that replays read and write, and the state of the model and the optimizer in the capture.
   struct Recorded {
     std::vector<at::Tensor> inputs;  // before the capture those of the first call
     std::vector<Gradient> gradients;
@@ -92,7 +92,7 @@ struct CapturedStep::State {
   size_t optimizer_parameters() const;
   void clear_gradients() const;
   void check(const std::vector<at::Tensor>& given) const;
-  void note_what_replays_repeat();
+  void record_state();
   void require_as_recorded() const;
   std::string name_of(const at::Tensor& tensor) const;
   at::Tensor run(const std::vector<at::Tensor>& given);
@@ -137,7 +137,7 @@ void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
                                            " as in the first call: pad it, or make another CapturedStep"));
 }
 
-void CapturedStep::State::note_what_replays_repeat() {
+void CapturedStep::State::record_state() {
   for (const at::Tensor& leaf : leaves()) {
     recorded.gradients.push_back({leaf, leaf.grad(), leaf.requires_grad()});
     recorded.places.push_back({leaf});
@@ -156,7 +156,7 @@ std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
   return "a parameter of the optimizer";
 }
 
-// Replays read the same memory every time, and repeat what the host did in the capture.
+// Throws if the state differs from that of the capture: replays would not follow.
 void CapturedStep::State::require_as_recorded() const {
   const auto fail = [this](const auto&... parts) {
     throw std::logic_error(c10::str(where(), parts...,
@@ -225,7 +225,7 @@ void CapturedStep::State::capture() {
     comm->abort(where() + "the capture failed: " + error.what());
     throw;
   }
-  note_what_replays_repeat();
+  record_state();
   require_agreement(*comm, "the collectives of a captured step", collectives);
   is_captured = true;
 }

@@ -391,7 +391,7 @@ TEST(CapturedStep, OtherMemoryOfParametersIsRefusedWhereTheyAreWhole) {
   });
 }
 
-// Each change is undone, after which the step goes on.
+// The test undoes each change but the last one, and the next step succeeds.
 TEST(CapturedStep, ChangesThatReplaysWouldIgnoreAreRefused) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
