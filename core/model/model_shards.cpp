@@ -23,8 +23,8 @@ std::vector<ModelShards::HeldPart> ModelShards::held_by(int rank) const {
   std::vector<HeldPart> held;
   for (const NamedShard& shard : named_shards()) {
     if (shard.replica_count != comm()->size())
-      throw std::logic_error("which part of '" + shard.fqn + "' rank " + std::to_string(rank) +
-                             " has is not known: ModelShards::held_by() is to say it where parameters are cut");
+      throw std::logic_error("the part of '" + shard.fqn + "' on rank " + std::to_string(rank) +
+                             " is unknown: a wrapper that shards parameters must override ModelShards::held_by()");
     held.push_back({shard.held, rank});
   }
   return held;
