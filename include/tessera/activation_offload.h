@@ -17,8 +17,8 @@ struct ActivationOffloadOptions {
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
 };
 
-// Keeps the inputs of checkpointed() blocks in host memory between forward and backward. A deep model then needs the
-// device memory of one block (DeepSpeed's cpu_checkpointing).
+// Keeps the inputs of checkpointed() blocks in host memory between forward and backward. A deep model then needs device
+// memory for the activations of one block only (DeepSpeed's cpu_checkpointing).
 //
 //   tessera::ActivationOffload activations(comm->device());
 //   at::Tensor loss;
@@ -37,7 +37,7 @@ class ActivationOffload {
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload();
 
-  // While it is alive, checkpointed() on this thread keeps inputs in `activations`.
+  // While this object exists, checkpointed() on this thread keeps its inputs in `activations`.
   class Scope {
    public:
     // Replaces the current scope until destruction.

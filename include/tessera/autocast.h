@@ -7,9 +7,9 @@
 
 namespace tessera {
 
-// A scope in which libtorch's autocast is on for one type of device, as torch.autocast in Python: listed operators get
-// their floating-point inputs in `dtype`, and parameters stay as they are. For stages 0 to 2; FSDP has MixedPrecision,
-// which sends and holds less. Open it around forward and loss, and end it before backward:
+// While it exists, libtorch's autocast is on for one device type, like torch.autocast in Python: operators of its list
+// get floating-point inputs in `dtype`; parameters do not change. For ZeRO stages 0 to 2; FSDP's MixedPrecision needs
+// less traffic and memory. Open it around forward and loss, and end it before backward:
 //
 //   std::optional<tessera::Autocast> autocast(std::in_place, comm->device().type());
 //   at::Tensor loss = torch::mse_loss(ddp(x), y);
@@ -21,9 +21,9 @@ namespace tessera {
 // autocast off for a part of the model. kHalf needs ShardedGradScaler.
 class Autocast {
  public:
-  // `dtype`: kBFloat16, kHalf, or kFloat under an outer scope of 16 bit; empty: libtorch's default for the device,
-  // kBFloat16 on CPUs and kHalf on GPUs. `caches`: whether weights are cast once for all their uses in the scope;
-  // empty: as outside. Throws std::invalid_argument for another dtype.
+  // `dtype`: kBFloat16, kHalf, or kFloat inside a 16-bit scope; default: libtorch's for the device (kBFloat16 on CPUs,
+  // kHalf on GPUs). `caches`: true casts each weight once in the scope; default: the setting outside the scope. Throws
+  // std::invalid_argument for another dtype.
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
                     std::optional<bool> caches = std::nullopt);
   ~Autocast();

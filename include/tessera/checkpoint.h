@@ -93,7 +93,7 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards&
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
 
-// As save_checkpoint() of a list.
+// Like save_checkpoint() of a TrainingState.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, const TrainingState& state,
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
@@ -111,8 +111,8 @@ nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& mo
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                                const LoadOptions& options = {});
 
-// The result of load_newest_checkpoint(); `damaged` has the errors of the skipped checkpoints: those of unknown age
-// first, then the newest first.
+// The result of load_newest_checkpoint(). `damaged` lists the errors of skipped checkpoints: those of unknown age
+// first, then from the newest to the oldest.
 struct LoadedCheckpoint {
   std::filesystem::path path;
   nlohmann::json extra;
@@ -122,10 +122,10 @@ struct LoadedCheckpoint {
 // Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged ones; one with a damaged
 // manifest has no known age and is always skipped. Collective; waits like load_checkpoint().
 //
-// Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is
-// itself a checkpoint; CheckpointMismatch like load_checkpoint(). Errors that prove no damage are thrown, because an
-// older checkpoint would lose progress: StorageUnavailable (no answer, no permission, too many open files, an
-// unreadable disk), and CheckpointError for lack of memory.
+// Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is a
+// checkpoint, a file or a link to nothing; CheckpointMismatch like load_checkpoint(). Errors that prove no damage are
+// thrown, because an older checkpoint would lose progress: StorageUnavailable (no answer, no permission, too many open
+// files, an unreadable disk), and CheckpointError for lack of memory.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
@@ -133,8 +133,8 @@ std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::pa
                                                        const LoadOptions& options = {});
 
 // Returns the newest complete checkpoint among the entries of a folder, or nullopt. Prefers one with a damaged
-// manifest, so that loading it reports the damage. Throws CheckpointError if the folder is itself a checkpoint. Not
-// collective: call it on rank 0 only, or when no save is in flight.
+// manifest, so that loading it reports the damage. Throws CheckpointError if the folder is itself a checkpoint, a file
+// or a link to nothing. Not collective: call it on rank 0 only, or when no save is in flight.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
 // A lock that gives one job exclusive use of a folder, such as its output folder; the job's rank 0 holds it. The lock

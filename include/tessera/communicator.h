@@ -168,7 +168,7 @@ class Communicator : public internal::CommunicatorBackend {
   // their ranks in this one. Returns null if color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // Splits if every rank knows all colors, which must be 0 or more. Members keep their order. Checks by one small
+  // Like split(), for colors (0 or more) that every rank can compute. Members keep their order. Checks by one small
   // all-reduce that all ranks agree; if not, throws std::invalid_argument on all ranks.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
@@ -181,8 +181,8 @@ class Communicator : public internal::CommunicatorBackend {
   Traffic traffic() const noexcept;  // thread-safe
 
   // Returns the seconds that this rank's thread has waited since the last call, by operation, including groups split
-  // from this one, and resets them. The first call starts recording. For one caller: WaitReporter (wait_report.h).
-  // Thread-safe.
+  // from this one, and resets them. The first call starts recording. Has one caller, WaitReporter (wait_report.h),
+  // because it resets. Thread-safe.
   std::map<std::string, double> reset_wait_times();
 
   // Allocates uninitialised memory [numel] on device(), registered with the backend if InitOptions::registered_memory

@@ -13,7 +13,7 @@ namespace internal {
 class Tape;
 
 // While an object of this class exists, this thread's factory operators make tensors on the meta device, without data,
-// and operators on those are recorded. A nested one throws std::logic_error. See deferred().
+// and operators on those are recorded. A nested scope throws std::logic_error. See deferred().
 class DeferredScope {
  public:
   // Throws std::runtime_error if another library uses the dispatch key.

@@ -27,7 +27,7 @@ class EpochOrder {
   // The item at position `place`; place / items_numel() is the epoch. Keeps the permutation of one epoch
   // in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // A random number of an epoch, in [0, bound): the start of its windows, for example. Drawn before the permutation.
+  // A random number in [0, bound) of an epoch, for example the offset of its windows. Drawn before the permutation.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:
@@ -67,10 +67,11 @@ struct DistributedSamplerOptions {
 //   while (sampler.epoch() < 10)
 //     for (auto& batch : *loader) { ...; save_checkpoint(path, {model, optimizer, sampler}); }
 //
-// A loop over the loader is the rest of an epoch, then the next epoch. Ranks have equally many batches of equal sizes:
-// the last step repeats items of the epoch's beginning (see the options). The position counts the batches that the loop
-// has received, not batches that workers read ahead. So a saved run continues with the next batch. After a `break`, the
-// next loop over a loader continues, too (with workers, libtorch then requires a new loader).
+// The first loop over the loader yields the rest of an epoch, each later loop a whole epoch. Ranks have equally many
+// batches of equal sizes: the last step repeats items of the epoch's beginning (see the options). The position counts
+// the batches that the loop has received, not batches that workers read ahead. So a saved run continues with the next
+// batch. After a `break`, the next loop over a loader continues, too (with workers, libtorch then requires a new
+// loader).
 //
 // Without a loader, next() returns endless batches, and one step may span two epochs:
 //
@@ -92,7 +93,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // For data loaders: the next batch of the epoch, nullopt after the last. Throws std::invalid_argument unless
   // batch_numel is the option's.
   std::optional<std::vector<size_t>> next(size_t batch_numel) override;
-  // For data loaders: begins the rest of the current epoch. A new number of items begins that epoch again.
+  // For data loaders: begins the rest of the current epoch. If the number of items changes, restarts that epoch.
   void reset(std::optional<size_t> new_items_numel = std::nullopt) override;
 
   // Begins an epoch; is a no-op if it is the current epoch, so that a resumed loop continues within it. Must be called
@@ -100,7 +101,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   void set_epoch(int64_t epoch);
   int rank() const;              // as constructed
   int world_size() const;        // as constructed
-  int64_t epoch() const;         // of the next step's first item: after the last batch of an epoch, the next epoch
+  int64_t epoch() const;         // of the next step's first item; after an epoch's last batch, the next epoch
   int64_t micro_batch() const;   // micro-batches of this step received so far; 0 between steps: then call step()
   int64_t batches_left() const;  // not yet received by the loop over a loader: 0 in and after its last iteration
 
@@ -109,9 +110,9 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // ahead, because the received batches are then unknown.
   std::string state_name() const override { return "sampler"; }
   StateValues state_values() const override;  // the position, and the arguments that it belongs to
-  // Refuses the state of other data: another number of items, seed or order.
+  // Throws std::invalid_argument for another number of items, another seed or another order.
   void check_state_values(const StateValues& values) const override;
-  void load_state_values(const StateValues& values) override;  // continues from there
+  void load_state_values(const StateValues& values) override;  // continues at that position
 
   // Writes state_values() to one of libtorch's archives.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -119,8 +120,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  // Tells the position how far a loader with these options reads ahead. Throws std::invalid_argument for a loader's
-  // drop_last with `partition`.
+  // Records how far a loader with these options reads ahead. Throws std::invalid_argument for a loader's drop_last with
+  // `partition`.
   void follow(const torch::data::FullDataLoaderOptions& loader);
 
  private:
@@ -151,7 +152,7 @@ template <typename Dataset>
 class StatelessDataLoader<Dataset, tessera::DistributedSampler>
     : public StatelessDataLoader<Dataset, tessera::internal::LoaderSampler> {
  public:
-  // As the general template's.
+  // Like the constructors of the general template.
   StatelessDataLoader(Dataset dataset, const tessera::DistributedSampler& sampler, DataLoaderOptions options)
       : StatelessDataLoader<Dataset, tessera::internal::LoaderSampler>(
             std::move(dataset), tessera::internal::LoaderSampler(sampler, options), options) {}

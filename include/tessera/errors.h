@@ -43,7 +43,7 @@ class ExportedError : public std::runtime_error {
 
 // Replaces the function that gets Tessera's warnings, each a text of one line; null restores the default. By default
 // they go to libtorch's warning handler, if the program has replaced that on the calling thread; otherwise to stderr,
-// but only while a group of init() or run_ranks() with ProcessSetup::print_warnings lives. Without such a group, as in
+// but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists. Without such a group, as in
 // a program that made its groups by communicator_from(), Tessera writes nothing to stdout and stderr. The function may
 // be called by any thread, also while the process ends, and must not throw. Thread-safe.
 void set_warning_handler(std::function<void(const std::string& text)> handler);

@@ -24,7 +24,7 @@ class EventWriter {
  public:
   // Options of the file.
   struct Options {
-    // scalar() writes pending records if the last write is older. A kill loses at most the records of this time.
+    // scalar() writes pending records if the last write is older than this. A kill loses at most these records.
     std::chrono::milliseconds flush_every{5000};
     // Called by the writing thread when writes begin to fail, with the file, the reason and the consequence. Must not
     // call the writer. Empty: prints to standard error.

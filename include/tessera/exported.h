@@ -45,10 +45,9 @@ struct ExportedOptions {
   // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // true: skips the comparisons with Python that tools/export_model.py records and other archives lack: gradients of
-  // decomposed programs, eval() of models with random operators, ties of tensors without values. Also ignores guards
-  // that cannot be read, and the checksums of tensors. Otherwise such archives or calls throw, or warn if nothing
-  // indicates an error.
+  // true: skips comparisons with results that Python recorded (tools/export_model.py): gradients of decomposed
+  // programs, eval() of models with random operators, ties of tensors without values. Also ignores unreadable guards
+  // and checksums of tensors. false: throws without these records, or warns if nothing indicates an error.
   bool unchecked = false;
 };
 
@@ -88,7 +87,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   ExportedValue operator()(Inputs&&... inputs) {
     return forward(std::forward<Inputs>(inputs)...);
   }
-  // As forward(), for collected inputs.
+  // Like forward(), for collected inputs.
   ExportedValue run(const ExportedInputs& inputs);
 
   // Names of forward's inputs, in order.
@@ -103,7 +102,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   // Parameters that the graph uses only as weights of aten.linear, for quantize_linears().
   std::vector<internal::LinearWeight> linear_weights() override;
 
-  // As torch::nn::Module's; also converts the graph's constants.
+  // Like torch::nn::Module::to(); also converts the graph's constants.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
@@ -120,9 +119,9 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   std::unique_ptr<internal::ExportedProgram> program_;
 };
 
-// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive: parameters are its pages until they are
-// written to. Inside deferred(), parameters and persistent buffers have no memory yet; under FullyShardedDataParallel
-// each rank then reads only its shards, unit by unit:
+// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive into memory: parameters share its pages until
+// they are written to. Inside deferred(), parameters and persistent buffers have no memory yet; under
+// FullyShardedDataParallel each rank then reads only its shards, unit by unit:
 //
 //   auto model = tessera::deferred([] { return tessera::load_exported("llama.pt2", {.weights = "llama/"}); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_classes({"LlamaDecoderLayer"})});

@@ -10,8 +10,8 @@
 
 namespace tessera {
 
-// Trains an unmodified torch::nn module with its parameters, gradients and optimizer state split
-// over the ranks: ZeRO stage 3 (Rajbhandari et al., 2020), as FairScale's and PyTorch's FSDP.
+// Trains an unmodified torch::nn module with its parameters, gradients and optimizer state split over the ranks: ZeRO
+// stage 3 (Rajbhandari et al., 2020), as FairScale's and PyTorch's FSDP.
 //
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<BlockImpl>()});
 //   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
@@ -23,8 +23,8 @@ namespace tessera {
 // but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. An operator with
 // such an argument unshards the unit first, in forward, in backward and elsewhere, so modules may be called without the
 // wrapper. Only data_ptr() bypasses the dispatcher: it is null while the unit is sharded. Changing a parameter outside
-// summon_full_params() throws std::logic_error. If it is given other data of its shape and dtype (set_data()), equal on
-// all ranks, the next forward takes the values.
+// summon_full_params() throws std::logic_error. After set_data() with equal data of its shape and dtype on all ranks,
+// the next forward uses the new values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same
 // units in the same order, on any data. The wrapper must be used by one thread at a time, the backward pass included.
@@ -85,7 +85,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
     }
   }
 
-  // Copies an argument that forward may have changed by reference (a state, say) to the caller's.
+  // Copies an argument that forward may have changed by reference back to the caller's argument.
   template <class Arg, class Value, class Copy>
   static void give_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {

@@ -19,8 +19,9 @@ at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
 
 // Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). If a rank
-// left the loop early, the collectives of the others would fail. Collective, one number. To use all data, ranks without
-// data continue with any batch and a loss of 0, and the gradients, which are averages over all ranks, are rescaled:
+// left the loop early, the collectives of the others would fail. Is collective (one number). To use all data, ranks
+// without data continue with any batch and a loss of 0, and the gradients, which are averages over all ranks, are
+// rescaled:
 //
 //   while (int active = tessera::ranks_with_data(*comm, loader.has_next())) {
 //     const bool own = loader.has_next();

@@ -28,7 +28,7 @@ struct ProcessSetup {
   // Replaces libtorch's CPU allocator by a cache, so that large CPU tensors reuse freed memory (memory_cache.h).
   // TESSERA_MEMORY_CACHE=0 in the environment switches it off. Tensors that outlive the cache stay valid.
   bool cache_memory = true;
-  // Sets a handler of std::terminate() that first tells the other ranks the text of the uncaught exception, so that
+  // Sets a handler of std::terminate() that first sends the text of the uncaught exception to the other ranks, so that
   // their errors name it. init() with several ranks only.
   bool terminate_handler = true;
   // Permits processes that descend from the ranks' launcher to read and write this process's memory under Yama's
@@ -36,17 +36,17 @@ struct ProcessSetup {
   bool permit_tracing = true;
   // Raises the soft limit of open descriptors (RLIMIT_NOFILE) if the group's connections need more.
   bool raise_descriptor_limit = true;
-  // Opens /dev/null as stdin, stdout and stderr if they are closed, so that no connection gets their numbers and with
-  // them the program's output.
+  // Opens /dev/null as stdin, stdout and stderr if they are closed. Otherwise a connection could get the descriptor of
+  // stdout, and the program would print into it.
   bool open_standard_descriptors = true;
   // Sets the number of intra-operator threads (at::set_num_threads) to this host's cores divided by its ranks, at least
   // 1. Never raises it, and keeps a number from OMP_NUM_THREADS, MKL_NUM_THREADS, or an earlier call of
   // at::set_num_threads() with another number than the default. A no-op if a launcher has bound the rank to cores.
   // init() with several ranks on a host only.
   bool share_cores = true;
-  // Catches the signals of stop_requested() from init() on, and not only from its first call on.
+  // Sets the signal handlers of stop_requested() in init(), not at its first call.
   bool stop_signals = false;
-  // Prints warnings on stderr, unless the program takes them: see set_warning_handler() in errors.h.
+  // Prints warnings on stderr, unless the program handles them: see set_warning_handler() in errors.h.
   bool print_warnings = true;
 
   // The names of the fields that are on: "cache_memory, permit_tracing"; "nothing" if none is.
@@ -57,10 +57,10 @@ struct ProcessSetup {
 struct InitOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA.
   std::string backend{};
-  // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only one that this process
-  // sees, or else device LOCAL_RANK; in run_ranks(), device rank.
+  // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only one visible to this
+  // process, or else device LOCAL_RANK; in run_ranks(), device rank.
   std::optional<at::Device> device{};
-  // How long operations and the rendezvous wait for other ranks, without the time in which this process is stopped.
+  // How long operations and the rendezvous wait for other ranks, not counting time in which this process is stopped.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits it.
   // TESSERA_PEER_MEMORY=0 in the environment of any of them disables it.
@@ -69,8 +69,8 @@ struct InitOptions {
   // NCCL then needs no copies of its own, and uses the switch if there is one. Such memory belongs to the group until
   // it is destroyed. Throws std::invalid_argument if the driver or NCCL do not support it.
   bool registered_memory = false;
-  // With NCCL: sums and averages of floating types add in rank order, with gloo's bits, as they do on gloo in any case.
-  // 16-bit types are added in fp32 and rounded once. docs/gpu.md has the costs.
+  // With NCCL: sums and averages of floating types add in rank order, as on gloo, and give the same bits. 16-bit types
+  // are added in fp32 and rounded once. docs/gpu.md has the costs.
   bool rank_order_sums = false;
   // The changes to the process.
   ProcessSetup process = {};
@@ -88,7 +88,7 @@ std::shared_ptr<Communicator> init(InitOptions options = {});
 // device. Differences throw std::invalid_argument on every rank.
 struct GroupOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA. "mpi", for communicator_from_mpi() on
-  // CPU: all bytes travel by MPI. A process group takes "" alone.
+  // CPU: MPI carries all bytes. Must be "" for a process group.
   std::string backend{};
   // Empty: the CPU; with "nccl", or a process group that has no backend for CPU tensors, CUDA. CUDA without an index
   // means the calling thread's current device.
@@ -120,11 +120,10 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 
 // Makes a group of the ranks of a c10d process group, or of one backend of c10d, and uses it for all traffic: its
 // reductions decide the rounding. The class needs allreduce() and broadcast(); _allgather_base(),
-// _reduce_scatter_base() are used if it has them; all_to_all() and split() need send() and recv(). Keys that tell
-// failures to other ranks are in the process group's store; without one, ranks of a host share a store in memory, and
-// otherwise rank 0 serves one at a port. Must be called by ranks in the order of their other collectives. The process
-// group must not be used by another thread while this group is. A failure aborts a NCCL process group. Otherwise as
-// above.
+// _reduce_scatter_base() are used if it has them; all_to_all() and split() need send() and recv(). Failures are
+// published in the process group's store. Without one, ranks of a host share a store in memory, and otherwise rank 0
+// serves one at a port. Ranks must call it in one order with other collectives. No other thread may use the process
+// group while this group is in use. A failure aborts a NCCL process group. Otherwise as above.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
@@ -177,10 +176,10 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // code (128 + signal). No rank outlives this process. Each rank gets an equal part of the cores (OMP_NUM_THREADS)
 // unless that is set.
 //
-// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1. Ranks that have not ended `grace` after the first of them are killed
-// (SIGKILL); SIGUSR1, a warning of Slurm, starts no such period. `grace` must suffice to save a checkpoint, if the
-// ranks call stop_requested(). A second signal kills at once, unless the first was SIGUSR1. After a rank's failure the
-// others have 5 s, and at most `grace`.
+// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1. Kills ranks (SIGKILL) that have not ended `grace` after the first
+// signal. SIGUSR1, Slurm's warning, starts no such period. `grace` must suffice to save a checkpoint, if the ranks call
+// stop_requested(). A second signal kills at once, unless the first was SIGUSR1. After a rank's failure the others have
+// 5 s, and at most `grace`.
 //
 // Throws std::invalid_argument for world < 1 or a negative `grace`, and std::logic_error in a process that a launcher
 // started, including this function: see launched().

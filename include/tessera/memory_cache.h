@@ -19,8 +19,8 @@ struct MemoryCacheStats {
 MemoryCacheStats memory_cache_stats();
 
 // Returns freed memory to the system: the cache's idle blocks and malloc's free memory. Useful after an unusual phase
-// of the program. (torch.cuda.empty_cache for the CPU.) Thread-safe. In a rank's thread, blocks that other ranks'
-// threads have freed stay, because these may be in the middle of a step.
+// of the program. (torch.cuda.empty_cache for the CPU.) Thread-safe. If ranks are threads, keeps the blocks that other
+// ranks have freed: they may be in the middle of a step.
 void release_freed_memory();
 
 }  // namespace tessera

@@ -31,7 +31,7 @@ class MpiLibrary : public MessageLibrary {
   MpiLibrary(MPI_Comm comm, std::chrono::milliseconds timeout) {
     require_usable(comm);
     duplicate(comm, timeout);
-    // A failed call returns its code. The program's communicator keeps its handler.
+    // A failed call returns an error code. The program's communicator keeps its own handler.
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
@@ -121,7 +121,7 @@ class MpiLibrary : public MessageLibrary {
 
   static constexpr char kWho[] = "tessera::communicator_from_mpi: ";
 
-  // Makes MPI return errors of invalid handles, which it reports to these two communicators, while it lives.
+  // While it exists, MPI returns errors of invalid handles, which it reports on these two communicators.
   class ErrorsReturned {
    public:
     ErrorsReturned() {
@@ -174,7 +174,7 @@ class MpiLibrary : public MessageLibrary {
           "this thread may not call MPI; expected the thread that called MPI_Init_thread(), or "
           "MPI_THREAD_SERIALIZED");
 #ifdef OPEN_MPI
-    // A handle is an address here, and must not be read if it was freed. The table of Fortran handles has the live
+    // A handle is an address here, and must not be read after it was freed. MPI's table of Fortran handles has live
     // ones.
     bool is_live = false;
     for (MPI_Fint i = 0; i < (1 << 16) && !is_live; ++i) is_live = MPI_Comm_f2c(i) == comm;
@@ -226,7 +226,7 @@ class MpiLibrary : public MessageLibrary {
 }  // namespace internal
 
 // Makes a group of the ranks of an MPI communicator, with their numbers. MPI carries the rendezvous, and decides which
-// ranks share a host. Bytes travel by Tessera's own transports: memory within a host, TCP between hosts, or NCCL; with
+// ranks share a host. Tessera's own transports carry the bytes: memory within a host, TCP between hosts, or NCCL; with
 // GroupOptions::backend "mpi" by MPI. Ranks of one host open no port.
 //
 // Collective over `comm`, which may be freed afterwards: Tessera uses a duplicate, and with "mpi" keeps it until the

@@ -37,7 +37,7 @@ class PeakMemory {
  private:
   const c10::Device device_;
   std::shared_ptr<Account> account_;  // null on an accelerator
-  int64_t peak_bytes_ = 0;            // of a CPU: `account_` updates it
+  int64_t peak_bytes_ = 0;            // on the CPU: updated by `account_`
 };
 
 }  // namespace tessera

@@ -23,7 +23,7 @@ enum class WeightFormat : uint8_t {
   kInt8,  // blocks of 64 elements: 8.5 bits an element
 };
 
-// A low-rank adapter beside a frozen weight (Hu et al., 2021): y = W x + alpha / rank * B A dropout(x).
+// A low-rank adapter that is added to a frozen weight (Hu et al., 2021): y = W x + alpha / rank * B A dropout(x).
 struct LoraOptions {
   int64_t rank = 0;    // 0: none
   double alpha = 16;   // the factor alpha of the formula
@@ -34,7 +34,7 @@ struct LoraOptions {
 struct QuantizeOptions {
   WeightFormat format = WeightFormat::kNf4Double;
   LoraOptions lora{};  // rank 0: no adapters
-  // Selects Linear layers like a unit policy selects modules, by name and numel of the weight. Empty: all.
+  // Selects Linear layers by name and numel of the weight, as a WrapPolicy selects modules. Empty: all.
   WrapPolicy which{};
   // Freezes all other parameters, so that only the adapters train (QLoRA); false: leaves them unchanged.
   bool freeze_others = true;
@@ -54,12 +54,12 @@ struct QuantizeOptions {
 // Must be called once, before wrapping, on the training device. Adapters start as a zero update, so ranks need equal
 // seeds only without sync_module_states.
 //
-// Inside deferred(), after the model has been built, it reads, computes and allocates nothing; wrapping the model then
-// does so, one weight at a time. Weights that each rank reads for itself (load_exported()) may also be quantized after
-// deferred(); a rank reads every weight of which it keeps a part.
+// If called inside deferred(), after the model is built, it reads, computes and allocates nothing; wrapping the model
+// then does, one weight at a time. Weights that each rank reads for itself (load_exported()) may also be quantized
+// after deferred(); a rank reads every weight of which it keeps a part.
 //
 // Backward decodes a layer again; no decoded values are kept between forward and backward. Convert the model with to()
-// before this call: using converted bytes throws. clone() of a layer is not supported.
+// before, not after: the use of converted bytes throws. clone() of a layer is not supported.
 //
 // Is not collective. Throws std::invalid_argument, with nothing changed, if no layer is selected; if a layer, named in
 // the error, is tied, paged, not of floating-point type, already quantized, or recorded by a deferred() that has ended;
@@ -74,10 +74,10 @@ void merge_adapters(torch::nn::Module& module);
 // Frees the values of merge_adapters().
 void unmerge_adapters(torch::nn::Module& module);
 
-// Returns the state that the model had before quantize_linears(), under its names, from full_state_dict() or
-// named_parameters() of the quantized model. With `with_adapters`, the weights include the adapters. The result can be
-// saved, or loaded into an ordinary model. `module` defines the layers and formats. Throws std::invalid_argument for
-// missing names. Is not collective.
+// Returns the state that the model had before quantize_linears(), under its names, computed from `state`, the quantized
+// model's full_state_dict() or named_parameters(). With `with_adapters`, the weights include the adapters. The result
+// can be saved, or loaded into an ordinary model. `module` defines the layers and formats. Throws std::invalid_argument
+// for missing names. Is not collective.
 torch::OrderedDict<std::string, at::Tensor> dequantized_state(const torch::nn::Module& module,
                                                               const torch::OrderedDict<std::string, at::Tensor>& state,
                                                               bool with_adapters = true);

@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-// Changes the behaviour of a wrapper while it lives: no_sync(), summon_full_params(). Move-only.
+// Changes the behaviour of a wrapper while it exists: no_sync(), summon_full_params(). Move-only.
 class [[nodiscard]] ScopeExit {
  public:
   // Calls `leave` once, when the scope ends.
@@ -17,7 +17,7 @@ class [[nodiscard]] ScopeExit {
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }
-  // Ends the scope. During unwinding, discards exceptions of `leave`: the first exception says more.
+  // Ends the scope. During unwinding, discards exceptions of `leave`, because the first exception says more.
   ~ScopeExit() noexcept(false) {
     try {
       leave();

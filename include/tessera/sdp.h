@@ -50,7 +50,7 @@ class SdpModule : public ReplicatedModule {
   void refresh_trainable();
 
   // torch::nn::utils::clip_grad_norm_ over the parameters of all optimizers. Collective. Must be called after backward.
-  // Throws as ShardedOptimizer::clip_grad_norm_.
+  // Throws like ShardedOptimizer::clip_grad_norm_().
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
   // Includes the host memory of the optimizers.
@@ -104,8 +104,8 @@ class ShardedDataParallel : public internal::SdpModule {
                       SdpOptions options = {})
       : internal::SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws as the constructor if a
-  // parameter without an optimizer has become trainable.
+  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws like the constructor if
+  // a parameter without an optimizer has become trainable.
   template <class... Args>
   auto forward(Args&&... args) {
     if (c10::GradMode::is_enabled()) require_optimizers();

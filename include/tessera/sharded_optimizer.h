@@ -56,10 +56,10 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
  public:
   ~ShardedOptimizer() override;
 
-  // Takes one step with the owners' gradients, then exchanges parameters. Collective. `closure`, if given, computes the
-  // gradients again, once, and step() returns its loss; Lbfgs calls it at each point of a line search, on all ranks at
-  // once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing changed,
-  // if averages are swapped in, or if gradients are not ready (made under no_sync() alone, or lost by a failed
+  // Takes one step with the owners' gradients, then exchanges parameters. Collective. `closure`, if given, is called
+  // once to compute the gradients, and step() returns its loss. Lbfgs calls it at each point of a line search, on all
+  // ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing
+  // changed, if averages are swapped in, or if gradients are not ready (made under no_sync() alone, or lost by a failed
   // backward). With several ranks, throws it also if a parameter was converted since it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
@@ -68,18 +68,19 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
 
   // torch::nn::utils::clip_grad_norm_ over all parameters, of gradients that DistributedDataParallel or
   // ShardedDataParallel has averaged. Each parameter counts once, at its owner. Returns the norm before clipping.
-  // Collective: one all-reduce of one number. Throws as the wrappers' clip_grad_norm_(), and as step() for gradients.
+  // Collective: one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(), and like step() for
+  // gradients.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
-  // The same without waiting for a device to compute the norm.
+  // Like clip_grad_norm_(), without waiting for a device to compute the norm.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  // For optimizers that keep averages (ScheduleFreeAdamW): the parameters hold the averages while the scope lives.
+  // For optimizers that keep averages (ScheduleFreeAdamW): the parameters hold the averages while the scope exists.
   // Collective. Throws std::logic_error for other optimizers.
   ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer keeps averages
-  bool are_swapped_in() const override;  // while that scope lives
+  bool are_swapped_in() const override;  // whether such a scope is open
 
   // The owners, by parameter, counted through all groups. Frozen parameters weigh nothing.
   const internal::Partition& partition() const { return *partition_; }
@@ -107,15 +108,15 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const OptimizerStateDict& state_dict() const;
   // The states of the parameters that this rank owns; the tensors are the optimizer's own.
   OptimizerStateDict local_state_dict() const;
-  // Takes options and states from a whole dictionary, of any world size; each rank copies its own part. Not collective,
-  // but all ranks must give the same. Throws std::invalid_argument, with nothing changed, if the dictionary does not
-  // fit, and as owner().
+  // Takes options and states from a whole dictionary, of any world size; each rank copies its own part. Not collective;
+  // all ranks must pass equal dictionaries. Throws std::invalid_argument, with nothing changed, if the dictionary does
+  // not fit, and like owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
   // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file of OSS<Adam> is a
   // file of Adam. save() must follow consolidate_state_dict().
   void save(torch::serialize::OutputArchive& archive) const override;
-  // As load_state_dict(), from a file of save().
+  // Like load_state_dict(), from a file of save().
   void load(torch::serialize::InputArchive& archive) override;
 
   // The optimizer that steps the parameters of this rank.
@@ -142,7 +143,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void check_agreement(size_t first_group) const;
   void adopt_groups_from(size_t first_group);
   void take_added_groups();
-  bool is_added(const at::Tensor& parameter) const;  // by the base class, and not adopted yet
+  bool is_added(const at::Tensor& parameter) const;  // by the base class's add_param_group(), not adopted yet
   void assign_owners(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;

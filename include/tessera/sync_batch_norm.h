@@ -9,9 +9,9 @@
 
 namespace tessera {
 
-// torch.nn.SyncBatchNorm: torch::nn::BatchNorm1d, 2d and 3d in one, which in training uses the mean and the variance of
-// the batches of all ranks. Input [N, C] or [N, C, ...]; N may differ over ranks, and be 0. Statistics are added in
-// double, in rank order, so that all ranks have the same. The names and the state are BatchNorm's.
+// torch.nn.SyncBatchNorm: torch::nn::BatchNorm1d, 2d and 3d in one, which in training uses the mean and the variance
+// over the batches of all ranks. Input [N, C] or [N, C, ...]; N may differ over ranks, and be 0. Statistics are added
+// in double, in rank order, so that all ranks have the same. The names and the state are BatchNorm's.
 //
 // Works under any wrapper: each rank computes its part of the gradient, which the wrapper averages. In training forward
 // and backward are collective: an exchange of about 2 C numbers each, in a separate group. eval() and no_grad behave
@@ -41,11 +41,11 @@ TORCH_MODULE(SyncBatchNorm);
 // Makes each BatchNorm1d, 2d and 3d in `module` (at any depth, and `module` itself) train with the statistics of all
 // ranks, as SyncBatchNorm does. Returns their number. Modules, parameters and buffers keep their place and type: only
 // the member `running_mean` (`weight`, without statistics) becomes a read-only stand-in of the registered tensor.
-// at::batch_norm in torch's forward() then computes with all ranks. torch's forward() refuses an input of one value a
-// channel on a rank. clone() of a layer makes an ordinary BatchNorm.
+// at::batch_norm in torch's forward() then computes with all ranks. torch's forward() still throws if a rank's input
+// has one value a channel. clone() of a layer makes an ordinary BatchNorm.
 //
 // Must be called after values are initialized and before wrapping. Converted layers are skipped. Direct calls of
-// at::batch_norm(), and batch norms of exported graphs, are no modules, and stay unchanged. Collective. Throws
+// at::batch_norm(), and batch norms of exported graphs, are no modules, so they do not change. Collective. Throws
 // std::invalid_argument, with nothing changed, that names layers with neither running statistics nor weights: declare
 // them SyncBatchNorm.
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm);

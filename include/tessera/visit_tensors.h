@@ -45,11 +45,11 @@ concept IsMap = requires(Value& value) {
 };
 template <class Value>
 concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
-// Certainly contains no tensors.
+// Types that cannot contain tensors.
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// A range of its value_type: not of proxies, and not of its own type, as JSON and paths are.
+// A range whose elements are neither proxies nor of the range's own type (as in JSON and paths).
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();
@@ -145,7 +145,7 @@ void Members<Visitor>::operator()(Values&... members) const {
 template <class Value>
 constexpr bool kHoldsTensors = internal::Traits<std::decay_t<Value>>::kHolds;
 
-// Whether it finds every tensor in a value of this type. (Numbers, enums and strings have none.)
+// Whether visit_tensors() finds every tensor in a value of this type. Numbers, enums and strings have none.
 template <class Value>
 constexpr bool kKnowsTensorsOf = internal::Traits<std::decay_t<Value>>::kKnown;
 

@@ -15,7 +15,7 @@ struct WaitReport {
   struct Rank {
     double wait_s = 0;      // of the thread, in Pending::wait()
     double longest_s = 0;   // the part of `operation`
-    std::string operation;  // which: "all-gather of blocks.3 (49152 elements)", cut to kOperationBytes - 1; "" for none
+    std::string operation;  // "all-gather of blocks.3 (49152 elements)", cut to kOperationBytes - 1; "" for none
   };
   std::vector<Rank> ranks;  // in rank order
   double elapsed_s = 0;     // the longest interval of a rank
@@ -40,15 +40,15 @@ struct WaitReport {
 //     if (step % 100 == 0) { auto report = waits.report(); if (comm->rank() == 0) std::cout << report.text() << "\n"; }
 //   }
 //
-// On a device with streams (NCCL) it measures the host, which runs ahead of the device and waits when it needs a value.
-// A communicator can have one reporter. Must be used by one thread at a time.
+// With NCCL it measures waits of the host, which runs ahead of the device and waits only when it needs a value. A
+// communicator can have one reporter. Must be used by one thread at a time.
 class WaitReporter {
  public:
   // Starts the first interval. `comm` must outlive this object.
   explicit WaitReporter(Communicator& comm);
 
   // Reports the interval since the last report or construction, for this group and those split from it. Collective: one
-  // all-gather of 112 bytes a rank, whose wait counts in the next report. Throws CommError.
+  // all-gather of 112 bytes a rank, whose own wait counts in the next report. Throws CommError.
   WaitReport report();
 
  private:

@@ -11,13 +11,13 @@ namespace tessera {
 
 // Names the modules that become units, which are unsharded, used and resharded together.
 //
-// A policy is called bottom-up, children before parents, for every module but the root. `unclaimed_numel`: the elements
-// of parameters below the module, trainable or frozen, that no unit has claimed. Parameters that no unit claims belong
-// to the root's unit. An empty policy makes one unit of the whole model.
+// A policy returns whether a module becomes a unit. It is called for every module but the root, children before
+// parents. `unclaimed_numel` counts parameter elements below the module, trainable or frozen, that belong to no unit
+// yet. At the end these belong to the root's unit. An empty policy makes one unit of the whole model.
 using WrapPolicy =
     std::function<bool(const std::string& fqn, const torch::nn::Module& module, int64_t unclaimed_numel)>;
 
-// A unit for each module of one of these types: wrap_modules<BlockImpl>() (FSDP's transformer_auto_wrap_policy). A type
+// Makes a unit of each module of these types: wrap_modules<BlockImpl>() (FSDP's transformer_auto_wrap_policy). A type
 // may be a common base class.
 template <class... Modules>
 WrapPolicy wrap_modules() {
@@ -28,11 +28,11 @@ WrapPolicy wrap_modules() {
   };
 }
 
-// A unit for each module with at least min_numel unclaimed elements (FSDP's size_based_auto_wrap_policy). Throws
+// Makes a unit of each module with at least min_numel unclaimed elements (FSDP's size_based_auto_wrap_policy). Throws
 // std::invalid_argument if min_numel < 1.
 WrapPolicy wrap_by_size(int64_t min_numel);
 
-// A unit for each module for which `predicate` returns true; fqn is the module's dotted name.
+// Makes a unit of each module for which `predicate` returns true; fqn is the module's dotted name.
 WrapPolicy wrap_if(std::function<bool(const std::string& fqn, const torch::nn::Module& module)> predicate);
 
 }  // namespace tessera

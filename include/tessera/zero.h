@@ -45,8 +45,7 @@ struct ZeroOptions {
 
   // 0: nothing is sharded. 1: optimizer state. 2: also gradients. 3: also parameters.
   int stage = 2;
-  // Makes the optimizer's groups out of the parameters by name (whole ones, or shards in stage 3).
-  // Empty: one group of all.
+  // Makes the optimizer's groups from the named parameters: whole ones, or shards in stage 3. Empty: one group of all.
   std::function<Groups(const Parameters&)> groups{};
   // Options of the parts that a stage uses: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
   DdpOptions ddp{};
@@ -54,7 +53,7 @@ struct ZeroOptions {
   SdpOptions sdp{};
   FsdpOptions fsdp{};
 
-  // Returns the groups that `groups` makes of the parameters; one group of all if it is empty.
+  // Returns the groups that `groups` makes; one group of all parameters if it is empty.
   Groups groups_of(const Parameters& parameters) const {
     return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
   }
@@ -86,11 +85,11 @@ void refuse_line_searches_of_one_rank() {
 
 namespace internal {
 
-// The wrapper of one of the stages, which is known when the program runs. Empty until it is made.
+// The wrapper of a stage that is chosen at run time. Empty until make() is called.
 template <class Holder>
 class StageWrapper {
  public:
-  // Makes the wrapper that these options belong to.
+  // Makes the wrapper whose options these are.
   void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
     wrapper_.template emplace<Ddp>(module, std::move(comm), options);
   }
@@ -124,9 +123,9 @@ class StageWrapper {
 
 }  // namespace internal
 
-// A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
-// Each function calls that of the stage's wrapper, whose header states the contract. parameters() are the optimizer's:
-// whole ones, or in stage 3 this rank's shards.
+// A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero(). Each function calls the
+// stage's wrapper, whose header states the contract. parameters() are those of the optimizer: whole ones, or in stage 3
+// this rank's shards.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
@@ -144,7 +143,7 @@ class Zero : public ModelShards {
         wrapper_.make(module_, comm, zero.ddp);
         optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
-      case 2: {  // the optimizer first: the wrapper asks it for the owners
+      case 2: {  // the optimizer first: the wrapper gets the owners from it
         auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
         auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
         wrapper_.make(module_, *sharded, comm, zero.sdp);
@@ -188,7 +187,7 @@ class Zero : public ModelShards {
   void set_gradient_divide_factor(double factor) { wrapper_.any().set_gradient_divide_factor(factor); }
   // Sets the divisor to the sum of `own` over the ranks: see DataParallel.
   int64_t divide_gradients_by_sum(int64_t own) { return wrapper_.any().divide_gradients_by_sum(own); }
-  // While the scope lives, backward adds up gradients without reducing them.
+  // While the scope exists, backward adds up gradients without reducing them.
   ScopeExit no_sync() { return wrapper_.any().no_sync(); }
 
   // Returns copies of the full parameters and buffers, by the module's names. Collective.
@@ -198,7 +197,7 @@ class Zero : public ModelShards {
   // Bytes that the wrapper holds on this rank.
   MemoryReport memory() const { return wrapper_.any().memory(); }
 
-  // For learning rates, schedulers, and save_checkpoint(), which takes it beside this object.
+  // For learning rates, schedulers, and the list of save_checkpoint(), which has this object too.
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
   // The module that was given: module()->eval().
   Holder module() const { return module_; }
@@ -232,9 +231,9 @@ class Zero : public ModelShards {
 //   model.step();
 //   model.zero_grad();
 //
-// The optimizer is the one that the options belong to, or the one named: zero<MyAdam>(...). At one world size all
-// stages give the same parameters, bit for bit, with optimizers that work on each element by itself. Collective.
-// Throws std::invalid_argument for a stage other than 0 to 3, and what the stage's wrappers throw.
+// The type of `options` selects the optimizer, unless it is named: zero<MyAdam>(...). At one world size all stages give
+// the same parameters, bit for bit, with optimizers that work on each element by itself. Collective. Throws
+// std::invalid_argument for a stage other than 0 to 3, and what the stage's wrappers throw.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {

@@ -31,15 +31,15 @@ struct SaveOptions {
 // Differences that a load with strict = false skipped. The same on all ranks.
 struct LoadReport {
   std::vector<std::string> missing;     // names that the checkpoint lacks
-  std::vector<std::string> unexpected;  // names in the checkpoint, states included, that the model lacks
+  std::vector<std::string> unexpected;  // names of tensors and states that the model lacks
   std::vector<std::string> optimizer;   // differences of the optimizer, as sentences
 };
 
 // How a checkpoint is loaded. Must be the same on all ranks, except for the pointers.
 struct LoadOptions {
   // true: model and checkpoint must have equal names. false: skips names that only one of them has, with their
-  // optimizer state, and all hyper-parameters if the optimizers differ in the number of groups; lists them in `report`.
-  // Shapes must agree either way.
+  // optimizer state. If the numbers of optimizer groups differ, also skips all hyper-parameters. `report` lists the
+  // skipped ones. Shapes must agree either way.
   bool strict = true;
 
   // If not null, receives the skipped differences; empty if `strict`.

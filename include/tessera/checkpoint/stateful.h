@@ -26,7 +26,7 @@ class Stateful {
   virtual StateValues state_values() const = 0;
   // Throws std::invalid_argument unless load_state_values() accepts the values.
   virtual void check_state_values(const StateValues& values) const = 0;
-  // Restores the state. The values are checked, and equal on all ranks.
+  // Restores the state. check_state_values() has accepted the values, which are equal on all ranks.
   virtual void load_state_values(const StateValues& values) = 0;
   // Its tensors: this rank's part of each, with the same names on all ranks. Loading writes to them. Replicas and
   // shards are as in NamedShard.

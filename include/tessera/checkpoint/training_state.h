@@ -44,7 +44,7 @@ class TrainingState {
 
    private:
     friend class TrainingState;
-    std::string name_;  // of a model or optimizer; "": the only one
+    std::string name_;  // of a model or optimizer; "" for a single one
     ModelShards* model_ = nullptr;
     torch::optim::Optimizer* optimizer_ = nullptr;
     std::shared_ptr<Stateful> stateful_;
@@ -55,8 +55,8 @@ class TrainingState {
   TrainingState(std::initializer_list<StateRef> all);
 
   ModelShards& model() const { return *model_; }  // the only one, or all named ones together
-  const std::vector<std::string>& model_names() const { return model_names_; }  // empty if the only one has no name
-  // By name; that of the only one may be "".
+  const std::vector<std::string>& model_names() const { return model_names_; }  // empty for a single unnamed model
+  // The optimizers by name. A single one may have the name "".
   const std::map<std::string, torch::optim::Optimizer*>& optimizers() const { return optimizers_; }
   const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // in the order given
 

@@ -11,7 +11,7 @@ namespace tessera::internal {
 // to a converted tensor are copied to the caller's. Used by one thread, during one forward.
 class ConvertedInputs {
  public:
-  // The tensor in that dtype. Returns the same tensor for the same argument; the argument itself if it has the dtype.
+  // Returns the tensor in `dtype`: one result for each argument, the argument itself if it has the dtype.
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
   // Copies changes in place to the caller's tensors; autograd records the copies.
   void copy_changes() const;
@@ -23,7 +23,7 @@ class ConvertedInputs {
  private:
   struct Input {
     at::Tensor own, given;
-    int64_t version;  // of `given`; -1: an inference tensor, which has none
+    int64_t version;  // of `given`; -1: an inference tensor, which has no version
   };
   std::vector<Input> inputs_;
 };

@@ -26,7 +26,7 @@ class GradientSource {
   // See Arrived.
   virtual ScopeExit on_gradients(Arrived arrived, Failed failed) = 0;
 
-  // Its parameters that have a .grad, of any backward.
+  // The wrapper's parameters that have a .grad, from any backward.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
 
   // While the scope exists, uses of the parameters' values outside backward throw std::logic_error with `reason`:

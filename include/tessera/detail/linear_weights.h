@@ -8,7 +8,7 @@
 
 namespace tessera::internal {
 
-// A weight of a module that is not a torch::nn::Linear, if only at::linear uses it.
+// A weight that only at::linear uses, of a module that is not a torch::nn::Linear.
 struct LinearWeight {
   torch::nn::Module* owner;
   std::string fqn;   // of the parameter
@@ -19,7 +19,7 @@ struct LinearWeight {
 class HasLinearWeights {
  public:
   virtual ~HasLinearWeights() = default;
-  // Names are relative to this module. `used` is valid as long as the module lives.
+  // Names are relative to this module. `used` is valid as long as the module exists.
   virtual std::vector<LinearWeight> linear_weights() = 0;
 };
 

@@ -106,7 +106,7 @@ class ListedDecay : public ListedOptions<Derived> {
   double lr_, weight_decay_;
 };
 
-// Base of options with two moving averages, or with one that two factors mix.
+// Base of options with beta1 and beta2, the factors of moving averages.
 template <class Derived>
 class ListedBetas : public ListedDecay<Derived> {
  public:
@@ -154,7 +154,7 @@ class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
 // and its gradient is dense.
 void require_dense(const at::Tensor& parameter, const char* optimizer);
 
-// Whether an optimizer is elementwise, and so may be given shards, or needs whole parameters.
+// Whether an optimizer is elementwise, so that it may step shards, or needs whole parameters.
 enum class Sees { kElements, kParameters };
 
 // Base of Tessera's own optimizers: construction, checks and archives. `Options` (see above) must have a kName, and
@@ -242,7 +242,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // Collective checks first: if this rank's options are invalid, the other ranks must not wait for it.
+  // The collective check must be first: if the local one throws on this rank, the other ranks must not wait for it.
   void check() {
     if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();

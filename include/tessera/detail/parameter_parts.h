@@ -24,8 +24,8 @@ class ParameterParts {
   // or their order differ between ranks.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
-  // Returns the shard of a parameter. Without a wrapper it is whole and has no name. A whole parameter's strides are
-  // the current ones: set_data() may have changed them.
+  // Returns the shard of a parameter. A whole parameter has its current strides, which set_data() may have changed.
+  // Without a wrapper, the parameter is whole and has no name.
   NamedShard of(const at::Tensor& parameter) const;
   // The range of a parameter that a rank holds, and the replica of the model that the rank belongs to. by_rank() is
   // empty without a wrapper.
@@ -42,8 +42,8 @@ class ParameterParts {
   // Whether a sum over ranks must include this rank's part: each part counts in one replica only.
   bool counts(const at::Tensor& parameter) const { return !are_cut_ || of(parameter).replica == 0; }
 
-  // Returns for each parameter whether it has a gradient on any rank: a rank without elements of it may not know. If
-  // parameters are cut, is collective: one small all-reduce.
+  // Returns for each parameter whether any rank has a gradient of it; a rank without elements of it may not know this
+  // alone. Is collective if parameters are cut: one small all-reduce.
   std::vector<bool> have_gradients(const std::vector<at::Tensor>& parameters) const;
 
  private:
@@ -64,8 +64,8 @@ at::Tensor in_memory_order(const at::Tensor& dense);
 // Returns `tensor`, or a copy of it with these strides, dtype and device unchanged.
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 
-// Gives the groups from `first` on the options that they were added with. libtorch 2.15 replaces options of classes
-// other than its own by the optimizer's defaults. Options of its own classes stay as it has merged them.
+// Restores the options with which the groups from index `first` on were added. libtorch 2.15 replaces options of
+// classes other than its own by the optimizer's defaults. Options of its own classes stay as libtorch merged them.
 void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
                      const std::vector<torch::optim::OptimizerParamGroup>& added);
 

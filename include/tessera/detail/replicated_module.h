@@ -49,7 +49,7 @@ class ReplicatedModule : public DataParallel {
     std::string options;             // a line of text; must be equal on all ranks
     bool sync_module_states = true;  // takes rank 0's parameters and buffers
     bool broadcast_buffers = true;   // from rank 0, before each forward that follows a training forward
-    // Gradients from before wrapping must be equal on all ranks: every rank will step with its own.
+    // true: compares gradients from before wrapping, which must be equal because every rank steps with its own.
     bool compares_gradients = false;
   };
   // Checks that all ranks have the same module and options. Collective. Throws std::invalid_argument, on every rank and

@@ -110,9 +110,9 @@ struct ExportedInputs {
   std::vector<ExportedValue> positional{};
   ExportedValue::Named named{};
 
-  // One more by position.
+  // Adds a positional input.
   void add(ExportedValue value) { positional.push_back(std::move(value)); }
-  // More by name.
+  // Adds named inputs.
   void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
 };
 

@@ -38,14 +38,14 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
   // The shards that have a gradient now.
   std::vector<at::Tensor> parameters_with_gradients() const override;
-  // While the scope lives, uses outside backward throw std::logic_error with `reason`.
+  // While the scope exists, uses outside backward throw std::logic_error with `reason`.
   ScopeExit refuse_use(std::string reason) override;
 
-  // While the scope lives, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
+  // While the scope exists, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
   // precision. It may be read in any way, and changed under NoGradGuard. At the end of the scope each rank copies its
-  // part into the shards: change parameters alike on all ranks. Collective, at the beginning. Throws std::logic_error
-  // inside a backward pass and inside another such scope, std::invalid_argument for options that contradict each other
-  // and for unknown units.
+  // part into the shards: change parameters alike on all ranks. The call is collective, the end of the scope is not.
+  // Throws std::logic_error inside a backward pass and inside another such scope, std::invalid_argument for options
+  // that contradict each other and for unknown units.
   ScopeExit summon_full_params(SummonOptions options = {});
 
   // Copies of all parameters (under each of their names) and buffers by name, in full, on the communicator's device or
@@ -74,8 +74,8 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   ScopeExit begin_forward();  // must live until forward ends
-  // After a forward that returns. Without gradients throws CommError if an all-gather was aborted, since no backward
-  // would find it.
+  // Must be called after a forward that returned. If gradients are off, throws CommError if an all-gather was aborted,
+  // because no backward would detect it.
   void end_forward();
   // The dtypes to which floating-point arguments and results of forward are converted.
   std::optional<at::ScalarType> input_dtype() const;

@@ -14,7 +14,7 @@ class GradNorm {
   GradNorm(double value) : value_(value) {}                             // NOLINT(google-explicit-constructor): a double
   explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // of one element, on any device
 
-  // The number on its device, which it may be computing; undefined on the host, and once the host has read it.
+  // The norm on its device, which may still be computing it. Undefined if the norm is, or has been read, on the host.
   const at::Tensor& on_device() const { return tensor_; }
   // Blocks at the first call.
   operator double() const {  // NOLINT(google-explicit-constructor)

@@ -43,9 +43,9 @@ class ModelShards {
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
   // Every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
-  // The shards to save, with the values that the module shows now: a scope, or other data given to parameters, may have
-  // changed them. Throws std::logic_error, naming the unit, if the changes are temporary, and, naming the parameter, if
-  // one was registered after wrapping.
+  // The shards to save, with the module's current values, which a scope or set_data() may have changed. Throws
+  // std::logic_error, naming the unit, if the changes are temporary, and, naming the parameter, if one was registered
+  // after wrapping.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // The part of each of named_shards() that a rank of comm() holds. Computed, without communication. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.
@@ -61,9 +61,9 @@ class ModelShards {
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
-// Returns the shape of the whole parameter that a tensor of a wrapper's parameters() is a part of. A shard of
-// FullyShardedDataParallel is one-dimensional, so a filter must not ask for its dim(); any other tensor returns its own
-// shape. Not collective.
+// Returns the shape of the whole parameter for a tensor of a wrapper's parameters(), and any other tensor's own shape.
+// Filters must use it in place of dim(), because a shard of FullyShardedDataParallel is one-dimensional. Not
+// collective.
 std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
 
 namespace internal {
@@ -76,8 +76,7 @@ class OptimizerShards {
   virtual const torch::optim::Optimizer& local() const = 0;
   // Whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;
-  // The values that this rank receives if the owner's new values are `values`. They are rounded if they are sent
-  // rounded.
+  // Returns the owner's new values as this rank receives them: rounded if they are sent rounded.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
 

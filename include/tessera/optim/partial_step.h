@@ -50,7 +50,7 @@ class PartialStep : public internal::ChosenStep {
     virtual ~RevocableSteps() = default;
     // Calls PartialStep::step_parameters(parameters) and keeps copies of the changed values: the parameters' elements
     // and the optimizer's state, whose tensors it may replace. A parameter must be stepped only once before keep() or
-    // roll_back(). Throws as step_parameters() does, and if there is no room for copies. Some parameters may be stepped
+    // roll_back(). Throws like step_parameters(), and if there is no room for copies. Some parameters may be stepped
     // then; roll_back() restores those.
     virtual void step(const std::vector<at::Tensor>& parameters) = 0;
     // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write fails (disk);

@@ -44,7 +44,7 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
   TORCH_ARG(int64_t, step) = 0;       // number of steps taken
   TORCH_ARG(double, weight_sum) = 0;  // sum of the steps' weights
   TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far
-  TORCH_ARG(at::Tensor, z);           // the iterate that steps change
+  TORCH_ARG(at::Tensor, z);           // the iterate z of the paper, which each step updates
   TORCH_ARG(at::Tensor, exp_avg_sq);  // average of squared gradients
 
  public:
@@ -78,7 +78,7 @@ class ScheduleFreeAdamW
   at::Tensor step(LossClosure closure = nullptr) override;
 
   ScopeExit swap_in_averages() override;                           // not collective
-  bool are_swapped_in() const override { return is_swapped_in_; }  // while that scope lives
+  bool are_swapped_in() const override { return is_swapped_in_; }  // whether a scope of swap_in_averages() is open
 
  private:
   bool is_swapped_in_ = false;

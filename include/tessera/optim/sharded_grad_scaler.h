@@ -57,7 +57,7 @@ class ShardedGradScaler {
   // State for checkpoints; must be loaded between update() and scale().
   struct State {
     double scale = 0;
-    int64_t finite_steps = 0;  // in succession
+    int64_t finite_steps = 0;  // successive steps with finite gradients
   };
   // Returns the state after the last update(), equal on all ranks.
   State state() const { return {scale_, finite_steps_}; }

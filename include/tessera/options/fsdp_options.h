@@ -17,7 +17,7 @@ namespace tessera {
 struct SummonOptions {
   bool writeback = true;  // keep changes made in the scope; false: they are lost
   // true: only rank 0 gets full parameters; on other ranks the use of a parameter throws std::logic_error. Needs
-  // writeback = false, since the shards of other ranks could not follow.
+  // writeback = false, because other ranks could not update their shards.
   bool rank0_only = false;
   // true: full parameters are in host memory, and an accelerator holds one flat parameter in full at a time. They may
   // be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
@@ -55,10 +55,10 @@ struct MixedPrecision {
   bool cast_forward_inputs = true;
   // The wrapper's forward() converts floating-point tensors in its result.
   std::optional<at::ScalarType> output_dtype{};
-  // Modules that compute in the parameters' own dtype, norms usually. Their parameters and buffers are never cast.
-  // If an operator uses such a parameter, its arguments of param_dtype are converted up, and its results back, in
-  // forward and in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is param_dtype, since
-  // parameters and running statistics need one dtype.
+  // Modules that compute in the parameters' own dtype, usually norms. Their parameters and buffers are never cast. If
+  // an operator uses such a parameter, its arguments of param_dtype are converted up, and its results back, in forward
+  // and in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is param_dtype, since parameters
+  // and running statistics need one dtype.
   WrapPolicy full_precision{};
 };
 
@@ -81,8 +81,8 @@ struct HybridSharding {
 struct WireFormats {
   // All-gathers (ZeRO++'s qwZ): forward and backward compute with rounded parameters, the same on all ranks.
   WireFormat parameters = WireFormat::kDtype;
-  // Reduce-scatters (one hop of its qgZ): each rank's gradients are rounded once, exchanged, and added in fp32, in rank
-  // order.
+  // Reduce-scatters (one hop of ZeRO++'s qgZ): each rank's gradients are rounded once, exchanged, and added in fp32, in
+  // rank order.
   WireFormat gradients = WireFormat::kDtype;
 };
 
@@ -99,7 +99,7 @@ struct FsdpOptions {
   // The dtypes of parameters, gradients and buffers on the wire and in computation.
   MixedPrecision mixed_precision{};
 
-  // Formats on the wire: 8 bit, say.
+  // Formats of the data that ranks send, for example 8-bit blocks.
   WireFormats wire{};
 
   // Host or disk memory for shards and gradients.
@@ -126,7 +126,7 @@ struct FsdpOptions {
   WrapPolicy ignored_modules{};
 
   // true: backward throws std::invalid_argument, on all ranks, if a parameter has a gradient on some ranks only. false:
-  // it counts as 0 on the others.
+  // a missing gradient counts as 0.
   bool refuse_uneven_use = false;
 
   // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or NaN, and names units

@@ -34,7 +34,7 @@ struct DecoderOptions {
   bool input_bias = false;      // Llama: biases for queries, keys and values, as in Qwen2
   bool head_norms = false;      // Llama: norms of each head's query and key, as in Qwen3
   bool mlp_bias = false;        // Llama: biases in the MLP
-  std::string left_out = {};    // features of a file's model that are not planned, as text
+  std::string left_out = {};    // the file's features that the plan omits, as text
 };
 
 // Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". Names are those of DecoderOptions (kv_heads, head_dim,

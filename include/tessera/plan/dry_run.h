@@ -23,7 +23,8 @@ struct DryRunOptions {
   int rank = 0;
   // At least 2: the first creates the optimizer's state, all others are alike.
   int steps = 2;
-  // This many consecutive ranks read each other's memory, as gloo ranks of one host do; 0: all ranks, 1: none (NCCL).
+  // Number of consecutive ranks that read each other's memory, as gloo ranks of one host do; 0: all ranks, 1: none
+  // (NCCL).
   int ranks_sharing_memory = 0;
 };
 
@@ -118,7 +119,7 @@ RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options 
 }
 
 // Records a run with data on the CPU, as this rank sees it, for comparison with a dry run. `comm` is real; its internal
-// tensors are not recorded. Collective, as make_model and step are. Throws as dry_run().
+// tensors are not recorded. Collective, like make_model and step. Throws like dry_run().
 template <class MakeModel, class Step>
 RunRecord record_run(MakeModel make_model, Step step, std::shared_ptr<Communicator> comm, int steps = 2) {
   RunScope scope(std::move(comm), steps);

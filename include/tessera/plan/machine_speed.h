@@ -31,8 +31,8 @@ class SpeedCurve {
   std::vector<std::pair<double, double>> points_;
 };
 
-// Seconds of one operator by its work: FLOP plus the bytes that it touches, converted to FLOP, because a product of
-// flat matrices waits for memory. For operators without FLOP, bytes alone.
+// The time of one operator by its work: FLOP plus bytes converted to FLOP, because memory limits the product of flat
+// matrices. For operators without FLOP, bytes alone.
 struct OperatorSpeed {
   double flop_per_byte = 0;
   SpeedCurve curve;  // by work
@@ -41,7 +41,7 @@ struct OperatorSpeed {
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
 };
 
-// Determines an operator's time: FLOP of its class or, without FLOP, the bytes that it touches.
+// Selects the speed of an operator. Its time depends on its FLOP; for kMemory, on the bytes that it touches.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
 WorkClass work_class_of(const RecordedOperator& op);  // by its name and FLOP
@@ -78,7 +78,7 @@ struct MachineSpeed {
   double wake_s = 0;  // from the end of a wait until its sleeping thread runs
   double jitter = 0;  // standard deviation of the logarithm of one operator's times
   LinkSpeed tcp;      // between ranks that share no memory: wall-clock latency, processor time of a sent byte
-  // Hosts are namespaces of one machine. Not stored in speed files.
+  // true: hosts are namespaces of one machine. Not stored in speed files.
   bool shares_cores_between_hosts = false;
 
   double seconds_of(const RecordedOperator& op) const;  // without concurrent communication

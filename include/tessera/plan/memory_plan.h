@@ -19,7 +19,7 @@ struct PlannedTraining {
   std::string options;  // options_text()
   // the rank that needs most memory: rank 0, or the owner of most parameters in stages 1 and 2
   int rank = 0;
-  BytesByKind peak;              // on its device
+  BytesByKind peak;              // on the rank's device
   int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory
   int64_t copies_bytes = 0;      // of an elastic run, in host memory: copies_bytes()
   int64_t collective_bytes = 0;  // of full tensors in a step
@@ -44,18 +44,18 @@ struct Machines {
 
   // The smaller of ranks and ranks_per_host.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
-  // As in DryRunOptions, for machines with the speed of CPUs.
+  // DryRunOptions::ranks_sharing_memory, for machines with the speed of CPUs.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
 
-// Returns ElasticRun::copied_bytes() between two copies: this rank's part of a checkpoint and `copies` parts of other
-// ranks, of two steps. `record` is of AdamW. After the loss of ranks, up to three steps of larger parts are held.
+// Predicts ElasticRun::copied_bytes() while no copy is made: two steps of this rank's part of a checkpoint and of
+// `copies` parts of other ranks. `record` must be of AdamW. After a loss of ranks, up to three steps of larger parts.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
-// Runs the choice as a dry run. Throws as run() and predict_step(), but libtorch's errors go into `why_not`.
+// Runs the choice as a dry run. Throws like run() and predict_step(), but stores libtorch's errors in `why_not`.
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
 
-// Returns PlannedTraining::time of a record of the choice, with its intervals. Throws as predict_step().
+// Returns PlannedTraining::time of a record of the choice, with its intervals. Throws like predict_step().
 std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoice& choice, const Machines& machines);
 
 // The usable share of a device's or a host's memory. A dry run does not count the rest: the GPU's allocator, scratch

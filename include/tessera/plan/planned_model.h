@@ -25,22 +25,22 @@ class PlannedModel {
   virtual ~PlannedModel() = default;
 
   // Dry run of two steps of AdamW with clipping by norm; with offload, of HostAdamW. `ranks_sharing_memory`: see
-  // DryRunOptions. Throws as dry_run().
+  // DryRunOptions. Throws like dry_run().
   PlannedRun run(const TrainingChoice& choice, int world_size, int rank, int ranks_sharing_memory = 0) const {
     return run_as(choice, {.world_size = world_size, .rank = rank, .ranks_sharing_memory = ranks_sharing_memory});
   }
   // Tokens of one rank's step, or items if there are no integer inputs.
   virtual int64_t tokens_of_rank() const = 0;
-  // The source text of the policy for these units; "" for none.
+  // The source text of the wrap policy for these units; "" for no policy.
   virtual std::string policy_text(UnitChoice units) const = 0;
-  // A text about the training data; "" if the model's own description covers it.
+  // A description of the training data; "" if the model's own description covers it.
   virtual std::string description() const { return ""; }
 
  protected:
   virtual PlannedRun run_as(const TrainingChoice& choice, const DryRunOptions& where) const = 0;
 };
 
-// GPT-2 or Llama by its numbers, on its options' batch and sequence, with cross entropy.
+// Returns a GPT-2 or Llama with these options, their batch and sequence, and cross entropy as its loss.
 std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options);
 
 // An archive of torch.export, on inputs of zeros (ExportedModule::example_inputs). The loss is the output "loss",

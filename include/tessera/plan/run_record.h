@@ -37,8 +37,8 @@ struct BytesByKind {
 struct RecordedOperator {
   std::string name;  // "aten::addmm"
   int unit = 0;      // index in RunRecord::units: the unit of the last used parameter
-  // Index in RunRecord::modules: the module of the last used parameter or, in backward, of the forward operator that
-  // this computes the gradient of.
+  // Index in RunRecord::modules: the module of the last used parameter or, in backward, of the forward operator whose
+  // gradient this one computes.
   int module = 0;
   int step = 0;              // 0: the constructor; 1: the first step
   bool in_backward = false;  // includes recomputation

@@ -45,8 +45,8 @@ struct StepTime {
 //
 // With MachineSpeed::cores, simulates all ranks of a host, which share the cores: shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
-// As above, for the first of the ranks of a host, whose records are in rank order: with MachineSpeed::cores, ranks with
-// more work delay the others. Also throws without records.
+// As above, for the first rank of a host, from the records of all its ranks in rank order. With MachineSpeed::cores,
+// ranks with more work delay the others. Also throws without records.
 StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step = 0);
 
 }  // namespace tessera

@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-// The content of a page besides the record.
+// The content of a page, except the record.
 struct TimelinePageText {
   std::string title{};             // title and first line of the page
   std::string options{};           // how it is trained; below the title
@@ -26,8 +26,8 @@ struct TimelinePageText {
 
 // Returns a self-contained HTML page (UTF-8) that draws a run: bytes by kind over all operators, with the peak, its
 // content and place; collectives below; name, unit, module and bytes of the operator under the pointer; and, if the
-// time is known, a step's compute by unit and its collectives over milliseconds. Keeps at most 2,000 operators, those
-// with the most bytes, the peak included. Names may contain any text.
+// time is known, a step's compute by unit and its collectives over milliseconds. Keeps at most 2,000 operators: the
+// peak, and those with the most bytes. Names may contain any text.
 std::string timeline_page(const RunRecord& record, const TimelinePageText& text);
 
 }  // namespace tessera

@@ -34,10 +34,10 @@ struct TrainingChoice {
 // with and without checkpointing.
 std::vector<TrainingChoice> training_choices();
 
-// The options for zero(). `units`: the policy for the choice's units.
+// The options for zero(). `units` is the wrap policy for the choice's UnitChoice.
 ZeroOptions zero_options(const TrainingChoice& choice, WrapPolicy units);
-// Source text: "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the policy, and the other changes
-// that a program needs.
+// Source text of the options, "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the wrap policy, and
+// of other changes that a program needs.
 std::string options_text(const TrainingChoice& choice, const std::string& units);
 
 }  // namespace tessera
