@@ -7,8 +7,8 @@
 namespace tessera::internal {
 
 // tensor <- sum over ranks of tensor, by the algorithm of the backend (ProcessGroupGloo's ring, or NCCL's), in an
-// unspecified order. Serves as a reference for Communicator::all_reduce(), and has the same contract otherwise. Traffic
-// counts the bytes that a ring sends.
+// unspecified order. A reference for Communicator::all_reduce(), whose contract it has otherwise. Traffic counts the
+// bytes that a ring sends.
 Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what = {});
 
 }  // namespace tessera::internal

@@ -107,7 +107,7 @@ Communicator::Communicator(int rank, int size, at::Device device, std::chrono::m
     : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
 Communicator::~Communicator() = default;
 
-// Called for every operation. A string stream would take longer than the rest of the start.
+// Called for every operation, so it avoids a string stream, which would take longer than the rest of the start.
 std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
@@ -185,7 +185,7 @@ void check_and_complete(const Communicator& comm, Collective& collective) {
     require(static_cast<int>(counts.size()) == comm.size(), counts.size(),
             " counts, expected one per rank: ", comm.size());
     for (int64_t count : counts) require(count >= 0, "a count of ", count);
-    // Shards may be uneven, as `counts` says.
+    // Shards have the sizes in `counts`, which may be uneven.
     require(shard.numel() == counts[comm.rank()], "the shard has ", shard.numel(), " elements, expected ",
             counts[comm.rank()]);
     numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});

@@ -16,7 +16,7 @@ class GroupProcess {
  public:
   GroupProcess();
   bool is_this() const;
-  // Throws CommError in another process. The error begins with `what`.
+  // In another process, throws CommError, whose text begins with `what`.
   void require_this(std::string_view what) const;
 
  private:
@@ -35,9 +35,9 @@ class LiveGroup {
 // Calls `act` once, when the last group of this process has been destroyed. There must be a group. Thread-safe.
 void call_after_last_group(void (*act)());
 
-// Returns the text of an exception, without libtorch's stack trace. Null means a call of std::terminate().
+// Returns the text of an exception, without libtorch's stack trace. Null stands for a direct call of std::terminate().
 std::string text_of(const std::exception_ptr& exception);
-// The reason of a group that is destroyed during unwinding, when the text of the exception is not known.
+// The failure's reason if the group is destroyed during unwinding and the exception's text is not known.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
 template <class Group, class... Args>

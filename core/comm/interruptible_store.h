@@ -10,8 +10,8 @@
 namespace tessera::internal {
 
 // Keys of a store that begin with a prefix, with waits that another thread can end. c10d's own wait cannot be ended,
-// and blocks all other calls of its process, such as those of a Watchdog. So wait() polls. Thread-safe if the
-// underlying store is.
+// and blocks all other calls of its process, such as those of a Watchdog. So this class's wait() polls. Thread-safe if
+// the underlying store is.
 class InterruptibleStore : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kBlockNumel = 1024;     // accumulators that fit in the first-level cache
 constexpr int64_t kGrainNumel = 1 << 16;  // fewer elements are faster on one thread
 
-// min and max propagate NaN from either side, as torch's do.
+// min and max propagate NaN from either side, as in torch.
 template <class Accumulator>
 Accumulator least(Accumulator one, Accumulator other) {
   return other < one || other != other ? other : one;
@@ -72,7 +72,7 @@ void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp
   }
 }
 
-// over(numel, body) calls body(begin, end) for ranges that cover [0, numel).
+// over(numel, body) must call body(begin, end) for ranges that cover [0, numel).
 template <class Over>
 void reduce_over(void* out, const std::vector<const void*>& parts, at::ScalarType dtype, ReduceOp op, Over over) {
   AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "reduce_in_rank_order", [&] {
@@ -109,7 +109,7 @@ void add_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& par
   const at::ScalarType dtype = at::toOpMathType(out.scalar_type());
   at::Tensor sum = parts[0].to(dtype, /*non_blocking=*/true, /*copy=*/true);
   for (size_t part = 1; part < parts.size(); ++part) sum.add_(parts[part]);
-  // The divisor is a tensor: CUDA multiplies by the rounded reciprocal of a number.
+  // Divides by a tensor, because CUDA would multiply by the rounded reciprocal of a number.
   if (op == ReduceOp::kAverage) sum.div_(at::full({1}, static_cast<double>(parts.size()), sum.options()));
   out.copy_(sum, /*non_blocking=*/true);
 }

@@ -16,13 +16,13 @@ namespace tessera::internal {
 // reduces by this op. `out` may be one of the parts. 16-bit floating types are reduced in fp32 and rounded once.
 // kAverage divides the sum by the number of parts.
 void reduce_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
-// For plain memory: `numel` elements of this dtype at each address, which must be aligned to it.
+// The same for plain memory: `numel` elements of this dtype at each address, which must be aligned to it.
 void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int64_t numel, at::ScalarType dtype,
                           ReduceOp op);
-// Gives the same bits with the calling thread alone.
+// The same, bit for bit, on the calling thread alone.
 void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 
-// out <- sum or average of `parts`, in this order. Has the same bits, by libtorch's operators on any device's current
+// out <- sum or average of `parts`, in this order: the same bits, by libtorch's operators on any device's current
 // stream. The tensors must be on one device, of one floating dtype and shape; `out` may be one of the parts.
 void add_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 

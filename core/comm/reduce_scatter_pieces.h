@@ -9,7 +9,7 @@ namespace tessera::internal {
 
 // Communicator::reduce_scatter() of a full tensor that is the concatenation of `pieces`. All ranks must pass the same
 // number of pieces, with the same numbers of elements, of one dtype. The pieces are read until wait(), and never
-// written. A group that does not exchange pieces concatenates them first.
+// written. A group whose exchanges_pieces() is false concatenates them first.
 Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
                               ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 

@@ -12,11 +12,11 @@
 namespace tessera::internal {
 namespace {
 
-// If the device is more steps behind, the host waits for the oldest report.
+// If the device is more steps behind, the host blocks for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// Two words precede the numbers: the fingerprint and its complement, each with the lowest rank that has it in the low
-// bits. The maximum of the first is the largest fingerprint, that of the second the smallest.
+// Two words precede the numbers: the fingerprint and its complement. The low bits of each hold the lowest rank that has
+// it. The maximum of the first word is the largest fingerprint, that of the second the smallest.
 constexpr int64_t kAgreement = 2;
 constexpr int kRankBits = 20;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;

@@ -23,8 +23,8 @@ class ReducedReport {
  public:
   // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call.
   ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
-  // Waits for the exchange as Pending::wait() does. Must precede the functions below. Those that block throw CommError
-  // if the exchange was aborted. A second call is a no-op.
+  // Waits for the exchange as Pending::wait() does. Must be called before the functions below, which throw CommError,
+  // where they block, if the exchange was aborted. A second call is a no-op.
   void finish();
   // Whether the functions below return without blocking.
   bool has_arrived() const;

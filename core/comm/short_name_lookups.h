@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// Limits each query of this thread to its name server to one second, instead of five. c10d's TCPStore asks for the name
-// of each peer, for its log alone, and a name server that loses the query would delay a group's start or its failure.
-// Changes nothing in other threads. Without glibc, whose resolver has a state for each thread, a no-op.
+// Limits each query of this thread to its name server to one second, instead of five. c10d's TCPStore looks up the name
+// of each peer, only to log it. If the name server loses the query, the start or failure of a group would be late. Does
+// not affect other threads. Without glibc, whose resolver has a state for each thread, a no-op.
 class ShortNameLookups {
  public:
 #ifdef __GLIBC__

@@ -8,9 +8,9 @@
 
 namespace tessera::internal {
 
-// Detects a second thread that calls an object while another thread is in a call. Ranks number the operations that they
-// start. Two threads that start operations concurrently can do so in different orders on different ranks, which would
-// mix up data of operations that look alike.
+// Detects a second thread that calls an object while another thread is in a call. Ranks number their operations in the
+// order of start. If two threads start operations, that order may differ between ranks, and similar operations would
+// exchange wrong data.
 class SingleThreadChecker {
  public:
   // A call of this thread. Calls nest.
@@ -41,7 +41,7 @@ class SingleThreadChecker {
   std::atomic<std::thread::id> inside_;
 };
 
-// Aborts the group, and throws CommError that begins with `what`. For a Call that is not is_alone().
+// Aborts the group, and throws CommError, whose text begins with `what`. For a Call whose is_alone() is false.
 [[noreturn]] void refuse_second_thread(Communicator& comm, const std::string& what);
 
 }  // namespace tessera::internal

@@ -23,7 +23,7 @@
 namespace tessera::internal {
 namespace {
 
-// For how long a client's end waits for a call that is in progress. Only calls that were given up can last longer.
+// How long the end of a client waits for a call in progress. Only calls whose callers gave up can last longer.
 constexpr std::chrono::milliseconds kEndGrace{500};
 
 }  // namespace
@@ -44,7 +44,7 @@ void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::c
   }
 }
 
-// The calls that a client's thread makes, in order. Shared by both. Thread-safe.
+// The calls of a client, in order; the client and its thread share this object. Thread-safe.
 class StoreThread {
  public:
   explicit StoreThread(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -76,7 +76,7 @@ class StoreThread {
     changed_.notify_all();
   }
 
-  // For how long the call in progress has lasted.
+  // How long the call in progress has lasted.
   RunClock::duration unanswered() const {
     const std::lock_guard lock(mutex_);
     return busy_since_ ? RunClock::now() - *busy_since_ : RunClock::duration(0);
@@ -130,7 +130,7 @@ auto StoreClient::call(Act act) const {
   using Answer = decltype(act(calls_->store()));
   struct Call {
     std::packaged_task<Answer()> task;
-    std::atomic<bool> is_taken = false;  // by the thread, or by the caller that gives up
+    std::atomic<bool> is_taken = false;  // by the thread, or by a caller that gives up
   };
   const auto made = std::make_shared<Call>();
   // A plain reference: the thread that runs the task owns the store.

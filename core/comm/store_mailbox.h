@@ -20,10 +20,10 @@ class HasStore {
   virtual int ended_rank() const { return -1; }
 };
 
-// Named texts that the ranks of a group exchange through its store. Not collective, thread-safe, and non-blocking. It
-// serves work that takes longer than the group's timeout or runs on another thread than the training loop. Texts should
-// have at most a few KiB and be removed after use, since one process stores them all. All functions throw CommError if
-// the store cannot be reached, usually because rank 0's process has ended.
+// Named texts that the ranks of a group exchange through its store. Not collective, thread-safe, and non-blocking. For
+// work that takes longer than the group's timeout, or that runs outside the training loop's thread. Texts should have
+// at most a few KiB and be removed after use, because one process stores them all. All functions throw CommError if the
+// store cannot be reached, usually because rank 0's process has ended.
 class StoreMailbox {
  public:
   // `topic` is a prefix of all names. It must be equal on all ranks, and no other mailbox of the group may use it.
@@ -31,10 +31,10 @@ class StoreMailbox {
 
   void leave(const std::string& name, const std::string& text) const;
   std::optional<std::string> find(const std::string& name) const;  // nullopt if there is no such text
-  // Adds to the number of this name, which is 0 at first, and returns the sum. The name must not be one of a text.
+  // Adds to the number of this name, which is 0 at first, and returns the sum. A text must not have this name.
   int64_t add(const std::string& name, int64_t amount) const;
   void remove(const std::string& name) const;
-  // For a group that is about to be given up: limits all waits for its store. See StoreClient.
+  // Limits all waits for the store of a group that is about to be given up. See StoreClient.
   void limit_patience(std::chrono::milliseconds patience) const;
 
   int ended_rank() const;  // see HasStore

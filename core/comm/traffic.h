@@ -34,8 +34,7 @@ class TrafficCounter {
   std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first reset_wait_times()
 };
 
-// The payload that this rank sends in a collective if every rank sends as few elements as possible. For backends that
-// do not report their traffic.
+// Returns the least payload that this rank can send in a collective. For backends that do not report their traffic.
 int64_t bytes_sent(const Collective& collective, int rank, int size);
 
 }  // namespace tessera::internal

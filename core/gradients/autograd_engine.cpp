@@ -14,11 +14,11 @@ namespace tessera::internal {
 namespace {
 
 using torch::autograd::Engine;
-using NodePointer = decltype(torch::autograd::Edge::function);  // libtorch 2.15 has its own kind
+using NodePointer = decltype(torch::autograd::Edge::function);  // its type depends on libtorch's version
 
-// libtorch's engine, but a failed pass drops its callbacks before backward() throws. libtorch's own thread for a device
-// drops them at any time after that: a token would mark gradients as lost after the caller's zero_grad(), and nothing
-// tells us of that zero_grad(). CPU passes run on the caller's thread and need no such engine.
+// libtorch's engine, except that a failed pass drops its callbacks before backward() throws. On a device libtorch drops
+// them at any later time. Then a callback's token could mark gradients as lost after the caller's zero_grad(), which we
+// cannot detect. CPU passes run on the caller's thread and need no such engine.
 class PunctualEngine final : public Engine {
  public:
   void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
@@ -37,7 +37,7 @@ class PunctualEngine final : public Engine {
 // the threads of devices once in a process, for the engine that runs it, and an engine that is set later has none.
 Engine& engine_of_process() {
   static Engine& engine = at::globalContext().hasCUDA() ? *new PunctualEngine : Engine::get_base_engine();
-  return engine;  // its threads outlive main()
+  return engine;  // a leak: its threads outlive main()
 }
 
 // Does nothing if another library, Python for one, has set an engine.

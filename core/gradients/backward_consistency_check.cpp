@@ -27,7 +27,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
   }
   if (CapturedWork::recording_on(mesh_.world->device()) != nullptr) {
     if (meanwhile()) refuse_unused(own);
-    return own;  // CapturedStep compares the ranks' recorded collectives
+    return own;  // CapturedStep itself compares the ranks' collectives
   }
   ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");
   const bool must_know = meanwhile() || options_.refuse_uneven_use;
@@ -37,7 +37,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     own = read(report);
   } else {
     const std::string subject = std::string(kSubject) + ", in this one or a few before";
-    if (must_know) {  // on this rank
+    if (must_know) {  // known on this rank
       report.require_alike(subject);
       own.used = read(report).used;
     } else {
@@ -50,7 +50,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
   return own;
 }
 
-// A replay cannot ask the other ranks.
+// A replay cannot exchange the use of parameters, so each must be used.
 void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
   for (const GradientBucket& bucket : buckets_)
     for (const size_t i : bucket.members)
@@ -68,7 +68,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;
   uint64_t first = 0;
-  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // forwards, of which some failed
+  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // numbers of forwards; some forwards failed
   std::vector<std::string> kept;
   for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
     std::istringstream words(of_rank);
@@ -81,7 +81,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   }
   if (!is_alike || most > least) {
     require_agreement(*mesh_.world, kSubject, log_.lines());
-    report.require_alike(kSubject);  // the difference is in entries that the log has dropped
+    report.require_alike(kSubject);  // the log has dropped the entries that differ
   }
   require_same_gradients(kept);
 }
@@ -102,7 +102,7 @@ void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::str
   }
 }
 
-// Numbers of which the ranks exchange the largest: whether a parameter was used, whether a bucket had recomputed
+// The numbers whose maxima over ranks are exchanged: whether a parameter was used, whether a bucket had recomputed
 // gradients and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
 std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
@@ -130,7 +130,7 @@ void BackwardConsistencyCheck::check_even_use(const int64_t* missing_by, const P
                                     ", but had one on others (refuse_uneven_use)");
 }
 
-// With a static graph each rank checks its own use.
+// With a static graph each rank compares its use with the first pass.
 void BackwardConsistencyCheck::require_first_use(const PassUse& own) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
     if (own.recomputed[bucket] && !first_.recomputed[bucket])

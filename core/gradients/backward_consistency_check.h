@@ -13,14 +13,14 @@
 
 namespace tessera::internal {
 
-// The ranks' consistency check at the end of a pass. In one small all-reduce they exchange their use of parameters and
-// a fingerprint of all collectives since the last check, which must be equal. Its size does not depend on the number of
-// ranks. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
+// The ranks' consistency check at the end of a pass. One small all-reduce, whose size does not depend on the number of
+// ranks, exchanges the used parameters and a fingerprint of all collectives since the last check. Fingerprints must be
+// equal. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
 //
-// On a device the host blocks only for results that it needs now. A rank without a gradient for some parameter waits
-// for the marks of the other ranks. A rank with all gradients reads the marks in a later pass. All ranks must then
-// have recomputed gradients for the same buckets. While work is recorded for replays (CapturedWork) nothing is
-// exchanged, and every parameter must have a gradient. Used by one thread at a time.
+// On a device the host blocks only for results that it needs now. A rank that lacks a gradient waits for the result. A
+// rank with all gradients reads the result in a later pass. All ranks must then have recomputed gradients for the same
+// buckets. While work is recorded for replays (CapturedWork) nothing is exchanged, and every parameter must have a
+// gradient. Used by one thread at a time.
 class BackwardConsistencyCheck {
  public:
   struct Options {
@@ -34,10 +34,10 @@ class BackwardConsistencyCheck {
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the use by any rank. Calls `meanwhile` once, during the exchange; it returns whether the other ranks' use
-  // must be known now. Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives
-  // differ, or if refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph has
-  // changed.
+  // Returns the use by any rank. Calls `meanwhile` once, during the exchange; it returns whether this rank must know
+  // the other ranks' use now. Collective. Throws CommError. Throws std::invalid_argument on all ranks if their
+  // collectives differ, or if refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph
+  // has changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:

@@ -21,13 +21,13 @@ struct BackwardPass::Token {
   ~Token() {
     if (is_over) return;
     if (const auto owner = pass.lock()) {
-      owner->after_failure();  // first: observers may still read gradients, which failed() drops
+      owner->after_failure();  // before failed(), which drops gradients that observers may still read
       owner->failed();
     }
   }
   const std::weak_ptr<BackwardPass> pass;
   const std::string gone;  // an error
-  bool is_over = true;     // until the engine owns it, and when it has called back
+  bool is_over = true;     // false while the engine owns the token
 };
 
 BackwardPass::BackwardPass() = default;

@@ -35,16 +35,17 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // Prepares passes whose work is recorded for replays (CapturedStep). Must be called just before a recording, on the
   // stream that will record. Throws std::invalid_argument, naming the option, if the host takes part in a pass.
   virtual void prepare_capture() = 0;
-  // Called before each replay, as a forward: takes over or refuses what the user has changed since. Throws as above.
+  // Must be called before each replay. Abandons a failed pass, and takes over changes of parameters as a forward does.
+  // Throws as above, and std::logic_error for changes that a forward refuses.
   virtual void prepare_replay() = 0;
 
  protected:
   BackwardPass();
   virtual void begin() = 0;
   // Called on the engine's thread; backward() throws its exceptions. After any but CommError the pass has failed and is
-  // abandoned at once. After a CommError nothing can be waited for.
+  // abandoned at once. After a CommError there is nothing to wait for.
   virtual void end() = 0;
-  virtual void fail() = 0;     // called during the exception: must neither be collective nor throw
+  virtual void fail() = 0;     // called before backward() throws: must not be collective, must not throw
   virtual void abandon() = 0;  // blocks until nothing of a failed pass is in flight
   // After end(), without the mutex: an exception fails the pass.
   virtual void after_end() {}
@@ -56,7 +57,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // Called for every exception, before backward() throws, without the mutex. Must not throw.
   virtual void after_failure() {}
 
-  // All of begin(), end(), fail() and abandon() are called with the mutex; enter() and recover() must be, too.
+  // begin(), end(), fail() and abandon() are called with the mutex locked, as enter() and recover() must be.
 
   // Begins a pass unless one is running. Must be called in a backward. Of nested backwards the outermost must call it
   // first, since the pass ends with the backward that began it.
@@ -76,7 +77,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void set_reduces(bool reduces);
 
   std::weak_ptr<Token> token_;  // the engine owns it until the pass ends
-  bool failed_ = false;         // and was not abandoned yet
+  bool failed_ = false;         // true until the failed pass is abandoned
   bool failed_reducing_ = false;
   bool reduces_ = true;
 };

@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// Wraps a callback that may outlive its object. It calls `call(object, ...)`, or `gone(...)` once the object is
+// Wraps a callback that may outlive its object. The result calls `call(object, ...)`, or `gone(...)` once the object is
 // destroyed.
 template <class Object, class Call, class Gone>
 auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
@@ -45,12 +45,11 @@ class Binding {
   using Take = std::function<at::Tensor(size_t parameter, const at::Tensor& gradient)>;
   void set_take(Take take) { take_ = std::move(take); }
 
-  // Hooks a parameter that requires a gradient and has no hook of ours. Must not be called in a backward that reaches
-  // it.
+  // Hooks a parameter that requires a gradient and has no hook of ours. Must not be called in a backward.
   void hook(size_t parameter);
   void hook_all();
-  // Lets autograd run the hooks on the current stream of the parameters' devices: it runs them on the stream of their
-  // making, which may be the default stream, and that one cannot be captured. Must not be called in a backward.
+  // Makes autograd run the hooks on the current stream of the parameters' devices. Autograd runs a hook on the stream
+  // of its creation, which cannot be captured if it is the default one. Must not be called in a backward.
   void move_hooks_to_current_stream();
 
   // Throws std::logic_error, naming the parameter, if a parameter was added to the module after it was wrapped.
@@ -60,7 +59,7 @@ class Binding {
   void require_same_kind(size_t parameter) const;
 
   // Throws std::logic_error if the parameter has a hook that runs after its gradient is accumulated
-  // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator): with set_take() autograd accumulates none.
+  // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator): with set_take() there is none.
   void require_no_hook_after(size_t parameter) const;
 
   // "DistributedDataParallel on rank 1"
@@ -68,9 +67,9 @@ class Binding {
   // "parameter 'fc.weight' on rank 1"
   std::string label(size_t parameter) const;
 
-  // Notes the version of each parameter, to find operators in forward that change one.
+  // Records the version of each parameter, to detect operators in forward that change one.
   void note_versions();
-  // Throws std::logic_error, naming the first parameter that changed since (an Embedding with max_norm, say).
+  // Throws std::logic_error, naming the first parameter that changed since (for example an Embedding's with max_norm).
   void require_same_versions(const char* during) const;
 
  private:

@@ -14,12 +14,12 @@ namespace tessera::internal {
 
 namespace {
 
-// Collectives take complex numbers as pairs.
+// Collectives send complex numbers as pairs of real ones.
 at::Tensor travelling(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
 }
 
-// The first part as a tensor that a collective can sum.
+// Returns the first part in a form that a collective can sum.
 at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   const at::Tensor& full = reduction.content.parts[0].values;
   if (codec.is_identity()) return travelling(full);
@@ -28,7 +28,7 @@ at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   return reduction.wire.view(*codec.sum_dtype());
 }
 
-// Memory for the result: the content's own, if that was allocated for it.
+// Returns memory for the result: the content's own, if it was allocated for the result.
 at::Tensor room_for(const PendingReduction& reduction, const GradientBucket& plan) {
   const BucketContent::Part& first = reduction.content.parts[0];
   return first.memory == BucketContent::Memory::kResult ? first.values : plan.result->room(plan.dtype);
@@ -64,7 +64,7 @@ Pending BucketCollectives::reduce_to_owner(PendingReduction& reduction, const Gr
   return mesh_.shard->reduce(encoded(reduction, *plan.route.codec), plan.owner, op(), plan.name);
 }
 
-// A reduce-scatter of which the owner gets all.
+// Reduces by a reduce-scatter whose only nonempty shard is the owner's.
 Pending BucketCollectives::reduce_apart(PendingReduction& reduction, const GradientBucket& plan) const {
   const at::Tensor& full = reduction.content.parts[0].values;
   std::vector<int64_t> counts(mesh_.shard->size(), 0);
@@ -85,7 +85,7 @@ Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const Gra
   return reduce_scatter_pieces(*mesh_.shard, travelling(reduction.target()), std::move(pieces), op(), plan.name);
 }
 
-// An all-to-all in which each rank gets the encoded values of its part: its shard, or all if it is the owner.
+// Exchanges encoded values by an all-to-all: each rank gets its shard's, or all if it is the owner.
 Pending BucketCollectives::exchange_encoded(PendingReduction& reduction, const GradientBucket& plan) {
   const int world = mesh_.shard->size(), rank = mesh_.shard->rank();
   const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;

@@ -23,7 +23,7 @@ struct ReducerOptions {
   bool is_static = false;           // every pass has gradients for the same parameters: only the first is exchanged
   size_t in_flight = 2;             // reductions in flight: one is sent while the next bucket fills
   size_t max_lazy_in_flight = 2;    // if they progress only in wait(): a rank can be ahead of its peers by as many
-  // A gradient of at least this many bytes may be reduced from autograd's memory. To copy a smaller one into its bucket
+  // A gradient of at least this many bytes may be reduced from autograd's memory. Copying a smaller one into its bucket
   // costs less than one more message.
   int64_t zero_copy_bytes = int64_t{256} << 10;
   // Copies reduced gradients to the host. Null if they stay on the device.
@@ -31,14 +31,14 @@ struct ReducerOptions {
   CountedBuffers* staging = nullptr;
 };
 
-// The reduction of a bucket's content, which is in flight.
+// The reduction in flight of a bucket's content.
 struct PendingReduction {
   size_t bucket;
   BucketContent content;
   at::Tensor wire{};      // the encoded bytes that this rank sends
   at::Tensor received{};  // encoded parts of all ranks
   at::Tensor reduced{};   // this rank's part; undefined if it gets none
-  at::Tensor staging{};   // on the device, of a result for the host
+  at::Tensor staging{};   // on the device, for a result that goes to the host
   Pending pending{};
   Copy copy{};
   // The memory on the device that the collectives write to.
@@ -46,14 +46,14 @@ struct PendingReduction {
 };
 
 // Encodes the content of a bucket, starts the collective that its layout needs, and decodes the result. Used by one
-// thread at a time, under no autograd.
+// thread at a time, with autograd off.
 class BucketCollectives {
  public:
   // All of these must outlive the object.
   BucketCollectives(const Mesh& mesh, BucketMemory& memory, const ReducerOptions& options)
       : mesh_(mesh), memory_(memory), options_(options) {}
 
-  // Sums over ranks are divided by it; empty: by the number of ranks.
+  // Sets the divisor of sums over ranks; empty: the number of ranks.
   void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
   const std::optional<double>& divisor() const { return divisor_; }
 

@@ -15,8 +15,7 @@
 
 namespace tessera::internal {
 
-// Allocates buffers for buckets, and counts them together with the gradients that are sent without a copy. Used by one
-// thread at a time.
+// Allocates buffers for buckets, and counts their bytes together with borrowed gradients. Used by one thread at a time.
 class BucketMemory {
  public:
   explicit BucketMemory(at::Device device) : buffers_(device, MemoryKind::kBuckets) {}
@@ -54,13 +53,13 @@ struct BucketContent {
   };
   // A piece of the bucket.
   struct Part {
-    at::Tensor values;  // [numel of the piece] of the bucket's dtype; undefined until it is needed
+    at::Tensor values;  // [numel of the piece] of the bucket's dtype; undefined until needed
     Memory memory = Memory::kBucket;
     int64_t version = 0;  // of a borrowed gradient
   };
   std::vector<Part> parts{};   // none before the first gradient
   std::vector<bool> filled{};  // by member
-  StreamUses uses{};           // of the memory: hooks run on the streams of their operators
+  StreamUses uses{};           // uses of the memory by streams: hooks run on the streams of their operators
   // Small gradients on a device, which are copied together in one launch.
   struct Waiting {
     size_t member;
@@ -77,21 +76,22 @@ struct BucketContent {
   // Uses the memory of a gradient as the part, without a copy.
   void borrow(size_t piece, const at::Tensor& values);
   int64_t borrowed_bytes() const;
-  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since.
+  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since borrow().
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 
-  // Whether a gradient may wait for others. On a device, a launch takes the host longer than the copy of a small
-  // gradient takes the device.
+  // Whether a gradient may wait for others, to be copied in one launch: on a device, a launch costs more than the copy
+  // of a small gradient.
   static bool may_wait(const at::Tensor& gradient);
-  // Keeps a gradient to copy it later.
+  // Keeps a gradient for copy_waiting().
   void wait_for_more(size_t member, const at::Tensor& gradient);
   // Copies a gradient to its place, or adds it to the one there.
   void put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first);
   // Copies the waiting gradients. Throws std::logic_error, naming parameter and rank, if one was changed since it was
   // added. `parameters` is the reducer's list.
   void copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters, int rank);
-  // Zeros the places of absent members, and the padding if asked for. All parts must be allocated.
+  // Zeros the places of absent members, and the padding; those between members only if `between_members`. All parts
+  // must be allocated.
   void fill_gaps(const GradientBucket& bucket, bool between_members) const;
   // Forgets a member's gradient. Returns whether no member has one now.
   bool forget(const GradientBucket& bucket, size_t member);

@@ -13,35 +13,35 @@
 
 namespace tessera::internal {
 
-// The collectives of one rank since the last backward, for a comparison with the other ranks: a rolling fingerprint,
-// and for errors the text of each.
+// The collectives of one rank since the last backward, to compare with other ranks: a rolling fingerprint, and the text
+// of each collective for errors.
 class CollectiveLog {
  public:
-  // `operation` must be a literal; `unit` must outlive the log. `divisor`: of the sums, if it is not the world size.
+  // `operation` must be a literal; `unit` must outlive the log. An empty `divisor` means the world size.
   void add(const char* operation, const std::string& unit, int64_t numel, std::optional<double> divisor = {}) {
     fingerprint_.add(operation).add(unit).add(numel);
     if (divisor) fingerprint_.add(std::bit_cast<int64_t>(*divisor));
     add_entry({operation, &unit, numel, divisor.value_or(0)});
   }
-  // An operation on the whole model.
+  // Adds an operation on the whole model.
   void add(const char* operation) { add(operation, model(), -1); }
-  // A forward whose backward will reduce. Without this entry, a rank that skips one backward would from then on average
-  // its gradients with those of the other ranks' previous step.
+  // Adds a forward whose backward will reduce. Without this entry, a rank that skips a backward would go undetected,
+  // and average its gradients with those of the other ranks' previous step from then on.
   void add_forward() {
     add_entry({"forward", &model(), -1});
     ++doubtful_.forwards;
   }
-  // A forward that threw: the other ranks may have completed it, or only this rank may repeat it.
+  // Adds a forward that threw. The other ranks may have completed it, or this rank may have to repeat it alone.
   void add_failed_forward() { ++doubtful_.failed_forwards; }
-  // Whether the next parameter has a gradient that backward adds to. An empty gradient matches any other: an optimizer
-  // may skip empty parameters when it clears gradients.
+  // Adds whether the next parameter has a gradient to which backward adds. An empty gradient matches any other: an
+  // optimizer may skip empty parameters when it clears gradients.
   void add_kept(bool is_kept, bool is_empty) {
     doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
 
-  // Entries that may differ between ranks that did equal work: repeated forwards, and empty gradients. In fingerprint()
-  // kUnknown counts as kKept.
+  // Entries that may differ although ranks did equal work: repeated forwards, and empty gradients. fingerprint() counts
+  // kUnknown as kKept.
   struct Doubtful {
     int64_t forwards = 0, failed_forwards = 0;
     std::string kept;
@@ -79,7 +79,7 @@ class CollectiveLog {
   }
   void add_entry(Entry entry) {
     entries_.push_back(entry);
-    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation
+    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // after a long evaluation
   }
 
   Fingerprint fingerprint_;

@@ -19,16 +19,16 @@ enum class GradState {
   kOrdinary,      // undefined, or the average over ranks
   kPlaceholder,   // FSDP, in the module's own parameter: the gradient is in the shard
   kAccumulating,  // this rank's own sum, made under no_sync(); a step must not use it
-  kLost,          // a failed backward lost it; a step must not run before zero_grad()
+  kLost,          // a failed backward lost it: a step must not run before zero_grad()
   kUsers          // a tensor that the user has assigned
 };
 
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
 // It has the shape, dtype and device of a gradient, but no data: any operator that gets it throws std::logic_error with
-// the reason. zero_grad() may clear it, in either form. The owner is told at once, even if `.grad` is only dropped,
-// since the placeholder dies with its last reference. So a step without a gradient is an error, and a step after
-// zero_grad() does the same as on ordinary tensors.
+// the reason. zero_grad() may clear it, by setting it to none or to zero. The owner is notified at once, even if
+// `.grad` is only reset, because the placeholder is destroyed with its last reference. So a step without a gradient is
+// an error, and a step after zero_grad() does the same as on ordinary tensors.
 //
 // Events are called on the thread that clears the gradient.
 class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
@@ -60,7 +60,7 @@ class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPl
   struct Notice;
   struct Slot {
     std::unique_ptr<Page> page;
-    std::shared_ptr<std::atomic<bool>> is_awaited;  // whether to tell the owner when the placeholder dies
+    std::shared_ptr<std::atomic<bool>> is_awaited;  // whether to notify the owner when the placeholder is destroyed
   };
   Slot& slot(size_t index);
 

@@ -18,19 +18,19 @@
 
 namespace tessera::internal {
 
-// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if there is none, and is added to
-// one that is there.
+// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if that is undefined, and is
+// added to it otherwise.
 //
-// A leaf is a tensor that an optimizer is given: a shard (FSDP), or a whole parameter (DDP, and its owner under SDP).
-// The gradients of one pass are views of one allocation, which only they own: zero_grad() frees it, and the allocator
-// (the MemoryCache on a CPU) reuses it for the next pass. Used by one thread at a time, under no autograd.
+// A leaf is a tensor of an optimizer: a shard (FSDP), or a whole parameter (DDP, and its owner under SDP). The
+// gradients of one pass are views of one allocation, which only they own: zero_grad() frees it, and the allocator (the
+// MemoryCache on a CPU) reuses it for the next pass. Used by one thread at a time, with autograd off.
 class GradientBuffer {
  public:
   struct Member {
     at::Tensor leaf;
     ParameterGeometry geometry;  // of its gradient
     int64_t offset = 0;          // in the buffer, in elements
-    // Not empty if other ranks hold the rest of the gradient: its label for as_part_of_gradient().
+    // The label for as_part_of_gradient() if other ranks hold the rest of the gradient; otherwise "".
     std::string part_label = {};
   };
   // Allocates a tensor [numel].
@@ -46,16 +46,16 @@ class GradientBuffer {
   // Allocates memory for values, [numel()] of `dtype`.
   at::Tensor room(at::ScalarType dtype) const { return memory_(numel_, dtype); }
 
-  // Makes `values`, [numel()], the gradients of the leaves in `used`, or adds them to those. If the buffer is_free(),
+  // Makes `values`, [numel()], the gradients of the leaves in `used`, or adds them to existing gradients. If is_free(),
   // the gradients share the memory of `values`, to which the caller must hold the only reference.
   void accept(const at::Tensor& values, const std::vector<bool>& used);
 
-  // All leaves, or those in `used`.
+  // Returns the leaves in `used`, or all.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 
   // Bytes of the shared allocation, and of gradients that are not views of it.
   int64_t bytes() const;
-  // The shared allocation if every leaf's gradient is its view in it; undefined if not.
+  // The shared allocation if every leaf's gradient is a view of it; undefined if not.
   at::Tensor whole_gradient() const;
 
  private:
@@ -82,35 +82,35 @@ struct BucketRoute {
   std::vector<size_t> piece_of;            // by member
   std::shared_ptr<const WireCodec> codec;  // of sent values
   bool adopts = false;                     // a gradient is reduced in its own memory, which becomes `.grad`
-  bool reduces_apart = false;              // the owner receives into other memory than it sends from
+  bool reduces_apart = false;              // the owner receives into memory other than that which it sends
 };
 
-// Gradients that share one buffer and one collective. The layout says how the buffer is cut: evenly (a reduce-scatter:
-// FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
+// Gradients that share one buffer and one collective. The layout defines how the buffer is cut: evenly (a
+// reduce-scatter: FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
 struct GradientBucket {
   std::string name;                           // for errors: "unit 'blocks.3'"
   std::vector<size_t> members;                // parameters, as indices of the reducer's list, in the layout's order
   std::vector<ParameterGeometry> geometries;  // of the members in the bucket
   FlatLayout layout;
   int owner = 0;                             // kByOwner: the only one
-  at::ScalarType dtype = at::kFloat;         // in which gradients accumulate on this rank
+  at::ScalarType dtype = at::kFloat;         // in which this rank accumulates gradients
   std::optional<at::ScalarType> wire_dtype;  // in which floating-point gradients are sent; empty: `dtype`
   WireFormat wire = WireFormat::kDtype;      // not for buckets that are cut whole
-  GradientBuffer* result = nullptr;          // makes this rank's part `.grad`; null if this rank gets no part
+  GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if it gets none
 
-  BucketRoute route{};  // GradientReducer derives it
+  BucketRoute route{};  // set by GradientReducer
 
   int64_t bytes() const { return layout.full_numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
-// The use of parameters and buckets in a pass, on this rank or on any.
+// The parameters and buckets used in a pass, by this rank or by any rank.
 struct PassUse {
   std::vector<bool> used;        // by parameter: had a gradient
   std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
 };
 
-// Decides how the gradients of a bucket travel in this mesh. Gradients of at least zero_copy_bytes are sent without a
-// copy if the group can. Equal on all ranks, except for `pieces` of a bucket that is cut by owner.
+// Chooses how the gradients of a bucket are sent in this mesh. Gradients of at least zero_copy_bytes are sent without a
+// copy if the group supports it. Equal on all ranks, except for `pieces` of a bucket that is cut by owner.
 BucketRoute route_of(const GradientBucket& bucket, const Mesh& mesh, int64_t zero_copy_bytes);
 
 }  // namespace tessera::internal

@@ -8,21 +8,21 @@
 namespace tessera::internal {
 namespace {
 
-// Whether the caller has the only reference to a gradient and its memory. A view, such as the transposed product that
-// is a linear layer's weight gradient, keeps its base alive. The base must then have no other reference either.
+// Whether the caller has the only reference to a gradient and its memory. A view keeps its base alive, which then must
+// have no other reference either. Example: a linear layer's weight gradient, which is a transposed product.
 bool is_held_once(const at::Tensor& gradient) {
   const bool has_base = gradient.is_view() && gradient._base().use_count() == 1;
   return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);
 }
 
-// Whether a gradient can be sent from its own memory. A gradient with other references must be copied: its holder, a
-// hook say, may write to it through data(), which does not change its version. Autograd copies such gradients too.
+// Whether a gradient can be sent from its own memory. A gradient with other references must be copied: the holder of
+// one (a hook) may write to it through data(), which does not change its version. Autograd copies such gradients too.
 bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.route.pieces[plan.route.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
       gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
     return false;
-  // An adopted gradient would keep the rest of its storage alive.
+  // An adopted gradient becomes `.grad`, which must not keep the rest of a larger storage alive.
   return !plan.route.adopts || gradient.storage().nbytes() == gradient.nbytes();
 }
 
@@ -65,7 +65,7 @@ void GradientCollector::begin_pass() {
 }
 
 void GradientCollector::note_arrival(size_t parameter) {
-  if (std::exchange(places_[parameter].has_arrived, true)) return;  // again: a recomputed part of the model
+  if (std::exchange(places_[parameter].has_arrived, true)) return;  // a second one, of a recomputed part of the model
   arrivals_.push_back(parameter);
   if (size_t& missing = slots_[places_[parameter].bucket].missing; missing > 0) --missing;
 }
@@ -83,7 +83,7 @@ void GradientCollector::place(size_t parameter, const at::Tensor& gradient, bool
   const Place& place = places_[parameter];
   Slot& slot = slots_[place.bucket];
   BucketContent& content = is_recomputed ? slot.recomputed : slot.content;
-  // A dense gradient must not be copied here: can_borrow_in_place() counts its references.
+  // A dense gradient must not get another reference here: can_borrow_in_place() counts them.
   if (gradient.is_sparse())
     collect(content, place.bucket, place.member, gradient.to_dense());
   else if (has_lazy_values(gradient))
@@ -155,14 +155,13 @@ BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
     if (!content.parts[piece].values.defined()) make_room(content, bucket, piece);
   copy_waiting(content, bucket);
   content.uses.join();
-  // Padding must be zero in a shard's gradient, whose norm includes it, and in encoded blocks, whose scale depends on
-  // every element.
+  // Padding must be zero in a shard's gradient, whose norm includes it, and in encoded blocks, whose scale it affects.
   content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || !plan.route.codec->sum_dtype());
   if (plan.route.adopts) adopt(content, bucket);
   return content;
 }
 
-// Makes a borrowed gradient the bucket's own: the reduction writes to it, and it becomes the result.
+// Turns a borrowed gradient into the bucket's own memory: the reduction writes to it, and it becomes the result.
 void GradientCollector::adopt(BucketContent& content, size_t bucket) {
   BucketContent::Part& part = content.parts[0];
   if (part.memory != BucketContent::Memory::kBorrowed) return;

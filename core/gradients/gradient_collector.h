@@ -11,7 +11,7 @@
 namespace tessera::internal {
 
 // Places the gradients of a pass in buckets, and knows which buckets are full. Does not communicate: ReductionQueue
-// reduces the contents. Used by one thread at a time, under no autograd.
+// reduces the contents. Used by one thread at a time, with autograd off.
 class GradientCollector {
  public:
   struct Options {
@@ -22,7 +22,7 @@ class GradientCollector {
   GradientCollector(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
                     BucketMemory& memory, Options options);
 
-  // Must be called when the list of buckets was replaced. Forgets all gradients.
+  // Must be called after the list of buckets was replaced. Drops all gradients.
   void rebuild();
   void begin_pass();
 
@@ -35,10 +35,10 @@ class GradientCollector {
   // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has already begun, for example
   // because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
-  // Must be called when a parameter has its gradient or gets none. Buckets whose parameters have all arrived are full.
+  // Must be called when a parameter has its gradient or gets none. A bucket is full when all members have arrived.
   void note_arrival(size_t parameter);
 
-  // Removes the content of a bucket, in which absent gradients are zeros.
+  // Removes and returns the content of a bucket, with zeros for absent gradients.
   BucketContent take(size_t bucket);
   BucketContent take_recomputed(size_t bucket);
   // Copies gradients that belong to autograd, so that the next pass can add to them.
@@ -50,7 +50,7 @@ class GradientCollector {
   void forget_recomputed();
   void forget_all();
 
-  // This rank's use in the pass: parameters that have a gradient, buckets that have recomputed ones.
+  // Returns this rank's use in the pass: parameters with a gradient, and buckets with recomputed gradients.
   PassUse use() const;
   // Parameters in the order in which their gradients arrived.
   const std::vector<size_t>& arrivals() const { return arrivals_; }

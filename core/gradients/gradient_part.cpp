@@ -12,11 +12,11 @@
 namespace tessera::internal {
 namespace {
 
-// A dispatch key that libtorch does not use. All operators fall through it at no cost, except those below.
+// A dispatch key that libtorch does not use. All operators except those below ignore it, at no cost.
 #define TESSERA_PART_KEY DeferredInit
 constexpr auto kPartKey = c10::DispatchKey::TESSERA_PART_KEY;
 
-// libtorch keeps it with the tensor, and with tensors that data() and detach() make of it.
+// libtorch keeps it with the tensor, and copies it to results of data() and detach().
 struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;
@@ -62,7 +62,7 @@ void scale(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
 
 TORCH_LIBRARY_IMPL(_, TESSERA_PART_KEY, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
-// clip_grad_norm_ computes the largest norm by abs().max().
+// Includes abs() and max(), by which clip_grad_norm_ computes the largest norm.
 TORCH_LIBRARY_IMPL(aten, TESSERA_PART_KEY, library) {
   for (const char* name : {"norm.Scalar", "norm.ScalarOpt_dtype", "linalg_vector_norm", "_foreach_norm.Scalar", "abs"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&take_norm>());

@@ -100,7 +100,7 @@ void ReductionQueue::discard() {
 void ReductionQueue::wait(PendingReduction& reduction) {
   reduction.pending.wait();
   memory_.count_borrowed(-reduction.content.borrowed_bytes());
-  for (const auto& part : reduction.content.parts)  // a gradient's stream need not be the current one
+  for (const auto& part : reduction.content.parts)  // its stream may not be the current one
     if (part.memory == BucketContent::Memory::kBorrowed && !part.values.is_cpu())
       part.values.record_stream(current_stream(part.values.device()));
 }
@@ -163,7 +163,7 @@ void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
   queue_.clear();
   for (const size_t bucket : order)
     if (frozen_too || collector_.trains(bucket)) queue_.enqueue(bucket);
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)  // sums of earlier passes
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)  // buckets that keep sums of earlier passes
     if (collector_.has_content(bucket)) queue_.enqueue(bucket);
 }
 
@@ -204,7 +204,7 @@ void GradientReducer::finish() {
   if (options_.check_finite) require_finite(buckets_, reduced, *mesh_.world);
 }
 
-// Exchanges the ranks' use while the last reductions are in flight.
+// Exchanges the use of parameters over ranks while the last reductions are in flight.
 PassUse GradientReducer::exchange_use() {
   try {
     return consistency_check_.exchange(collector_.use(), [this] {

@@ -21,7 +21,7 @@
 
 namespace tessera::internal {
 
-// A bucket in a pass.
+// The state of a bucket in a pass.
 enum class BucketState : uint8_t {
   kIdle,     // not in the order yet
   kQueued,   // waits for its turn in the order
@@ -33,8 +33,8 @@ enum class BucketState : uint8_t {
 //
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
-// A result becomes `.grad` at once if this rank has a gradient for each member. If not, it waits for accept_waiting(),
-// since no rank may have used some member. Used by one thread at a time, under no autograd.
+// A result becomes `.grad` at once if this rank has a gradient for each member. If not, it waits for accept_waiting():
+// a member without a gradient on any rank keeps its `.grad`. Used by one thread at a time, with autograd off.
 class ReductionQueue {
  public:
   // All of these must outlive the queue.
@@ -51,25 +51,26 @@ class ReductionQueue {
   // See BucketCollectives.
   void set_divisor(std::optional<double> divisor) { collectives_.set_divisor(divisor); }
   const std::optional<double>& divisor() const { return collectives_.divisor(); }
-  // Called with leaves whose gradients have become final.
+  // Called with leaves whose gradients are final.
   using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
   void set_observer(Observer observer) { observer_ = std::move(observer); }
   bool has_observer() const { return observer_ != nullptr; }
 
-  // Forgets the order of buckets, their states and results that wait.
+  // Clears the order of buckets, their states and waiting results.
   void clear();
   // Appends a bucket to the order, unless it is in the order or was reduced.
   void enqueue(size_t bucket);
   BucketState state(size_t bucket) const { return states_[bucket]; }
   std::vector<bool> reduced() const;  // by bucket
-  // The bucket whose turn it is; empty if all have been reduced.
+  // Returns the next bucket in the order; nullopt if all have been reduced.
   std::optional<size_t> next() const { return order_.empty() ? std::nullopt : std::optional(order_.front()); }
 
-  // Starts reducing the content of a bucket, whose turn ends. Blocks while too many reductions are in flight.
+  // Starts reducing the next bucket's content, and removes it from the order. Blocks while too many reductions are in
+  // flight.
   void reduce(size_t bucket, BucketContent content);
   // Blocks until every reduction is accepted or waits for accept_waiting().
   void drain();
-  // Blocks until no reduction is in flight. Forgets all results.
+  // Blocks until no reduction is in flight. Drops all results.
   void discard();
 
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
@@ -105,11 +106,11 @@ class ReductionQueue {
 //   gradients -> GradientCollector -> full buckets -> ReductionQueue -> GradientBuffer -> .grad
 //
 // A full bucket waits for the buckets before it in the pass's order. At the end of backward, gradients that this rank
-// does not have count as zero. Then the ranks exchange, in one small all-reduce (BackwardConsistencyCheck), which
-// parameters had a gradient on any rank, since the others keep their `.grad`. They also exchange which buckets got
-// gradients after their reduction began, of a part of the model that is recomputed: those are reduced at the end.
+// does not have count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds the parameters without a
+// gradient on any rank, which keep their `.grad`. It also finds buckets that got gradients of a recomputed part of the
+// model after their reduction began. Those gradients are reduced at the end.
 //
-// Under no_sync() buckets keep their sums for a later pass. Used by one thread at a time, under no autograd.
+// Under no_sync() buckets keep their sums for a later pass. Used by one thread at a time, with autograd off.
 class GradientReducer {
  public:
   // The list, the mesh and the log must outlive the reducer.
@@ -118,29 +119,29 @@ class GradientReducer {
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  // Must be called between passes, with no sums kept. A parameter is a member of one bucket at most.
+  // Must be called between passes while no sums are kept. A parameter is a member of at most one bucket.
   void set_buckets(std::vector<GradientBucket> buckets);
   const std::vector<GradientBucket>& buckets() const { return buckets_; }
   // See ReductionQueue.
   void set_divisor(std::optional<double> divisor) { queue_.set_divisor(divisor); }
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
-  // Begins a pass that reduces buckets in this order, then others in the order in which they get gradients. Buckets
+  // Begins a pass that reduces the buckets in `order` first, then others in the order of their gradients. Buckets
   // without trained parameters are skipped unless `frozen_too`: some ranks may add kept sums to them.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a gradient of any layout; undefined means none. Returns whether its bucket is full.
   bool add(size_t parameter, const at::Tensor& gradient);
-  // Starts to reduce full buckets whose turn it is. Must not be called in a pass that does not reduce. Free memory
-  // first: buckets may reuse it.
+  // Starts reducing full buckets, as far as the order allows. Must not be called in a pass that does not reduce.
+  // Callers should free memory first, which buckets may reuse.
   void start_full_ones();
-  // Adds the sum of earlier passes, which the reducer may keep. Must be called after begin(). The parameter still needs
-  // a gradient of this pass.
+  // Adds the sum of earlier passes, of which the reducer may keep a reference. Must be called after begin(). The
+  // parameter still needs a gradient in this pass.
   void add_kept(size_t parameter, const at::Tensor& sum) { place(parameter, sum); }
   // Ends the pass: each result is added to `.grad`. Collective. Throws CommError; std::invalid_argument, on all ranks,
   // if the ranks reduced differently; and the errors of the checks.
   void finish();
   void end_without_reducing();
-  // Ends a pass that failed: blocks until nothing is in flight, and forgets all gradients.
+  // Ends a pass that failed: blocks until nothing is in flight, and drops all gradients.
   void abandon();
 
   size_t bucket_of(size_t parameter) const { return collector_.bucket_of(parameter); }

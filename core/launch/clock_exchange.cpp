@@ -16,7 +16,7 @@ std::string question_key(int asker, int number) { return c10::str("trace/questio
 std::string answer_key(int asker, int number) { return c10::str("trace/answer/", asker, "/", number); }
 std::string offset_key(const std::string& clock) { return "trace/offset/" + clock; }
 
-// The first traced rank of each host; the very first is the reference.
+// Returns the first traced rank of each host. The first rank of all is the reference.
 std::vector<int> first_of_each_clock(const std::vector<std::string>& clocks) {
   std::vector<int> ranks;
   for (size_t rank = 0; rank < clocks.size(); ++rank) {
@@ -29,7 +29,7 @@ std::vector<int> first_of_each_clock(const std::vector<std::string>& clocks) {
 
 void answer(c10d::Store& store, int asker, const std::function<int64_t()>& now_ns) {
   for (int i = 0; i < kQuestions; ++i) {
-    store.get(question_key(asker, i));  // blocks until the question is there
+    store.get(question_key(asker, i));  // blocks until the question is asked
     store.set(answer_key(asker, i), std::to_string(now_ns()));
   }
 }
@@ -42,7 +42,7 @@ void ask(c10d::Store& store, int rank, const std::function<int64_t()>& now_ns, T
     const auto text = store.get_to_str(answer_key(rank, i));
     const int64_t took = now_ns() - asked;
     const int64_t error = (took + 1) / 2;
-    // The first question may have waited for answers to other hosts.
+    // The first question may be slow, because the reference answers other hosts before it.
     if (error >= run.error_ns) continue;
     run.error_ns = error;
     run.offset_ns = std::stoll(text) - (asked + took / 2);
@@ -69,7 +69,7 @@ Trace::Run agree_on_traced_run(c10d::Store& store, int rank, const std::vector<s
   run.id = store.get_to_str(kRun);
   const std::string& clock = clocks[static_cast<size_t>(rank)];
   if (clock == clocks[static_cast<size_t>(ranks[0])]) return run;
-  // The ranks of a host share a clock, and must have one offset.
+  // The ranks of a host share a clock, so they must use one offset.
   if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) {
     ask(store, rank, now_ns, run);
     store.set(offset_key(clock), c10::str(run.offset_ns, " ", run.error_ns));

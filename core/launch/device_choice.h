@@ -11,10 +11,10 @@ namespace tessera::internal {
 // std::invalid_argument if there is no such device.
 c10::Device choose_cuda_device(c10::Device wanted, const LaunchEnvironment& environment, int visible_count);
 
-// The number of CUDA devices that this process sees; 0 without CUDA in the build.
+// The number of CUDA devices visible to this process; 0 without CUDA in the build.
 int visible_cuda_devices();
 
-// Makes the device this thread's current one, so that kCUDA without an index means it.
+// Makes `device` this thread's current device, to which kCUDA without an index refers.
 void use_cuda_device(c10::Device device);
 
 }  // namespace tessera::internal

@@ -28,13 +28,13 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// The ranks of a program, before they are a group.
+// The ranks of a program before they form a group.
 struct Guests {
   std::string who;  // the function that was called, for errors
   int rank, size;
   GroupOptions options;
   TextExchange exchange;
-  c10::intrusive_ptr<c10d::Store> store;  // null: one is made
+  c10::intrusive_ptr<c10d::Store> store;  // null: the group makes one
   std::string host;                       // equal on ranks of one host
   bool may_be_mpi = false;
   c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr;
@@ -55,7 +55,7 @@ at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d:
   return device;
 }
 
-// Throws std::invalid_argument for options that are wrong on their own.
+// Throws std::invalid_argument for invalid options, before they are compared over ranks.
 void check(const Guests& guests, const at::Device& device) {
   const auto& [backend, given_device, timeout, peer_memory, registered_memory, rank_order_sums] = guests.options;
   require(timeout > std::chrono::milliseconds::zero() && timeout <= kLongestTimeout, "GroupOptions::timeout is ",
@@ -87,8 +87,8 @@ struct Introduction {
   std::string options, host, address;
 };
 
-// Ranks of one host meet at its loopback address, unless the user names an interface: network namespaces of a host do
-// not share its loopback interface.
+// Ranks of one host use its loopback address, unless the user names an interface: network namespaces of a host do not
+// share the loopback interface.
 std::string address_of(const Introduction& rank, bool one_host) {
   return one_host && named_address().empty() ? "127.0.0.1" : rank.address;
 }
@@ -138,10 +138,10 @@ class BorrowedNccl : public NcclBackends {
   const c10::intrusive_ptr<c10d::Backend> backend_;
 };
 
-// Collective. Every rank throws if one does.
+// Makes the group. Collective; if one rank throws, all throw.
 std::shared_ptr<Communicator> make_group_of(Guests guests) {
   const auto& options = guests.options;
-  std::string unusable;  // a device, on this rank
+  std::string unusable;  // the error of a device that this rank cannot use
   at::Device device = at::kCPU;
   try {
     device = device_of(options, guests.group);
@@ -185,7 +185,7 @@ std::shared_ptr<Communicator> make_group_of(Guests guests) {
   return make_gloo_communicator(store, guests.rank, guests.size, std::move(gloo));
 }
 
-// make_group_of() with errors that name the called function.
+// Calls make_group_of(), and names the user's function in its errors.
 std::shared_ptr<Communicator> make_named_group(const Guests& guests) {
   const std::string whose = c10::str(guests.who, ": rank ", guests.rank, " of ", guests.size);
   try {

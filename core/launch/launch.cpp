@@ -75,7 +75,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   const auto environment = read_launch_environment();
   ProcessSetup& process = options.process;
   process.terminate_handler &= environment.world_size > 1;
-  // First, since CUDA opens files.
+  // Must come first, because CUDA opens files.
   const auto effects = std::make_shared<ProcessEffects>(process);
   if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);
@@ -85,7 +85,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
 
   const int rank = environment.rank, size = environment.world_size;
   Trace::set_rank_of_process(rank);
-  // A pidfd for each rank of the host, and the store's connection to every rank.
+  // Counts a pidfd for each rank of the host, and the store's connections to all ranks.
   const bool serves_store = rank == 0 && !environment.agent_serves_store;
   if (size > 1)
     require_descriptors(environment.local_world_size + (serves_store ? size : 0), c10::str("rank ", rank, " of ", size),

@@ -36,12 +36,12 @@ std::optional<int64_t> to_number(std::string_view text) {
 
 using NameList = std::initializer_list<const char*>;
 
-// The environment. Errors name variables.
+// The environment variables. Errors name them.
 class Variables {
  public:
   explicit Variables(const GetVariable& get) : get_(get) {}
 
-  // Returns whether a variable has a value. An empty value counts as unset, as `VAR= program` in a shell means.
+  // Returns whether a variable has a value. An empty value counts as unset (`VAR= program` in a shell).
   bool has(const char* name) const { return text(name).has_value(); }
 
   std::optional<std::string> text(const char* name) const {
@@ -86,7 +86,7 @@ class Variables {
   const GetVariable& get_;
 };
 
-// A launcher's rank and size, with the names of its variables for errors.
+// The rank and size that a launcher gives, with the names of its variables for errors.
 struct Group {
   const char* launcher;
   const char* rank_name;
@@ -108,7 +108,7 @@ std::optional<Group> read_group(const Variables& variables, const char* launcher
   return Group{launcher, rank_name, size_name, *rank, *size};
 }
 
-// A launcher of MPI programs and the names of its variables. Names that are null do not exist.
+// A launcher of MPI programs and the names of its variables; null for a variable that it does not set.
 struct MpiLauncher {
   const char* name;
   const char* rank;
@@ -122,7 +122,7 @@ struct MpiLauncher {
 constexpr const char* kPmiSize = "PMI_SIZE";
 constexpr const char* kPmixId = "PMIX_NAMESPACE";
 
-// The launchers, innermost first: those above PMI and PMIx may set the variables of both as well as their own.
+// The launchers, innermost first. Those above PMI and PMIx set their own variables and may also set those of both.
 constexpr MpiLauncher kMpiLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE", kPmixId, "mpirun -x MASTER_ADDR=<host> ..."},
@@ -141,7 +141,7 @@ constexpr MpiLauncher kMpiLaunchers[] = {
 constexpr const MpiLauncher& kOpenMpi = kMpiLaunchers[0];
 
 // Returns the group of a launcher; nullopt if its variables are not set. WORLD_SIZE may give a missing size. `outer` is
-// the group of a launcher that may have set these variables for its own ranks, as srun does for PMI and PMIx.
+// the group of another launcher, such as srun, that may have set PMI's or PMIx's variables itself.
 std::optional<Group> read_mpi_group(const Variables& variables, const MpiLauncher& launcher,
                                     const std::optional<Group>& outer) {
   const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);
@@ -164,8 +164,8 @@ struct MpiGroup {
   Group group;
 };
 
-// Returns the group of the innermost of these launchers that has started more than one rank. `slurm_step` is the group
-// of srun that this process belongs to. If another launcher than Open MPI has the same group, it is srun.
+// Returns the group of the innermost of these launchers that has started more than one rank. `slurm_step` is srun's
+// group of this process. If a launcher other than Open MPI has an equal group, srun has set its variables.
 std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
   std::optional<Group> outer = slurm_step;
   for (const MpiLauncher& launcher : kMpiLaunchers) {
@@ -180,7 +180,7 @@ std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::o
 
 // Returns whether srun started this process as a task of a step. Batch scripts have SLURM_PROCID=0 and the job's
 // SLURM_NTASKS, and salloc's shells have SLURM_NTASKS, but neither has a step's variable. Both have SLURM_SUBMIT_DIR,
-// which tasks inherit. Without this and a step's variable, the user has set srun's variables by hand.
+// which tasks inherit. If it and a step's variables are missing, the user has set srun's variables by hand.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
   return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
@@ -188,14 +188,14 @@ bool in_slurm_step(const Variables& variables) {
 
 std::optional<Group> read_slurm_group(const Variables& variables) {
   if (!in_slurm_step(variables)) return std::nullopt;
-  // SLURM_NTASKS may be that of the whole job, so the step's own number takes precedence.
+  // SLURM_NTASKS may be the number of the whole job, so the step's own number takes precedence.
   const char* size_name = variables.has("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
   return read_group(variables, "Slurm", "SLURM_PROCID", size_name);
 }
 
 // Returns torchrun's group; nullopt if it is not set, or is incomplete and `other` agrees: scripts for Slurm and MPI
-// often export only RANK or WORLD_SIZE for other programs. If both launchers name a group, it must be the same, or each
-// rank of the other must have started torchrun's LOCAL_WORLD_SIZE ranks.
+// often export only RANK or WORLD_SIZE for other programs. If both launchers name a group, the groups must be equal, or
+// each rank of the other launcher must have started LOCAL_WORLD_SIZE ranks of torchrun.
 std::optional<Group> read_torchrun_group(const Variables& variables, const std::optional<Group>& other) {
   const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
   const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
@@ -212,7 +212,7 @@ std::optional<Group> read_torchrun_group(const Variables& variables, const std::
            other->launcher, "'s ", variables.describe({other->rank_name, other->size_name}),
            "; unset the variables of one of them");
   }
-  // Kubernetes and shell scripts set torchrun's variables without torchrun.
+  // Kubernetes and shell scripts set RANK and WORLD_SIZE without torchrun.
   const char* launcher = variables.has("TORCHELASTIC_RUN_ID") ? kTorchrun
                          : variables.has(kAgentStore)         ? kSpawnLocal
                                                               : kByHand;
@@ -254,7 +254,7 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
         "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
   if ((environment.master_address == "localhost" || is_loopback_address(environment.master_address)) &&
       !variables.has("LOCAL_WORLD_SIZE"))
-    environment.local_world_size = group.size;  // a process that reaches that address is on this host
+    environment.local_world_size = group.size;  // that address reaches only processes of this host
   read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
   environment.agent_serves_store = variables.text(kAgentStore) == "True";
@@ -262,7 +262,7 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
   return environment;
 }
 
-// MASTER_ADDR and MASTER_PORT if set; else loopback for one host, and a port derived from the job's id.
+// Sets the address from MASTER_ADDR (else loopback for one host), the port from MASTER_PORT (else from the job's id).
 void find_master(const Variables& variables, const char* id_name, LaunchEnvironment& environment) {
   environment.master_address = master_address(variables);
   if (environment.master_address.empty() && environment.one_host()) environment.master_address = "127.0.0.1";
@@ -277,7 +277,7 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
 }
 
 // Returns an id of the process that serves PMI to the ranks of this host, equal on all of them. Hydra makes a pair of
-// sockets for each rank, and the kernel tells which process made it. Returns "" if that process is unknown.
+// sockets for each rank, and the kernel knows which process made it. Returns "" if that process is unknown.
 std::string pmi_server(const Variables& variables) {
   if (const auto port = variables.text("PMI_PORT")) return *port;
   const auto descriptor = variables.number("PMI_FD", 0, INT32_MAX);
@@ -390,7 +390,7 @@ std::vector<std::string> expand_ranges(std::string_view ranges, std::string_view
   return entries;
 }
 
-// Expands one host expression, which has no commas outside of brackets, and any number of these.
+// Expands one host expression. It may contain any number of bracket pairs, and commas only inside them.
 std::vector<std::string> expand_host(std::string_view host, std::string_view list) {
   const auto open = host.find('['), close = host.find(']');
   if (open == std::string_view::npos && close == std::string_view::npos) return {std::string(host)};
@@ -441,7 +441,7 @@ int derived_port(std::string_view text) noexcept {
 
 LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   const Variables variables(get);
-  // torchrun started this process, so the launcher of torchrun itself does not matter.
+  // torchrun started this process, so torchrun's own launcher is ignored.
   const bool by_torchrun = variables.has("TORCHELASTIC_RUN_ID");
   const bool has_step = !by_torchrun && variables.has("SLURM_PROCID") &&
                         variables.first_text({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}).has_value();
@@ -451,7 +451,7 @@ LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   if (slurm && slurm->size == 1) slurm.reset();
   const auto other = mpi ? std::optional<Group>(mpi->group) : slurm;
   if (const auto torchrun = read_torchrun_group(variables, other)) return parse_torchrun(variables, *torchrun);
-  // Under mpirun, Slurm's variables describe the daemon that mpirun started with srun.
+  // Checked before Slurm: under mpirun, Slurm's variables describe the daemon that mpirun started with srun.
   if (mpi) return parse_mpi(variables, mpi->launcher, mpi->group);
   if (slurm) return parse_slurm(variables, *slurm);
   return parse_none(variables);

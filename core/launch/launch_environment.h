@@ -39,10 +39,10 @@ using GetVariable = std::function<const char*(const char* name)>;
 // Reads the environment of the innermost launcher. Returns a world of one if there is none.
 //
 // torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, since torchrun runs inside the other launchers. Those
-// of MPI's launchers are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's count if srun
-// started this process. A batch script or a shell of salloc has the job's variables as well but is no task: it is a
-// world of one, and `note` says so. A job of one task of an MPI launcher or Slurm counts as no launcher, because it may
-// be a shell.
+// of MPI's launchers are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's are used if srun
+// started this process. A batch script or a shell of salloc has the job's variables too, but is no task: it is a world
+// of one, and `note` explains this. A job of a single task of an MPI launcher or Slurm is a world of one too, because
+// it may be a shell.
 //
 // Throws std::invalid_argument with every variable concerned and its value if variables are incomplete, not numbers or
 // out of range, if two launchers contradict each other, or if a launcher gives no size or no address.

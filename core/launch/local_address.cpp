@@ -33,7 +33,7 @@ struct Socket {
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-// The addresses of a host, or the error.
+// Returns the addresses of a host, or the error.
 std::pair<AddressList, std::string> resolve(const std::string& host, int port, int type) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -54,7 +54,7 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return text;
 }
 
-// Returns "" if connected. A connection that takes longer than `timeout_ms` has failed.
+// Returns "" if connected. Otherwise returns the error, also after `timeout_ms`.
 std::string connect_within(const Socket& socket, const addrinfo& address, int timeout_ms) {
   ::fcntl(socket.fd, F_SETFL, O_NONBLOCK);
   if (::connect(socket.fd, address.ai_addr, address.ai_addrlen) == 0) return {};

@@ -13,8 +13,8 @@ std::string interface_address(const std::string& name);
 // std::runtime_error if there is no route to `host`.
 std::string address_towards(const std::string& host, int port);
 
-// Throws std::runtime_error, which says so, if this process cannot reach itself at 127.0.0.1. A store's own client
-// would try to connect until its timeout.
+// Throws std::runtime_error if this process cannot reach itself at 127.0.0.1. Otherwise a store's own client would try
+// to connect until its timeout.
 void require_loopback(int port);
 
 // Whether a numeric address is a loopback address.

@@ -19,8 +19,8 @@ namespace {
 struct Effect {
   bool ProcessSetup::*field;
   const char* name;
-  void (*set)();   // null: the group makes the change when it needs it
-  void (*undo)();  // null: the group undoes it
+  void (*set)();   // null: the group itself makes the change when needed
+  void (*undo)();  // null: the group itself undoes the change
   int holders = 0;
 };
 

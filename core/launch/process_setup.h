@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// Makes the changes of a ProcessSetup while it lives. Every group that init() or run_ranks() made holds one. A change
-// is undone when the last object that made it is destroyed. Thread-safe.
+// Makes the changes of a ProcessSetup while it exists. Every group of init() or run_ranks() holds one. A change is
+// undone when the last object that made it is destroyed. Thread-safe.
 class ProcessEffects {
  public:
   explicit ProcessEffects(const ProcessSetup& setup);

@@ -29,10 +29,10 @@ using std::chrono::milliseconds;
 using Clock = RunClock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// A store answers its first question within milliseconds, or within this if many ranks ask it at once.
+// A store answers its first call within milliseconds, or within this time if many ranks call it at once.
 std::chrono::milliseconds first_answer(int world) { return milliseconds(8000) + world * milliseconds(5); }
 
-// A rank that waits longer prints the awaited ranks, so that a hanging launch does not look like a working one.
+// A rank that waits longer prints the missing ranks, so that the user sees why the launch hangs.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
 constexpr milliseconds kConnectRetry{50};
 constexpr milliseconds kShortestPoll{2};
@@ -40,7 +40,7 @@ constexpr milliseconds kLongestPoll{200};
 constexpr char kComplete[] = "complete";
 constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
-constexpr char kToken[] = "token";  // its hash
+constexpr char kToken[] = "token";  // the hash of the token
 constexpr char kEnded[] = "ended";  // a rank that ended before all had joined
 constexpr char kSilent[] = "whoever listens there does not answer: it is no store, or its process has stopped";
 constexpr size_t kMostRanksNamed = 8;
@@ -64,7 +64,7 @@ StorePtr store_of_run(const StorePtr& store, const std::string& job, int restart
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job, "/", restart_count), store);
 }
 
-// Keys are not secret: every client of the store can list them.
+// Keys hold only a hash of the token, because every client of the store can list them.
 std::string hash_of_token(const std::string& token) { return c10::sha1("tessera " + token).str(); }
 
 StorePtr store_of_token(const StorePtr& store, const std::string& token) {
@@ -73,7 +73,7 @@ StorePtr store_of_token(const StorePtr& store, const std::string& token) {
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
 
-// The text of a rank for rank 0: "<world size> <address> <clock>", the last only if it is traced.
+// The text that a rank publishes for rank 0: "<world size> <address> <clock>", with the clock only if it is traced.
 struct Arrival {
   int world_size = 0;
   std::string address;
@@ -86,8 +86,8 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
-// Rank 0 alone reads the texts of all ranks. The others read only its answer, whatever the world size: "<rank>
-// <address>", or '!' and the error that ends the group.
+// Rank 0's answer to all ranks: "<rank> <address>", or '!' and the error that ends the group. Only rank 0 reads the
+// texts of all ranks, so a rank's cost does not grow with the world size.
 struct ReachableRank {
   int rank = -1;  // the first with an address that is not loopback; -1: all are on one host
   std::string address;
@@ -139,8 +139,8 @@ class Joining {
                   seconds_text(timeout_), ")"));
   }
 
-  // Blocks until rank 0 (or the agent) listens. c10d's client could do that, but tries only once a second and logs
-  // every failure with a stack trace.
+  // Blocks until rank 0 (or the agent) listens. c10d's client tries only once a second, and logs every failure with a
+  // stack trace.
   void await_server() {
     for (;;) {
       const auto patience = static_cast<int>(std::min<int64_t>(remaining().count(), 5000));
@@ -188,14 +188,14 @@ class Joining {
     }
   }
 
-  // The process that started the ranks may know that one will never join: tell_of_end().
+  // Throws if the launching process has reported, by tell_of_end(), that a rank ended without joining.
   void require_all_live(const StorePtr& store) const {
     if (environment_.agent_serves_store && store->check({kEnded}))
       fail("rank ", store->get_to_str(kEnded), " has ended, with exit code 0, before all had come");
   }
 
-  // c10d's store accepts any client. All keys of the group begin with its token, and this check refuses a process with
-  // another token, of another job or none.
+  // c10d's store accepts any client. So the keys of the group begin with its token, and this check throws in a process
+  // whose token is missing or another job's.
   void check_token(const StorePtr& store) {
     const std::string own = hash_of_token(environment_.token);
     if (environment_.rank == 0) return store->set(kToken, own);
@@ -217,16 +217,16 @@ class Joining {
       fail("another process, or an earlier init() of this one, has already come as rank ", rank);
     const std::string clock = Trace::active() == nullptr ? "" : " " + Trace::clock_id();
     store->set(rank_key(rank), c10::str(environment_.world_size, " ", address, clock));
-    // All ranks compare with the first one. Otherwise a rank with a smaller world size would wait for fewer ranks and
-    // go on.
+    // All ranks compare with the first rank's size. Otherwise a rank with a smaller world size would wait for fewer
+    // ranks, and continue.
     const auto own = std::to_string(environment_.world_size);
     const auto first = store->compareSet("world_size", std::string(), own);
     if (first != own)
       fail("its world size is ", own, ", but ", first, " on the rank that came first; expected the same on all");
   }
 
-  // Rank 0 waits for all ranks and then admits them: the others poll one key, not one for each rank. They poll because
-  // c10d logs every wait that times out.
+  // Rank 0 waits for all ranks and then publishes one key, which the others poll. They poll because c10d logs every
+  // wait that times out.
   ReachableRank await_all(const StorePtr& store) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment_.world_size; ++rank) keys.push_back(rank_key(rank));
@@ -299,7 +299,7 @@ class Joining {
     }
   }
 
-  // A rank on the host of rank 0 may have found only loopback (see address_towards). It then takes the address that
+  // A rank on rank 0's host may have found only a loopback address (see address_towards). It then uses the address that
   // faces a rank of another host. If all ranks have found loopback, all are on one host.
   std::string reachable_address(const std::string& address, const ReachableRank& reachable) const {
     if (!is_loopback_address(address) || reachable.rank < 0) return address;
@@ -320,7 +320,7 @@ class Joining {
 
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout) {
-  // c10d's calls of the store never end if the listening process does not answer.
+  // c10d's calls of the store never return if the listening process does not answer.
   auto found = call_with_timeout(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
   if (!found) fail_to_join(environment, timeout, kSilent);
   return std::move(*found);

@@ -21,8 +21,7 @@ std::mutex sharing;
 int threads_before TESSERA_GUARDED_BY(sharing) = 0;
 int threads_set TESSERA_GUARDED_BY(sharing) = 0;
 
-// Whether the program or its user has chosen the number of threads. MKL's default is the number of cores without their
-// hyperthreads.
+// Whether the program or its user has chosen the number of threads. MKL's default is the number of physical cores.
 bool is_chosen(int threads) {
   for (const char* name : {"OMP_NUM_THREADS", "MKL_NUM_THREADS"})
     if (const char* value = std::getenv(name); value != nullptr && *value != '\0') return true;

@@ -51,7 +51,7 @@ namespace {
 
 // The time from SIGTERM to SIGKILL after the failure of a rank.
 constexpr std::chrono::milliseconds kGraceAfterFailure{5000};
-constexpr std::chrono::seconds kOwnStore{10};  // for calls of the store, which is in this process
+constexpr std::chrono::seconds kOwnStore{10};  // timeout for calls of the store, which is in this process
 constexpr int kPollIntervalMs = 100;
 constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 
@@ -59,8 +59,8 @@ constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
   throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
 }
 
-// The store's socket. It is bound first, so that ranks can be told the port, and it listens already, so that they queue
-// up until the store exists.
+// The store's listening socket. It is bound before the ranks start, because they need the port, and their connections
+// queue up until the store exists.
 class ListeningSocket {
  public:
   ListeningSocket() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -126,7 +126,7 @@ class BlockedSignals {
   sigset_t old_mask_{};
 };
 
-// The NAME=value texts of a child's environment: this process's, with torchrun's variables replaced.
+// The NAME=value texts of a child's environment: this process's, with new values of torchrun's variables.
 std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket, const std::string& token,
                                            const std::map<std::string, std::string>& added) {
   std::map<std::string, std::string> variables;
@@ -141,8 +141,8 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   variables["MASTER_PORT"] = std::to_string(socket.port());
   variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the store is in this process, and outlives all ranks
   variables["TESSERA_STORE_TOKEN"] = token;
-  // By default every rank would start a thread per core, and oversubscription is far slower than one process. torchrun
-  // gives each rank 1 thread; dividing the cores by the ranks leaves none idle.
+  // By default every rank would start a thread per core, which is far slower than one process. torchrun gives each rank
+  // one thread; dividing the cores by the ranks leaves no core idle.
   variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / world)));
   for (const auto& [name, value] : added) variables[name] = value;
 
@@ -176,16 +176,15 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
   return pointers;
 }
 
-// [Note: the keeper]
-// This process may have a thread that reaps every child, or ignore SIGCHLD. Then it could not learn how a rank has
-// ended, and the process id of a reaped rank could be reused. So the ranks are children of an intermediate process, the
-// keeper, which only supervise() can reap: it is made by clone() without an exit signal, and wait() and SIG_IGN only
-// reap children with one. The keeper never calls exec. Other threads of this process may have held any lock when it was
-// made, so it must not allocate or lock: it only makes system calls.
+// [Note: the keeper] This process may have a thread that reaps every child, or ignore SIGCHLD. Then a rank's exit
+// status would be lost, and its process id could be reused. So the ranks are children of an intermediate process, the
+// keeper, which only supervise() can reap: clone() makes it without an exit signal, and wait() and SIG_IGN reap only
+// children with one. The keeper never calls exec. Other threads of this process may have held any lock at the clone(),
+// so the keeper must not allocate or lock. It only makes system calls.
 //
 // The keeper starts the ranks and reports how each one ends. It forwards signals from this process, SIGUSR2 as SIGKILL.
-// SIGRTMIN, a signal that is queued, carries the rank that it starts again. It ends after the ranks, and if it is
-// killed, they are killed.
+// SIGRTMIN, which is queued, carries the number of a rank to restart. The keeper ends after the ranks; if it is killed,
+// the kernel kills the ranks.
 
 struct Program {
   const char* path;
@@ -194,7 +193,7 @@ struct Program {
   char** restart_environment;
 };
 
-// A message of the keeper, one write() each.
+// A message of the keeper, in one write().
 struct Report {
   enum Kind : int32_t { kStarted, kEnded, kFailed } kind;
   int32_t rank;
@@ -222,7 +221,7 @@ struct Keeper {
   bool reap(pid_t wanted) const;
 };
 
-// fork() without the handlers of pthread_atfork, which may lock.
+// fork() without pthread_atfork's handlers, which may lock.
 pid_t fork_plainly(int signal_of_end) { return static_cast<pid_t>(::syscall(SYS_clone, signal_of_end, 0, 0, 0, 0)); }
 
 void Keeper::start(size_t rank, char** environment) const {
@@ -233,19 +232,18 @@ void Keeper::start(size_t rank, char** environment) const {
 }
 
 void Keeper::become(const Program& program, char** environment, pid_t keeper) const {
-  // The kernel kills this process when its parent ends. If the parent has ended before this call, the check of the
-  // parent below ends it.
+  // Makes the kernel kill this process when its parent ends. If the parent has ended already, the check below ends it.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != keeper) ::_exit(127);
   ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
   ::execve(program.path, program.argv, environment);
-  ::execve("/proc/self/exe", program.argv, environment);  // if the file was moved or deleted
+  ::execve("/proc/self/exe", program.argv, environment);  // works even if the file was moved or deleted
   constexpr char kMessage[] = "tessera::spawn_local: this program could not be started again\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
   ::_exit(127);
 }
 
-// Returns whether there was a child to reap; -1 means any rank.
+// Reaps a child (-1: of any rank). Returns whether there was one.
 bool Keeper::reap(pid_t wanted) const {
   int status = 0;
   const pid_t pid = ::waitpid(wanted, &status, WNOHANG);
@@ -271,22 +269,22 @@ void Keeper::run() const {
   ::sigaction(SIGCHLD, &action, nullptr);
 
   for (size_t rank = 0; rank < programs.size(); ++rank) start(rank, programs[rank].environment);
-  // Closes this process's descriptors, above all the socket, so that none outlives this process.
+  // Closes this process's descriptors, above all the socket, which the keeper must not keep open.
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
-  ::close(listening_fd);  // if there is no close_range
+  ::close(listening_fd);  // in case there is no close_range
   while (std::any_of(pids.begin(), pids.end(), [](pid_t pid) { return pid > 0; })) {
     siginfo_t info{};
     const int signal = ::sigwaitinfo(&waited, &info);
     if (signal == SIGCHLD) {
-      reap(info.si_pid);  // the first of several to end, whose error matters
+      reap(info.si_pid);  // first the rank that ended first, whose error matters
       while (reap(-1)) {
       }
     } else if (signal == SIGRTMIN) {
       const auto rank = static_cast<size_t>(info.si_value.sival_int);
       if (info.si_pid == parent && rank < programs.size()) start(rank, programs[rank].restart_environment);
-    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which signals the ranks as well
+    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which signals the ranks too
       for (const pid_t pid : pids)
         if (pid > 0) ::kill(pid, signal == SIGUSR2 ? SIGKILL : signal);
     }
@@ -313,7 +311,7 @@ class Ranks {
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
     reports_fd_ = fds[0];
     const Keeper keeper{programs, pids_, signals.old_mask(), ::getpid(), fds[1], socket.fd()};
-    std::fflush(nullptr);  // or a child that cannot exec would print the parent's buffers again
+    std::fflush(nullptr);  // else a child that cannot exec would print the buffers again
     keeper_ = fork_plainly(0);
     if (keeper_ == 0) keeper.run();
     const int error = errno;
@@ -325,7 +323,7 @@ class Ranks {
   }
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
-  // Ranks are alive here only after an exception.
+  // If ranks are alive here, an exception was thrown.
   ~Ranks() {
     if (keeper_ > 0) {
       ::kill(keeper_, SIGUSR2);
@@ -334,8 +332,8 @@ class Ranks {
     ::close(reports_fd_);
   }
 
-  // Blocks until all ranks have ended; returns the exit code for main(). Calls back when a rank has ended and the
-  // others go on.
+  // Blocks until all ranks have ended; returns the exit code for main(). Calls `ended` when a rank has ended and the
+  // others continue.
   int supervise(int signals_fd, std::function<void(int rank)> ended) {
     ended_ = std::move(ended);
     for (bool goes_on = true; goes_on;) {
@@ -349,7 +347,7 @@ class Ranks {
     }
     int status = 0;
     ::waitpid(std::exchange(keeper_, 0), &status, __WALL);
-    if (alive() > 0) {  // the keeper died before them, so the kernel kills them
+    if (alive() > 0) {  // the keeper died first, so the kernel kills the ranks
       say("the process that watches over the ranks " + describe_status(status));
       code_ = code_.value_or(128 + SIGKILL);
     }
@@ -363,7 +361,7 @@ class Ranks {
 
   void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR2 : signal); }
 
-  // Returns false when the keeper has ended.
+  // Returns false if the keeper has ended.
   bool read_report() {
     Report report{};
     const ssize_t count = ::read(reports_fd_, &report, sizeof(report));
@@ -400,7 +398,7 @@ class Ranks {
     const bool others_go_on = code == 0 || alive() + starting_ + ended_well_ >= survival_.least_ranks;
     if (others_go_on && !code_) ended_(report.rank);
     if (code != 0 && others_go_on && !code_) return say(text + "; the others go on");
-    // Later failures follow from the first one, or from our signals, and do not count. SIGUSR1 is only a warning:
+    // Only the first failure counts: later ones follow from it or from our signals. SIGUSR1 is only a warning, so
     // failures after it count.
     const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
     if (code == 0 || (code_ && (!is_only_warned || code == code_))) return;
@@ -415,7 +413,7 @@ class Ranks {
     say(describe_signal(signal) + "; ending all ranks");
     if (!code_ || *code_ == 128 + SIGUSR1) code_ = 128 + signal;
     if (signal == SIGUSR1) return send(signal);
-    // A key on the terminal has signalled the whole foreground group, which includes the ranks.
+    // A key on the terminal has signalled the whole foreground process group, which includes the ranks.
     if (origin == SI_KERNEL) signal = 0;
     end_rest(signal, grace_);
   }
@@ -491,7 +489,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   }
   const BlockedSignals signals;
   Ranks ranks(programs, signals, socket, grace, survival);
-  const auto store = serve(socket);  // after the fork, which copies no threads
+  const auto store = serve(socket);  // after the fork: the store has threads, and fork() copies none
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {
       tell_of_end(store, token, rank);

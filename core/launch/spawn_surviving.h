@@ -8,14 +8,14 @@
 namespace tessera::internal {
 
 struct Survival {
-  int least_ranks = 1;                                // all are ended if fewer run, restart or have ended without error
-  int restarts = 0;                                   // of each rank
-  std::map<std::string, std::string> variables = {};  // added to the environment of all ranks
+  int least_ranks = 1;                                        // ends all ranks if fewer run, restart or have succeeded
+  int restarts = 0;                                           // of each rank
+  std::map<std::string, std::string> variables = {};          // added to the environment of all ranks
   std::map<std::string, std::string> restart_variables = {};  // added for restarted ranks only
-  std::function<bool()> may_restart = nullptr;                // asked when a rank has failed; null if `restarts` is 0
+  std::function<bool()> may_restart = nullptr;                // called when a rank has failed; null if `restarts` is 0
 };
 
-// spawn_local(), whose ranks go on when others fail. Returns 0 in the end if enough ranks have ended without error.
+// Like spawn_local(), but ranks continue when others fail. Returns 0 if enough ranks end without error.
 int spawn_surviving(int world, int argc, char** argv, std::chrono::milliseconds grace, const Survival& survival);
 
 }  // namespace tessera::internal

@@ -34,16 +34,16 @@ int holders TESSERA_GUARDED_BY(catching) = 0;
 StopSignal stop_signals[] TESSERA_GUARDED_BY(catching) = {{SIGINT}, {SIGTERM}, {SIGUSR1}};
 bool is_held_for_groups TESSERA_GUARDED_BY(catching) = false;
 
-// Leaves a signal alone that the program handles or ignores.
+// Sets our handler, unless the program handles or ignores the signal.
 void catch_signal(StopSignal& stop) {
   ::sigaction(stop.signal, nullptr, &stop.before);
   struct sigaction action {};
   action.sa_handler = &note_stop_signal;
-  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);  // a second one has the default action
+  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);  // a second signal has the default action
   stop.is_caught = stop.before.sa_handler == SIG_DFL && ::sigaction(stop.signal, &action, nullptr) == 0;
 }
 
-// Leaves a handler alone that the program has set since.
+// Restores the previous action, unless the program has set a handler since.
 void release_signal(const StopSignal& stop) {
   struct sigaction now {};
   ::sigaction(stop.signal, nullptr, &now);
@@ -51,7 +51,7 @@ void release_signal(const StopSignal& stop) {
     ::sigaction(stop.signal, &stop.before, nullptr);
 }
 
-// The caller of these two holds `catching`.
+// The callers of add_holder() and remove_holder() must lock `catching`.
 void add_holder() {
   if (holders++ > 0) return;
   received = 0;

@@ -26,7 +26,7 @@
 namespace tessera::internal {
 namespace {
 
-// If publishing takes longer, it may wait for a lock of the terminating thread.
+// If publishing takes longer, it may be waiting for a lock that the terminating thread holds.
 constexpr auto kLongestEnd = std::chrono::seconds(10);
 
 std::mutex terminating;
@@ -44,7 +44,7 @@ std::string name_of_rank() {
   return "";
 }
 
-// Writes in one call, so that the lines of ranks do not mix.
+// Writes in one call, so that lines of different ranks do not mix.
 void print_line(const std::string& text) {
   const std::string line = c10::str(program_invocation_short_name, ": ", name_of_rank(), text, "\n");
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
@@ -52,7 +52,7 @@ void print_line(const std::string& text) {
 
 // Prints the error on one line, unless another rank has printed its own, and ends the process.
 [[noreturn]] void end_with_one_line(const std::exception_ptr& error) noexcept {
-  // Of several threads, the first one ends the process.
+  // If several threads terminate, the first one ends the process.
   if (!terminating.try_lock())
     for (;;) std::this_thread::sleep_for(kLongestEnd);
   call_with_timeout(kLongestEnd, [text = text_of(error)] {
@@ -65,7 +65,7 @@ void print_line(const std::string& text) {
   std::_Exit(1);
 }
 
-// Whether it is the C++ library's own handler. It prints in several calls, so that the texts of ranks mix.
+// Whether this is the C++ library's own handler. It prints in several calls, so texts of several ranks would mix.
 bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
 #ifdef __GLIBCXX__
   return handler == &__gnu_cxx::__verbose_terminate_handler;
@@ -114,8 +114,8 @@ namespace {
   std::abort();
 }
 
-// While it lives, an uncaught exception ends the process as tessera::run_main() says. Must live in the main thread, one
-// at a time.
+// While it exists, an uncaught exception ends the process as documented for tessera::run_main(). Must exist in the main
+// thread, one at a time.
 class OneLineErrors {
  public:
   OneLineErrors() {
@@ -133,7 +133,7 @@ class OneLineErrors {
 }  // namespace
 
 // Without a handler on the stack, __cxa_throw() calls std::terminate() before it unwinds, while the groups still exist.
-// So this function must have none, and must not be noexcept.
+// So this function must have no handler, and must not be noexcept.
 int run_body(const std::function<int()>& body) {
   const OneLineErrors one_line;
   return body();

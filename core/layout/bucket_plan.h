@@ -8,21 +8,21 @@
 
 namespace tessera::internal {
 
-// A parameter, as plan_buckets() needs it.
+// A parameter in the input of plan_buckets().
 struct BucketItem {
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
-  int64_t key = 0;           // only parameters of one key (the owner, for example) and one dtype share a bucket
-  bool may_be_alone = true;  // false: shares a bucket, or is copied into one, whatever its size
+  int64_t key = 0;           // only parameters of one key (for example the owner) and dtype share a bucket
+  bool may_be_alone = true;  // false: shares a bucket, or is copied into one, regardless of its size
 };
 
 struct BucketLimits {
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  // A parameter of at least this many bytes gets its own bucket: its message costs no more for being separate.
+  // A parameter of at least this many bytes gets its own bucket: at this size a separate message costs nothing extra.
   int64_t alone_bytes = int64_t{1} << 20;
-  // The most bytes in a shared bucket. A larger parameter gets its own bucket; with 0 every parameter does.
+  // Upper limit of a shared bucket. A larger parameter gets its own bucket; with 0 every parameter does.
   int64_t bucket_bytes = kNone;
-  // A smaller limit for the bucket that is full first, so that sending starts early.
+  // A smaller limit for the bucket that is full first, so that sending starts earlier.
   int64_t first_bytes = kNone;
 };
 

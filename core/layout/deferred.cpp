@@ -25,7 +25,7 @@ namespace tessera::internal {
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
-// The recorded calls of constructors, in order. The tape holds descriptions of its tensors; the tensors own the tape.
+// Records the calls of constructors, in order. The tape holds descriptions of tensors; the tensors own the tape.
 class Tape {
  public:
   // A view of one of the tape's storages.
@@ -34,7 +34,7 @@ class Tape {
     std::vector<int64_t> sizes, strides;
     int64_t offset;
   };
-  // An argument that is a view, or has one at this index of its list.
+  // An argument that is a view, or a list with a view at this index.
   struct Argument {
     size_t argument, number;
     View view;
@@ -43,11 +43,11 @@ class Tape {
     c10::OperatorHandle op;
     torch::jit::Stack arguments;  // without the views
     std::vector<Argument> views;
-    std::vector<std::optional<size_t>> made;  // by result: the new storage, if any
+    std::vector<std::optional<size_t>> made;  // by result: the index of the new storage, if any
   };
 
   std::vector<Call> calls;
-  std::vector<size_t> last_use;  // by storage: the index of a call
+  std::vector<size_t> last_use;  // by storage: the index of the last call that uses it
   at::Tensor generator_state;    // of the default CPU generator at the start
 };
 
@@ -66,7 +66,7 @@ const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
   return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
 }
 
-// The context of the storage of a tensor that is read from a file.
+// The context of the storage of a tensor whose values are read from a file.
 struct Source {
   ReadElements read;
   at::Device device;
@@ -115,8 +115,8 @@ void take_views(Tape& tape, Tape::Call& call) {
   }
 }
 
-// Replaces ordinary tensors, which cannot be mixed with meta tensors, by their shapes. Indices stay: they may be mixed,
-// and the result of a mask depends on its values.
+// Replaces ordinary tensors, which cannot be mixed with meta tensors, by their shapes. Keeps index tensors, which may
+// be mixed with meta tensors: the shape of a masked result depends on the mask's values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -127,7 +127,7 @@ void substitute_meta(torch::jit::Stack& stack, size_t count) {
   }
 }
 
-// Makes the storage of a new tensor one of the tape's.
+// Assigns the storage of a new tensor to the tape.
 std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result) {
   if (!result.isTensor()) return std::nullopt;
   const at::Tensor& tensor = result.toTensor();
@@ -161,10 +161,10 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   const bool is_factory = device && !has_tensor_argument(schema);
   take_views(tape, call);
   const bool concerns = !call.views.empty();
-  if (!is_factory && !concerns) return op.callBoxed(stack);  // only ordinary tensors
+  if (!is_factory && !concerns) return op.callBoxed(stack);  // all tensors are ordinary
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // Options that were copied from a deferred tensor say meta.
+    // Replaces the device in options that were copied from a deferred tensor, which is meta.
     if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }
@@ -182,7 +182,7 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Operators without a generator argument draw from the default generator, which gets the tape's state meanwhile.
+// Locks the default generator, which has the tape's state while operators without a generator argument run.
 std::mutex default_generator_mutex;
 
 // Runs the calls of a tape.
@@ -192,8 +192,7 @@ class Replay {
     generator_.set_state(tape_->generator_state);
   }
   bool done() const { return next_ == tape_->calls.size(); }
-  // Runs the next call. A storage that no later call needs is passed to final(storage, a tensor that has it), and
-  // freed.
+  // Runs the next call. If no later call needs a storage, passes it and a tensor on it to final(), and frees it.
   template <class Final>
   void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];
@@ -240,7 +239,7 @@ class Replay {
   const std::shared_ptr<Tape> tape_;
   at::Generator generator_;
   size_t next_ = 0;
-  std::map<size_t, at::Tensor> real_;  // by storage: a tensor of it
+  std::map<size_t, at::Tensor> real_;  // by storage: a tensor on it
 };
 
 }  // namespace
@@ -338,7 +337,7 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
   }
 }
 
-// set_data() refuses to change the kind of device. The TensorImpl keeps its identity.
+// Changes the TensorImpl directly, because set_data() refuses to change the kind of device.
 void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }

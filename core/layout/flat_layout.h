@@ -8,8 +8,8 @@
 
 namespace tessera::internal {
 
-// The offsets of parameters that share a flat buffer, and the part of the buffer that each rank gets. Pure integers, so
-// that it is tested without tensors or ranks.
+// The offsets of parameters that share a flat buffer, and the part of the buffer that each rank gets. Uses only
+// integers, so it can be tested without tensors or ranks.
 //
 //   | p0 ..... pad | p1 .. pad | p2 ........ | pad |
 //   |   rank 0     |    rank 1     |    rank 2     |   kEvenly: FSDP's shards and reduce-scatters
@@ -23,14 +23,14 @@ class FlatLayout {
  public:
   enum class Cut { kEvenly, kByOwner, kWhole };
 
-  // Each throws std::invalid_argument for a negative numel, world_size < 1 or alignment_numel < 1.
+  // These functions throw std::invalid_argument for a negative numel, world_size < 1 or alignment_numel < 1.
   static FlatLayout evenly(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
     return {std::move(parameter_numels), Cut::kEvenly, world_size, alignment_numel};
   }
   static FlatLayout whole(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
     return {std::move(parameter_numels), Cut::kWhole, world_size, alignment_numel};
   }
-  // `owners`: by parameter, ascending. Also throws if they are not ascending, or not ranks.
+  // `owners` has a rank for each parameter, ascending; otherwise also throws.
   static FlatLayout by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
                              int64_t alignment_numel);
 
@@ -51,7 +51,7 @@ class FlatLayout {
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
   // The size of every rank's shard, if the cut is even.
   int64_t shard_numel() const { return shard(0).numel(); }
-  // Numbers of elements by rank, for collectives; empty if they are even.
+  // Shard sizes by rank, for collectives; empty if they are equal.
   std::vector<int64_t> counts() const;
 
   // The part of the parameter that `rank` gets, in elements of the parameter; empty ({0, 0}) if none.
@@ -69,7 +69,7 @@ class FlatLayout {
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
   int64_t full_numel_ = 0;
-  std::vector<int64_t> begins_;  // kByOwner: by rank, and the end
+  std::vector<int64_t> begins_;  // kByOwner: the beginning of each rank's shard, and the end
 };
 
 }  // namespace tessera::internal

@@ -20,7 +20,7 @@ inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
   return {parameter.sizes().vec(), {row_major.begin(), row_major.end()}};
 }
 
-// The view of a 1-D flat buffer that has this geometry and begins at element `offset`.
+// Returns the view of a 1-D flat buffer with this geometry, beginning at element `offset`.
 inline at::Tensor view_in(const at::Tensor& flat, const ParameterGeometry& geometry, int64_t offset) {
   return flat.as_strided(geometry.sizes, geometry.strides, flat.storage_offset() + offset);
 }

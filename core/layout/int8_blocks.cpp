@@ -18,7 +18,7 @@ constexpr int64_t kLevels = 127;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int64_t kGrainBlocks = 128;
 
-// Compares the bits of absolute values, in which NaN is above infinity: integer code is vectorized.
+// Compares absolute values as integers, which is vectorized. NaN then is above infinity.
 float scale_of(const float* values, int64_t numel) {
   int32_t largest = 0;
   for (int64_t i = 0; i < numel; ++i) largest = std::max(largest, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);
@@ -29,7 +29,7 @@ float scale_of(const float* values, int64_t numel) {
 void encode_block(const float* values, int64_t numel, float& scale, int8_t* codes) {
   scale = scale_of(values, numel);
   if (!(scale > 0)) return static_cast<void>(std::fill_n(codes, numel, int8_t{0}));
-  // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the low bits.
+  // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, which is then in the low bits.
   constexpr float kRounds = 12582912.0F;
   for (int64_t i = 0; i < numel; ++i)
     codes[i] =
@@ -64,7 +64,7 @@ void Int8Blocks::encode(const at::Tensor& values, const at::Tensor& bytes) const
   if (!values.is_cpu()) {
     const at::Tensor rows = in_rows(floats, block_numel_);
     const at::Tensor largest = rows.abs().amax(1, /*keepdim=*/true);
-    const at::Tensor scale = (largest + (largest - largest)) / kLevels;  // NaN if infinite
+    const at::Tensor scale = (largest + (largest - largest)) / kLevels;  // NaN if `largest` is infinite
     scales.copy_(scale.view({-1}));
     const at::Tensor rounded = at::where(scale > 0, (rows / scale).round_(), 0.0);
     codes.copy_(rounded.view({-1}).narrow(0, 0, numel));

@@ -17,7 +17,7 @@ namespace tessera::internal {
 // on intra-operator threads, other devices by torch's operators, to the same bits.
 class Int8Blocks final : public WireCodec {
  public:
-  static constexpr int64_t kWireBlockNumel = 256;  // 1.6 % of scales
+  static constexpr int64_t kWireBlockNumel = 256;  // scales take 1.6 %
 
   // block_numel: elements that share a scale.
   explicit Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}

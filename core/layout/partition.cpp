@@ -17,7 +17,7 @@ Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int wo
   std::iota(largest_first.begin(), largest_first.end(), size_t{0});
   std::stable_sort(largest_first.begin(), largest_first.end(),
                    [&](size_t a, size_t b) { return parameter_bytes[a] > parameter_bytes[b]; });
-  using Load = std::pair<int64_t, int>;  // bytes, rank
+  using Load = std::pair<int64_t, int>;  // (bytes, rank)
   std::priority_queue<Load, std::vector<Load>, std::greater<>> lightest;
   Partition partition{std::vector<int>(parameter_bytes.size()), already_bytes};
   partition.owned_bytes.resize(world_size);

@@ -14,10 +14,10 @@ struct Partition {
   friend bool operator==(const Partition&, const Partition&) = default;
 };
 
-// Assigns each parameter, largest first, to the rank with the fewest bytes, the lowest such rank. The heaviest rank is
-// then within one parameter of the mean. (FairScale's OSS, torch.distributed's ZeroRedundancyOptimizer; Graham's
-// longest-processing-time rule.) `already_bytes`: bytes that the ranks own before, if any. Throws std::invalid_argument
-// for world_size < 1.
+// Assigns each parameter, largest first, to the rank with the fewest bytes (the lowest such rank). Then no rank exceeds
+// the mean by more than one parameter. (FairScale's OSS, torch.distributed's ZeroRedundancyOptimizer; Graham's
+// longest-processing-time rule.) `already_bytes`: bytes that each rank owns before, if any. Throws
+// std::invalid_argument for world_size < 1.
 Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int world_size,
                              const std::vector<int64_t>& already_bytes = {});
 

@@ -12,27 +12,27 @@
 
 namespace tessera::internal {
 
-// A 16-bit copy of a shard, which is sent in its place. It is up to date while the shard's page counts `writes` writes.
+// A 16-bit copy of a shard, which is sent instead of it. Up to date while `writes` equals the page's count of writes.
 struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;
 };
 
-// A parameter's part of the copy.
+// The part of a LowPrecisionCopy that belongs to one parameter.
 struct LowPrecisionPart {
   at::Tensor values;
   std::shared_ptr<LowPrecisionCopy> whole;
 
-  // Must be called after a write to the parameter that also updated the copy, and that the page counted once.
+  // Must be called after one write to the parameter that also updated the copy.
   void note_write(const at::Tensor& parameter) const {
     const uint32_t now = page_of(parameter)->writes();
-    if (whole->writes + 1 == now) whole->writes = now;  // if not, the copy was stale before
+    if (whole->writes + 1 == now) whole->writes = now;  // otherwise the copy was stale before
   }
 };
 
-// Marks a leaf tensor as a wrapper's part of a parameter. Code that needs whole parameters refuses it by its label
-// ("parameter 'fc.weight' on rank 1"). whole_sizes() returns the parameter's shape. Optimizers find its 16-bit copy, if
-// it has one. The mark belongs to the TensorImpl.
+// Marks a leaf tensor as a wrapper's part of a parameter. Code that needs whole parameters throws with its label
+// ("parameter 'fc.weight' on rank 1"). whole_sizes() returns the parameter's shape. Optimizers get its 16-bit copy, if
+// any. The mark belongs to the TensorImpl.
 void mark_as_shard(const at::Tensor& tensor, std::string label, std::vector<int64_t> whole_sizes,
                    LowPrecisionPart low_precision = {});
 bool is_shard(const at::Tensor& tensor);

@@ -15,9 +15,9 @@ namespace tessera::internal {
 // The checks of every wrapper's parameters. `who` is the wrapper's name, for errors.
 //
 // Throws std::invalid_argument, naming parameter and rank, if a parameter is not a leaf, not dense, not on the
-// communicator's device, sharded by a wrapper, expanded but trained (several elements share memory), or if it shares
-// memory with another parameter and is not the same tensor: ties are kept only between names of one tensor. Deferred
-// parameters pass if `may_be_deferred`.
+// communicator's device, sharded by a wrapper, expanded but trained (several elements share memory), or shares memory
+// with another parameter without being the same tensor: only several names of one tensor stay tied. Deferred parameters
+// pass if `may_be_deferred`.
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 

@@ -12,7 +12,7 @@
 // Checks that a parameter still has the properties that it had when it was wrapped. Used by every wrapper.
 namespace tessera::internal {
 
-// The type of a tensor, without its values and its place in memory.
+// The dtype, sizes and device of a tensor.
 struct TensorSignature {
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
@@ -32,8 +32,8 @@ struct TensorSignature {
   }
 };
 
-// Whether the parameter is the view of its storage that begins at element `offset`, with these sizes and strides. Other
-// views would show the values in another order.
+// Whether the parameter is a view of its storage with this offset, these sizes and strides. Other views would show the
+// values in another order.
 inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
 }

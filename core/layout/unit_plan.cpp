@@ -13,8 +13,8 @@ std::string join_names(const std::string& module, const std::string& name) {
 
 namespace {
 
-// Walks the module tree three times: in registration order to find the first name of each parameter, bottom-up to ask
-// the policy, and in registration order to assign the parameters.
+// Walks the module tree three times: in registration order to find each parameter's first name, bottom-up to call the
+// policy, and in registration order to assign the parameters.
 class Planner {
  public:
   explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
@@ -67,7 +67,7 @@ class Planner {
       auto& parameters = units_[unit].parameters;
       const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), unit, parameters.size());
       if (is_new) parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
-      const auto [owner, index] = known->second;  // a tied weight has the first one's unit
+      const auto [owner, index] = known->second;  // a tied weight is in the unit of its first name
       if (!is_new) units_[owner].parameters[index].aliases.push_back(name);
     }
     for (const auto& child : module.named_children()) collect(*child.value(), join_names(fqn, child.key()), unit);
@@ -78,7 +78,7 @@ class Planner {
   std::unordered_set<const c10::TensorImpl*> ignored_;
   std::unordered_set<const torch::nn::Module*> asked_, claimed_;
   std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> first_modules_;
-  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // unit, and index in it
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // the unit, and the index in it
   std::vector<PlannedUnit> units_;
 };
 

@@ -20,8 +20,8 @@ struct PlannedParameter {
   std::string fqn;
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;                 // the module's own: same TensorImpl
-  bool full_precision = false;       // a policy says that it is never cast
-  at::Tensor values = {};            // of a deferred parameter, once they are computed
+  bool full_precision = false;       // true: never cast
+  at::Tensor values = {};            // computed values of a deferred parameter
 };
 
 // Parameters that are unsharded, used and resharded together.
@@ -33,11 +33,11 @@ struct PlannedUnit {
   bool is_root() const { return name == kRoot; }
 };
 
-// Parameters at or below the modules that a policy names get special treatment. Policies see the same modules as for
-// units, and never the root. An empty policy names none.
+// Policies that select modules whose parameters, at any depth, get special treatment. They are called for the same
+// modules as unit policies, never for the root. An empty policy selects none.
 struct ParameterPolicies {
-  WrapPolicy ignored;         // not in the plan, under any name
-  WrapPolicy full_precision;  // sets PlannedParameter::full_precision, if the first name is there
+  WrapPolicy ignored;         // the parameters are not in the plan, under any name
+  WrapPolicy full_precision;  // sets full_precision if the first name is below the module
 };
 
 // Assigns each parameter of `root` to one unit. Parameters are in registration order, units in the order of their first
@@ -46,7 +46,7 @@ struct ParameterPolicies {
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters = {});
 
-// Returns the modules that the policy names, and all modules below them.
+// Returns the modules that the policy selects, and all modules below them.
 std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Module& root, const WrapPolicy& policy);
 
 }  // namespace tessera::internal

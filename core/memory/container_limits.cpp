@@ -29,9 +29,9 @@ int64_t named_value(const path& file, const std::string& wanted) {
   return 0;
 }
 
-// Visits the folders that may limit this process: those of its group with this controller and of all groups above. In a
-// container the group's name may be one of the host, which is not visible; the topmost folder is then the container's.
-// Visits none if the controller is not mounted.
+// Visits the folders whose limits apply to this process: those of its group and all groups above, for this controller.
+// In a container, the group's name may refer to the host's tree, which is not visible. The topmost visible folder is
+// then the container's group. Visits none if the controller is not mounted.
 void visit(const ControlGroups& groups, const std::string& controller,
            const std::function<void(const path& folder, int version)>& visitor) {
   std::istringstream lines(groups.of_process);
@@ -76,13 +76,13 @@ std::optional<double> cpu_quota(const ControlGroups& groups) {
 }
 
 int available_cores() {
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // by affinity
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // limited by affinity
   const auto quota = cpu_quota(ControlGroups::of_this_process());
   return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
 }
 
 std::optional<MemoryLimit> memory_limit(const ControlGroups& groups) {
-  constexpr int64_t kNone = int64_t{1} << 60;  // version 1 represents it by a number
+  constexpr int64_t kNone = int64_t{1} << 60;  // version 1 writes a large number for no limit
   std::optional<MemoryLimit> least;
   visit(groups, "memory", [&](const path& folder, int version) {
     const auto limit = first_of<int64_t>(folder / (version == 2 ? "memory.max" : "memory.limit_in_bytes"));

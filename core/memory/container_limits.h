@@ -8,7 +8,7 @@
 namespace tessera::internal {
 
 // The limits of Linux control groups (of a container, a Slurm job, systemd) for this process, in versions 1 and 2. A
-// limit applies to all groups below, so the smallest one on the way up counts. Thread-safe.
+// group's limit also applies to the groups inside it, so the smallest limit up to the root holds. Thread-safe.
 struct ControlGroups {
   std::string of_process;  // in the format of /proc/<pid>/cgroup
   std::filesystem::path mounted_at = "/sys/fs/cgroup";
@@ -19,7 +19,7 @@ struct ControlGroups {
 // The CPU time of the group in cores (cpu.max; cpu.cfs_quota_us); nullopt if it is unlimited or unknown.
 std::optional<double> cpu_quota(const ControlGroups& groups);
 
-// The number of threads of this process that can run at a time: its cores, at most its quota rounded up. At least 1.
+// The number of threads of this process that can run concurrently: its cores, at most its quota rounded up, at least 1.
 int available_cores();
 
 // The smallest memory limit of this process.

@@ -40,7 +40,7 @@ CountedBuffers::CountedBuffers(at::Device device, MemoryKind kind, Memory memory
 
 at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
-  // Buffers must not be inference tensors, which could not be written outside InferenceMode.
+  // Outside InferenceMode, inference tensors could not be written, so buffers must not be such tensors.
   c10::InferenceMode ordinary(false);
   const MemoryKindScope kind(kind_);
   at::Tensor memory = memory_ ? memory_(numel, dtype) : at::empty({numel}, options);
@@ -48,7 +48,7 @@ at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto bytes = static_cast<int64_t>(memory.nbytes());
   counts_->add(bytes);
   void* data = memory.mutable_data_ptr();
-  // libtorch's allocator reuses memory for the stream that allocated it, which may not be the stream of the last use.
+  // libtorch's allocator reuses memory for the stream that allocated it, but the last use may be on another stream.
   std::optional<c10::Stream> made_on;
   if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
   auto give_back = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {

@@ -16,7 +16,7 @@ class CountedBuffers {
  public:
   // Makes a tensor [numel] on the device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
-  // `kind` is the kind of all buffers. `memory` allocates them; if it is empty, libtorch does.
+  // `kind` is the MemoryKind of all buffers. `memory` allocates them; if it is empty, libtorch does.
   CountedBuffers(at::Device device, MemoryKind kind, Memory memory = nullptr);
 
   // Returns a buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage is destroyed, on

@@ -13,7 +13,7 @@ class CudaPageLocked final : public PageLockedAllocator {
  public:
   void* allocate(size_t bytes) override {
     void* memory = nullptr;
-    // Portable: usable by all devices of the process, not only by the current one.
+    // Portable memory can be used by all devices of the process, not only by the current one.
     const cudaError_t error = cudaHostAlloc(&memory, bytes, cudaHostAllocPortable);
     if (error == cudaSuccess) return memory;
     static_cast<void>(cudaGetLastError());  // clears the error, which the next kernel launch would report
@@ -21,7 +21,7 @@ class CudaPageLocked final : public PageLockedAllocator {
                              " bytes of page-locked host memory: " + cudaGetErrorString(error));
   }
   void free(void* memory) noexcept override {
-    // At the end of the process the driver may be unloaded, and has freed the memory.
+    // At process end the driver may be unloaded already, which has freed the memory.
     if (cudaFreeHost(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
   }
 };

@@ -14,7 +14,7 @@ namespace tessera::internal {
 namespace {
 
 std::optional<int64_t> available_to_system() {
-  std::ifstream file("/proc/meminfo");  // "MemAvailable:   1234 kB"
+  std::ifstream file("/proc/meminfo");  // has a line "MemAvailable:   1234 kB"
   std::string name;
   for (int64_t kib = 0; file >> name >> kib; file.ignore(std::numeric_limits<std::streamsize>::max(), '\n'))
     if (name == "MemAvailable:") return kib * 1024;

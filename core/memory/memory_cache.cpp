@@ -21,7 +21,7 @@ namespace tessera::internal {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // one mapping for blocks below a huge page
+constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // one mapping for blocks smaller than a huge page
 
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
@@ -45,8 +45,7 @@ void* map_pages(size_t bytes, int protection = PROT_READ | PROT_WRITE) {
   return begin + before_bytes;
 }
 
-// Resizes a mapping and keeps its pages; moves it if there is no room behind it. Returns null, and changes nothing, if
-// the system refuses.
+// Resizes a mapping and keeps its contents; may move it. Returns null, with nothing changed, if the system refuses.
 void* resize_pages(void* memory, size_t bytes, size_t new_bytes) {
   auto* const begin = static_cast<std::byte*>(memory);
   if (new_bytes <= bytes) {
@@ -133,7 +132,7 @@ void* MemoryCache::take(size_t bytes) {
 }
 
 // Places a block that is smaller than a huge page behind the previous one, so that both are in one huge page. Unmapping
-// one of them splits the page.
+// one block later splits the page.
 void* MemoryCache::map_block(size_t bytes) {
   if (bytes >= kHugePageBytes) return map_pages(bytes);
   std::lock_guard lock(mutex_);
@@ -152,8 +151,8 @@ void MemoryCache::unmap_shared_rest() {
   if (shared_.left_bytes > 0) ::munmap(shared_.next, std::exchange(shared_.left_bytes, 0));
 }
 
-// Resizes one of the blocks that are about to be unmapped: the smallest that is large enough, or else the largest.
-// Requests differ between steps if shapes do, and existing pages need not be cleared again.
+// Resizes one of the blocks that would be unmapped: the smallest that is large enough, or else the largest. This helps
+// if request sizes differ between steps, because existing pages need not be cleared again.
 void* MemoryCache::remake_one_of(std::vector<Block>& unused, size_t bytes) {
   const auto is_better = [bytes](const Block& one, const Block& other) {
     const bool is_enough = one.bytes >= bytes;
@@ -216,13 +215,13 @@ bool MemoryCache::unmap_freed(const Block& block) {
   return true;
 }
 
-// Until the next check, either all blocks that become idle are marked or none. Marking costs as much as writing a tenth
-// of the block, or the whole block if its pages are small.
+// Decides, until the next check, whether blocks are marked MADV_FREE when they become idle. Marking costs as much as
+// writing a tenth of the block, or with small pages the whole block.
 int64_t MemoryCache::look_at_limit() {
   const int64_t needed_bytes = pressure_.limit->needed_bytes();
   std::lock_guard lock(mutex_);
   const bool is_tight =
-      needed_bytes + pressure_.on_call_bytes > pressure_.limit->limit_bytes / 2;  // as if none were marked
+      needed_bytes + pressure_.on_call_bytes > pressure_.limit->limit_bytes / 2;  // counts marked blocks as needed
   if (pressure_.is_tight.exchange(is_tight) == is_tight || !is_tight) return needed_bytes;
   for (auto& [stamp, block] : idle_) {
     if (std::exchange(block.is_on_call, true)) continue;
@@ -232,8 +231,8 @@ int64_t MemoryCache::look_at_limit() {
   return needed_bytes;
 }
 
-// give() checks the limit when tensors are freed, but other memory may fill up as well. So the thread checks again
-// before that could have taken half of the rest.
+// give() checks the limit when tensors are freed, but other memory may grow too. So the thread checks again before that
+// memory could fill half of the rest.
 void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();
@@ -249,10 +248,10 @@ void MemoryCache::start_watch() {
   };
   ::sigset_t all, before;
   ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
   try {
     std::thread(look).detach();
-  } catch (const std::system_error&) {  // no thread can be made: only frees check the limit
+  } catch (const std::system_error&) {  // no thread can start: only give() checks the limit
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -296,7 +295,7 @@ std::atomic<bool> is_on{false};
 // The cache of the process; null until start_caching_memory(). Never destroyed: tensors may outlive static objects.
 std::atomic<MemoryCache*> process_cache{nullptr};
 
-// fork() copies a locked mutex, so the cache's must be free in the child.
+// Locks the cache's mutex around fork(), which would copy a mutex that another thread has locked.
 [[maybe_unused]] MemoryCache& make_process_cache() {
   static auto* const cache = [] {
     auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
@@ -311,7 +310,7 @@ std::atomic<MemoryCache*> process_cache{nullptr};
 
 void free_memory(void* memory) {
   MemoryCache* const cache = process_cache;
-  // malloc puts a header before its blocks, so few of them start at a page.
+  // malloc puts a header before its blocks, so page-aligned memory is rarely malloc's.
   const bool may_be_block = cache != nullptr && reinterpret_cast<uintptr_t>(memory) % page_bytes() == 0;
   if (!may_be_block || !cache->give(memory)) return c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
   c10::profiledCPUMemoryReporter().Delete(memory);
@@ -341,7 +340,7 @@ c10::Allocator* memory_cache_allocator() {
   return allocator;
 }
 
-// A no-op if the program has set another allocator than `from`.
+// Sets the allocator `to`, unless the program has replaced `from`.
 static void replace_cpu_allocator(c10::Allocator* from, c10::Allocator* to) {
   if (c10::GetCPUAllocator() == from) c10::SetCPUAllocator(to);
 }
@@ -376,9 +375,9 @@ MemoryCacheStats memory_cache_stats() {
 void release_freed_memory() {
   if (MemoryCache* const cache = process_cache) cache->release(rank_of_thread);
 #ifdef __GLIBC__
-  // glibc keeps freed blocks below 32 MiB after the first such block was freed. One thread trims at a time: if another
-  // allocator replaces malloc, glibc's own initializes itself here without a lock. The others' requests are counted,
-  // not queued on a mutex, which fork() could copy locked.
+  // Once a block below 32 MiB was freed, glibc keeps such blocks, so trim. Only one thread trims at a time: if another
+  // allocator replaces malloc, glibc's malloc initializes itself here without a lock. Other threads only count their
+  // requests, because fork() could copy a locked mutex.
   static std::atomic<int> requests{0};
   if (requests.fetch_add(1) > 0) return;
   int seen = 0;

@@ -20,9 +20,9 @@
 
 namespace tessera::internal {
 
-// Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. A training step requests the same
-// blocks each time, and glibc handles that badly. A freed gradient of 16 MB leaves a hole that is a few alignment bytes
-// too small for the next one. Memory that glibc returns to the system costs 4,000 page faults to get again.
+// Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. Every training step requests the
+// same blocks, which glibc handles badly. A freed gradient of 16 MB leaves a hole that is a few alignment bytes too
+// small for the next one. Memory that glibc returns to the system costs 4,000 page faults to get again.
 //
 // Blocks are in huge pages if the system grants them (transparent_hugepage: madvise or always). A block of at least a
 // huge page is a mapping of its own; smaller ones share mappings, and are unmapped separately. A block serves requests
@@ -31,8 +31,8 @@ namespace tessera::internal {
 // Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the longest
 // idle ones are unmapped, and one of them is resized to become the new block (mremap). If the processes of a control
 // group need more than half of its memory limit, idle blocks are marked MADV_FREE: the system can take their pages
-// instead of killing the process. Once blocks are freed, a thread checks that, because memory other than tensors may
-// take the rest. Thread-safe. docs/launch.md has measurements.
+// instead of killing the process. A thread checks this while blocks are idle, because memory other than tensors may
+// grow too. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // malloc handles smaller ones well
@@ -40,7 +40,7 @@ class MemoryCache {
 
   using Stats = MemoryCacheStats;
 
-  // `limit`: the control group's; nullopt: none.
+  // `limit` is the control group's; nullopt for none.
   explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : pressure_{std::move(limit)} {}
   ~MemoryCache();  // no block may be live
   MemoryCache(const MemoryCache&) = delete;
@@ -54,16 +54,16 @@ class MemoryCache {
   // Whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the cache's thread.
   void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // no rank
-  // Returns idle blocks to the system: all, or those freed by threads of this rank and of no rank. Resets the bound to
-  // the remaining bytes.
+  // Returns idle blocks to the system: all, or those freed by threads of this rank and of no rank. The peak of live
+  // bytes restarts from the current ones.
   void release(int rank = kNoRank);
   Stats stats() const;
 
-  // Called around fork(): otherwise the child could deadlock on a lock of a thread that it does not have.
+  // Must be called around fork(): otherwise a mutex that another thread has locked would stay locked in the child.
   void before_fork() { mutex_.lock(); }
-  // Called in both processes.
+  // Must be called in both processes.
   void after_fork(bool is_child) {
-    if (is_child) watch_.reset();  // its thread stays in the parent
+    if (is_child) watch_.reset();  // its thread does not exist in the child
     mutex_.unlock();
   }
 
@@ -71,12 +71,12 @@ class MemoryCache {
   struct Block {
     void* memory;
     size_t bytes;
-    bool is_on_call = false;  // idle, and marked MADV_FREE
+    bool is_on_call = false;  // true: idle and marked MADV_FREE
     int rank = kNoRank;       // of the thread that freed it
   };
-  // The mapping that blocks smaller than a huge page share.
+  // A mapping shared by blocks that are smaller than a huge page.
   struct SharedMapping {
-    std::byte* next = nullptr;  // the next block
+    std::byte* next = nullptr;  // the place of the next block
     size_t left_bytes = 0;
   };
   // The state of the control group's limit.

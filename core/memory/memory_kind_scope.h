@@ -6,7 +6,7 @@
 
 namespace tessera::internal {
 
-// While it lives, tensors that this thread makes have this kind, for record_run(). Scopes nest.
+// While it exists, tensors that this thread makes have this kind, for record_run(). Scopes nest.
 class MemoryKindScope {
  public:
   // Changes the kind from now on.

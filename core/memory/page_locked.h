@@ -23,11 +23,11 @@ PageLockedAllocator* page_locked_allocator();
 // Sets it for the process. Must precede the first page_locked().
 void set_page_locked_allocator(PageLockedAllocator* allocator);
 
-// The bytes that page_locked(bytes) takes: whole pages, or a power of two from libtorch's allocator.
+// The bytes that page_locked(bytes) allocates: whole pages, or a power of two from libtorch's allocator.
 int64_t bytes_when_page_locked(int64_t bytes);
 
 // Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. They are freed
-// with the last reference; no device may use them then: see CopyEngine. Thread-safe.
+// with the last reference; by then no device may use them (see CopyEngine). Thread-safe.
 at::Tensor page_locked(int64_t bytes);
 
 }  // namespace tessera::internal

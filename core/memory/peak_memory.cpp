@@ -18,8 +18,8 @@ using namespace internal;
 
 namespace {
 
-// Guards all accounts and the ledger. It is one mutex, so that fork() can lock it; else a child could find it locked by
-// a thread that it does not have.
+// Guards all accounts and the ledger. A single mutex, so that it can be locked during fork(); else a child could
+// inherit it locked by a thread that it does not have.
 std::mutex accounts_mutex;
 
 }  // namespace
@@ -27,7 +27,7 @@ std::mutex accounts_mutex;
 // Written by the thread that allocates and by threads that free its memory.
 struct PeakMemory::Account {
   int64_t current_bytes = 0;
-  std::vector<int64_t*> peaks;  // of the PeakMemory objects that are alive
+  std::vector<int64_t*> peaks;  // of the existing PeakMemory objects
 
   void add(int64_t bytes) {
     current_bytes += bytes;
@@ -49,7 +49,7 @@ class Ledger {
   }
   void strike(void* memory) {
     std::unique_lock lock(accounts_mutex);
-    const auto found = entries_.extract(memory);  // destroyed without the lock
+    const auto found = entries_.extract(memory);  // the node is destroyed without the lock
     if (!found.empty()) found.mapped().account->add(-found.mapped().bytes);
     lock.unlock();
   }
@@ -70,7 +70,7 @@ Ledger& ledger() {
 c10::Allocator* counted_allocator = nullptr;  // whose memory is counted
 
 void free_counted(void* memory) {
-  ledger().strike(memory);  // before another thread can get this address
+  ledger().strike(memory);  // before freeing, after which another thread may get this address
   counted_allocator->raw_deleter()(memory);
 }
 

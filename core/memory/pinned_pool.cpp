@@ -58,7 +58,7 @@ struct PinnedPool::State {
   void give(at::Tensor memory, int64_t bytes) {
     std::lock_guard lock(mutex);
     lent_bytes -= bytes;
-    if (!locks_pages()) return;  // the memory cache keeps it
+    if (!locks_pages()) return;  // the memory cache keeps unlocked memory
     idle_bytes += bytes;
     idle[bytes].push_back(std::move(memory));
   }

@@ -9,7 +9,7 @@
 namespace tessera::internal {
 
 struct PinnedPoolOptions {
-  // The device that copies from and to this memory.
+  // The device that copies to and from this memory.
   at::Device device = at::kCPU;
   // Whether memory is page-locked, so that copies overlap with computation. Ignored on a CPU, which uses ordinary
   // memory.
@@ -20,17 +20,17 @@ struct PinnedPoolOptions {
 
 // A pool of host memory for exchange with a device. Tensors return their memory when they are destroyed.
 //
-// Page-locking costs system calls and stalls, so locked memory is kept for the next tensor of the same number of pages.
-// The pool owns at most the peak of the bytes in use, and frees idle memory of other sizes before it allocates. It
-// keeps no unlocked memory, which MemoryCache caches. Counts are of allocated bytes: whole pages if locked
-// (bytes_when_page_locked()). Thread-safe; tensors may outlive the pool.
+// Page-locking costs system calls and stalls, so the pool keeps locked memory for the next tensor with the same number
+// of pages. The pool owns at most the peak of the bytes in use, and frees idle memory of other sizes before it
+// allocates. It keeps no unlocked memory, which MemoryCache caches. Counts are of allocated bytes: whole pages if
+// locked (bytes_when_page_locked()). Thread-safe; tensors may outlive the pool.
 class PinnedPool {
  public:
   explicit PinnedPool(PinnedPoolOptions options);
 
-  // Returns an uninitialised tensor [numel] in host memory, which returns to the pool with the last reference to its
-  // storage, on any thread. If the pool would exceed its limit, throws std::runtime_error that names `what`, and
-  // changes nothing.
+  // Returns an uninitialised tensor [numel] in host memory. The memory returns to the pool with the last reference to
+  // the tensor's storage, on any thread. If the pool would exceed its limit, throws std::runtime_error that names
+  // `what`, and changes nothing.
   at::Tensor take(int64_t numel, at::ScalarType dtype, const std::string& what);
 
   int64_t lent_bytes() const;

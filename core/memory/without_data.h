@@ -4,7 +4,7 @@
 
 namespace tessera::internal {
 
-// While it lives, this thread runs a training program on tensors without data (dry_run()). Code that moves or computes
+// While it exists, this thread runs a training program on tensors without data (dry_run()). Code that moves or computes
 // data by pointer, which no operator sees, must be skipped.
 class WithoutDataScope {
  public:
@@ -15,8 +15,8 @@ class WithoutDataScope {
 };
 bool is_without_data();  // of this thread
 
-// While it lives, this thread waits for every asynchronous transfer that it starts. So memory use does not depend on
-// the speed of a disk (record_run()).
+// While it exists, this thread waits for every asynchronous transfer that it starts, so that memory use does not depend
+// on the speed of a disk (record_run()).
 class WaitForTransfersScope {
  public:
   WaitForTransfersScope();

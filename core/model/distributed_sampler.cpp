@@ -13,8 +13,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// A number in [0, bound). std::uniform_int_distribution differs between standard libraries; the bias of the remainder,
-// at most bound / 2^64, does not matter here.
+// A number in [0, bound). std::uniform_int_distribution differs between standard libraries; the bias of the remainder
+// is negligible, at most bound / 2^64.
 int64_t draw(std::mt19937_64& random, int64_t bound) {
   return static_cast<int64_t>(random() % static_cast<uint64_t>(bound));
 }
@@ -54,8 +54,7 @@ int64_t EpochOrder::draw_of_epoch(int64_t epoch, int64_t bound) {
   return drawn_;
 }
 
-// The shared position of a sampler and its copies: the batch that the loop receives next, and the batch that a loader
-// requests next.
+// The shared position of a sampler and its copies: the next batch that the loop receives, and that a loader requests.
 struct DistributedSampler::Position {
   struct Cursor {
     int64_t first = 0;  // place of the step's first item in EpochOrder
@@ -102,7 +101,7 @@ struct DistributedSampler::Position {
     std::vector<int64_t> found(static_cast<size_t>(std::min(options.batch_numel, run.numel - begin)));
     for (size_t i = 0; i < found.size(); ++i) {
       int64_t place = cursor.first + run.offset + begin + static_cast<int64_t>(i);
-      if (end && place >= *end) {  // repeats the epoch's beginning
+      if (end && place >= *end) {  // continues with the epoch's beginning
         const int64_t numel = order.items_numel();
         place = *end - numel + (place - *end) % numel;
       }
@@ -111,7 +110,7 @@ struct DistributedSampler::Position {
     return found;
   }
 
-  // The end of the epoch of a loop that begins now. With drop_last, the epoch may already be over.
+  // Returns the end of the epoch for a loop that begins now. With drop_last, the current epoch may already be over.
   int64_t begin_loop(Cursor& cursor) const {
     int64_t end = end_of_epoch(cursor.first);
     if (options.drop_last && cursor.micro_batch == 0 && end - cursor.first < of_step()) {
@@ -130,7 +129,7 @@ struct DistributedSampler::Position {
     first_requests = 0;
   }
 
-  // A request after the first ones means that the loop has received a batch.
+  // Each request after the initial ones means that the loop has received another batch.
   void count_received(bool request_is_served) {
     if (!loader || loader->workers == 0) {
       received = requested;

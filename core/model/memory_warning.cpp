@@ -45,7 +45,7 @@ RanksOnHost ranks_on_host(const Communicator& comm) {
     const auto environment = parse_launch_environment(std::getenv);
     if (environment.launched() && environment.local_world_size > 0)
       return {std::min(environment.local_world_size, comm.size()), std::max(environment.local_rank, 0)};
-  } catch (const std::invalid_argument&) {  // init() throws it to its callers
+  } catch (const std::invalid_argument&) {  // init() reports it to its callers
   }
   return {comm.size(), comm.rank()};
 }

@@ -17,7 +17,7 @@ struct MemoryNeed {
   int64_t present_bytes = 0;  // of present parameters that stay
 };
 
-// Returns a warning if `ranks` ranks that share `free_bytes` need more than that; "" if they do not. In a
+// Returns a warning if `ranks` ranks need more than the `free_bytes` that they share; otherwise "". In a
 // PlannedMemoryScope the planned bytes replace the sum of `need`.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 

@@ -19,7 +19,7 @@ constexpr int64_t kSmallBytes = 1 << 20;
 
 bool is_expanded(const at::Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
 
-// An expanded tensor cannot be written as a whole: returns each of its elements once.
+// Returns each distinct element of a tensor once: an expanded tensor cannot be written as a whole.
 at::Tensor distinct_elements(at::Tensor tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     if (is_expanded(tensor, dim)) tensor = tensor.narrow(dim, 0, 1);
@@ -51,7 +51,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
     const at::Tensor tensor = distinct_elements(given.data());  // writes to data() do not invalidate saved tensors
     if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && !has_lazy_values(tensor) &&
         tensor.device() == comm.device()) {
-      pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
+      pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can be sent
     } else {
       small[tensor.scalar_type()].push_back(tensor);
     }
@@ -102,7 +102,7 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
   return lines;
 }
 
-bool is_earlier_gradient(const at::Tensor& grad) { return grad.defined() && !is_paged(grad); }  // no placeholder
+bool is_earlier_gradient(const at::Tensor& grad) { return grad.defined() && !is_paged(grad); }  // excludes placeholders
 
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters) {
   const NoGradNoInferenceGuard quiet;

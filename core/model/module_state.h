@@ -13,8 +13,8 @@
 namespace tessera::internal {
 
 // Copies rank 0's tensors to all ranks, of any dtype, strides and device. Small tensors of one dtype share a message.
-// Tensors on another device than the communicator's are copied through that. Collective, with equal shapes on all
-// ranks. Not recorded by autograd.
+// Tensors on other devices are copied through the communicator's device. Collective; shapes must be equal on all ranks.
+// Not recorded by autograd.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what);
 
 // The module's parameters, each once, in registration order.
@@ -31,9 +31,9 @@ void require_strided(const std::string& label, const at::Tensor& tensor);
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
-// Whether a parameter's `.grad` is a gradient that it has had since before it was wrapped, which wrappers keep.
+// Whether a parameter's `.grad` is a gradient from before wrapping. Wrappers keep such gradients.
 bool is_earlier_gradient(const at::Tensor& grad);
-// Describes those gradients with checksums, one line each. Each rank keeps its own gradients. They must be equal on all
+// Describes earlier gradients by checksums, one line each. Each rank keeps its own gradients. They must be equal on all
 // ranks where a difference would make ranks diverge.
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
 

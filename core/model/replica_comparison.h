@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-// A debugging aid: compares a checksum of every replicated parameter over all ranks, every N steps. It finds replicas
-// that have drifted apart, whatever the cause. If it is off, count_step() does nothing.
+// A debugging aid: compares a checksum of every replicated parameter over all ranks, every N steps. It detects replicas
+// that have diverged, for any reason. If it is off, count_step() is a no-op.
 class ReplicaComparison {
  public:
   // `every`: steps from one comparison to the next. 0: the environment variable TESSERA_DEBUG decides, see
@@ -22,8 +22,8 @@ class ReplicaComparison {
   // Steps from one comparison to the next; 0 if it is off. Must be equal on all ranks.
   int64_t every() const { return every_; }
 
-  // Counts a step. Every `every()`-th call is collective, blocks, and throws std::runtime_error on all ranks if a
-  // parameter's bits differ: it names the first such parameter and the ranks that differ from rank 0.
+  // Counts a step. Every `every()`-th call is collective and blocks. It throws std::runtime_error on all ranks if a
+  // parameter's bits differ, naming the first such parameter and the ranks that differ from rank 0.
   void count_step(const std::vector<PlannedParameter>& parameters, Communicator& comm);
 
  private:

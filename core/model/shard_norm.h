@@ -18,7 +18,7 @@ void require_finite_norm(double norm, int rank);
 // torch::nn::utils::clip_grad_norm_ over ranks. Scales `shards` in place so that the norm of the whole set is at most
 // max_norm, and returns the norm before. `shards` are this rank's parts of a set of tensors, with each element on
 // exactly one rank. An empty list is allowed. With `scaled`, scales those tensors in place of `shards`. If the norm is
-// NaN, all become NaN.
+// NaN, all elements become NaN.
 //
 // Collective: an all-reduce of one number. The host waits for it if error_if_nonfinite is set or the result is read.
 // Throws like require_clip_arguments(), and std::runtime_error, before it scales, if error_if_nonfinite is set and the
@@ -28,13 +28,13 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
                              bool error_if_nonfinite, Communicator& comm,
                              const std::vector<at::Tensor>* scaled = nullptr, int64_t row_numel = int64_t{1} << 16);
 
-// Whether clipping changes gradients of this norm; true if it is infinite or NaN. As in torch, the factor is max_norm /
-// (norm + 1e-6), at most 1; a factor of 1 changes no bit.
+// Whether clipping changes gradients of this norm; true if the norm is infinite or NaN. As in torch, the factor is
+// max_norm / (norm + 1e-6), at most 1; a factor of 1 changes no bit.
 bool clips_gradients(double norm, double max_norm);
 
 // Returns the 2-norm of each tensor, of which this rank holds a part, for layer-wise optimizers (LAMB, LARS,
-// Adafactor). An undefined or empty part counts as 0. Sums in double. Collective, one all-reduce, with equally many
-// parts on all ranks. `comm` is null if the tensors are whole.
+// Adafactor). An undefined or empty part counts as 0. Sums in double. Collective: one all-reduce; ranks must pass
+// equally many parts. `comm` is null if the tensors are whole.
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
 
 }  // namespace tessera::internal

@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// Lets a wrapper check its gradients before a step of an optimizer that was not given the wrapper (OSS): the check is
-// attached to the parameters themselves. A later wrapper's check replaces it. set_data() removes it, so each forward
-// attaches it again.
+// Checks a wrapper's gradients before an optimizer's step. The check is attached to the parameters, because an
+// optimizer like OSS is not given the wrapper. A later wrapper's check replaces it. set_data() removes it, so each
+// forward attaches it again.
 class StepCheck {
  public:
   // `check` throws if the gradients must not be used by a step. It may outlive the wrapper.

@@ -29,8 +29,8 @@ void for_each_boxed_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// Replaces each tensor by of(tensor), in order. `of` also gets undefined tensors, and may return them. Lists are
-// copied, since they may be shared.
+// Replaces each tensor by of(tensor), in order. `of` also gets undefined tensors, and may return them. Copies lists
+// before the change, because they may be shared.
 template <class Of>
 void replace_boxed_tensors(c10::IValue& value, Of&& of) {
   if (value.isTensor()) {

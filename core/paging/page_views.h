@@ -10,7 +10,7 @@ namespace c10 {
 class OperatorHandle;
 }
 
-// Declarations that the files of paging share.
+// Declarations that the files of this folder share.
 namespace tessera::internal {
 
 // The dispatch key of views. libtorch reserves it for wrappers with a boxed fallback and does not use it. No other file
@@ -33,10 +33,10 @@ bool is_metadata_only(const c10::FunctionSchema& schema);
 bool returns_views(const c10::FunctionSchema& schema);
 
 // Whether the operator is set_(source) on a view of a page, by a tensor of another dtype. torch::load() calls it. On a
-// parameter that is cast for use, set_() would keep the dtype, but take bytes of another dtype.
+// parameter that is cast for use, set_() would keep the parameter's dtype but use bytes of another dtype.
 bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-// Calls an operator with the values of stand-ins in their place.
+// Calls an operator with the values of stand-ins in place of the stand-ins.
 void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace tessera::internal

@@ -146,7 +146,7 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
 }
 
 struct PagedIn {
-  at::ScalarType from{}, to{};  // conversion of activations, if these differ
+  at::ScalarType from{}, to{};  // the conversion of activations, if they differ
   bool is_done = false;         // the pager did the operator's work
   bool has_stand_ins = false;
 };
@@ -185,7 +185,8 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
   return result;
 }
 
-// Converts the tensors among the last `count` values; autograd records it. Returns whether there were any.
+// Converts tensors of dtype `from` among the last `count` values to `to`, recorded by autograd. Returns whether any
+// were.
 bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::ScalarType to) {
   bool any = false;
   auto converted = [&](const at::Tensor& tensor) {
@@ -201,7 +202,7 @@ bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::Sc
 // Called above autograd for every operator with a view of a page among its arguments.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
-  // If such an operator calls other operators, those come here themselves.
+  // Operators that such an operator calls reach this fallback themselves.
   if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
   if (sets_another_dtype(op, *stack)) {
     const at::Tensor source = torch::jit::pop(*stack).toTensor();
@@ -214,7 +215,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
   {
     // The arguments of torch's own operators stay resident until the operator returns, so nested operators need no
-    // check. A user's kernel may use parameters that are not among its arguments.
+    // check. A user's kernel may use parameters that are not among its arguments, so its nested operators are checked.
     std::optional<c10::impl::ExcludeDispatchKeyGuard> once;
     if (op.schema().getNamespace() == "aten") once.emplace(kPagedKey);
     op.redispatchBoxed(below, stack);

@@ -46,7 +46,8 @@ class Page {
   bool is_attached() const { return buffer_.defined(); }
   const at::Tensor& buffer() const { return buffer_; }
 
-  // Later uses of a view throw std::logic_error, unless attached permanently. Must precede the pager's destruction.
+  // After this call, uses of a view throw std::logic_error, unless the page is attached permanently. Must be called
+  // before the pager is destroyed.
   void detach_pager() { state_->pager = nullptr; }
 
   // Whether operators may write to the views. If not, they throw std::logic_error.
@@ -55,25 +56,25 @@ class Page {
   // Makes later writes call pager.before_write(id) first. `pager` must live until detach_pager() is called.
   void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
 
-  // The number of writes by operators, and by pointer as told by note_write().
+  // The number of writes: by operators, and by pointer (note_write()).
   uint32_t writes() const { return state_->writes.load(); }
   void note_write() { ++state_->writes; }
 
-  // How autograd treats an operator: see current_grad_mode(). While the page's mode equals `mode`, uses of its views do
-  // not reach the pager, since the page is filled and was used last. Most operators take this path.
+  // How autograd treats an operator: see current_grad_mode(). An operator whose mode equals the page's does not call
+  // the pager, because the page is filled and its last use was alike. Most operators take this path.
   enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
   // On a device, `mode` holds only for operators on the current stream.
   void set_current(GradMode mode);
 
   // Operators on views of this page get arguments of dtype `from` converted to the views' dtype, and their results are
-  // converted back. For a unit that is not cast, in a model whose other units are.
+  // converted back. For a unit that is not cast in a model with mixed precision.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
-  // Fills the storage for good, also for views that outlive the page. The pager is told of writes, but not of uses.
+  // Fills the storage permanently, also for views that outlive the page. The pager then learns of writes only.
   void attach_permanently(at::Tensor buffer);
 
-  // Uses are reported again after the next write to `source`, of which this page holds a copy. Version counters would
-  // miss writes through .data(), which torch's SGD uses.
+  // Makes the next write to `source`, of which this page holds a copy, cause uses to be reported again. Version
+  // counters would miss writes through .data(), which torch's SGD uses.
   void watch_writes(const Page& source) {
     state_->source.state = source.state_;
     accept_writes();
@@ -132,8 +133,8 @@ class Pager {
   // Fills all of `pages`, which one operator needs. Exceptions reach the operator's caller, in forward() and in
   // backward().
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Called before a write that the page forbids. Throws std::logic_error, naming the parameter, or returns whether it
-  // did the operator's work (zero_()). If not, the operator runs without touching the page (set_()).
+  // Called before a write to a page that is not writable. Throws std::logic_error, naming the parameter; or does the
+  // operator's work (zero_()) and returns true; or returns false if the operator does not touch the page (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // Called before an operator, or a caller of internal::before_write(), writes to a page that was attached permanently
   // or reports writes (Page::tell_of_writes). Blocks until no operation in flight reads the page.
@@ -141,7 +142,7 @@ class Pager {
 };
 
 // While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
-// record it; backward recomputes it and then needs the gradients of its parameters.
+// record this forward; backward recomputes it, and then needs the gradients of its parameters.
 class RecomputesLater {
  public:
   static bool in_effect() { return in_effect_; }
@@ -165,14 +166,14 @@ void require_residency();
 bool is_paged(const at::Tensor& tensor);
 // Must be called before a write by pointer. Calls Pager::before_write() if the page of the tensor reports writes.
 void before_write(const at::Tensor& tensor);
-// Must be called after a write by pointer. If the tensor is a view of a page, holders of copies of the page are told.
+// Must be called after a write by pointer. If the tensor is a view of a page, copies of the page become stale.
 void note_write(const at::Tensor& tensor);
-// For an optimizer that steps a parameter: returns whether this rank has no element of it. The step then counts as a
-// write, as on ranks that have elements: ranks compare whether they have stepped.
+// For an optimizer's step: returns whether this rank has no element of the parameter, and if so counts a write. Ranks
+// compare whether they have stepped, and others count a write too.
 bool note_write_if_empty(const at::Tensor& parameter);
 // Whether the tensor is a view of a page that lost its pager and was not attached permanently.
 bool has_lost_its_pager(const at::Tensor& tensor);
-// The page of a view; null for other tensors. Also null if the pager is destroyed.
+// The page of a view. Null for other tensors, and after detach_pager().
 Page* page_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

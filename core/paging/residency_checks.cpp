@@ -18,7 +18,7 @@ namespace tessera::internal {
 namespace {
 
 // Operators that return views are not listed, since they check the bounds of the storage. _backward and set_data call
-// other operators, which have checks of their own.
+// other operators, which are checked themselves.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",

@@ -31,7 +31,7 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
 
 namespace {
 
-// The forms of a linear layer: the positions of its arguments, and whether its weight is transposed.
+// The forms of at::linear: the positions of its arguments, and whether the weight is transposed.
 struct LinearForm {
   std::string_view name;
   std::ptrdiff_t input, weight, bias;  // -1: none

@@ -7,15 +7,15 @@
 
 namespace tessera::internal {
 
-// Computes the values of a tensor without data, anew for each operator that uses it.
+// Represents a tensor without data. Computes the tensor's values anew for each operator that uses it.
 class StandIn {
  public:
   virtual ~StandIn() = default;
-  // Returns the argument that the operator gets in place of the tensor.
+  // Returns the values that an operator gets in place of the tensor.
   virtual at::Tensor values_for(const std::string& operation) const = 0;
-  // Computes at::linear(input, the tensor, bias); `bias` may be undefined. Also called for products with the tensor's
-  // t(), as in torch::nn::functional::linear: matmul, mm, and addmm with beta = alpha = 1. If it returns undefined, the
-  // operator runs on values_for().
+  // Computes at::linear(input, the tensor, bias); `bias` may be undefined. Also called for matmul, mm, and addmm (beta
+  // = alpha = 1) with the tensor's t(), as in torch::nn::functional::linear. If it returns undefined, the operator runs
+  // on values_for().
   virtual at::Tensor linear(const at::Tensor& /*input*/, const at::Tensor& /*bias*/) { return {}; }
   // Computes at::batch_norm() of the input, for a tensor that is one of its statistics or weights. If it returns
   // undefined, the operator runs on values_for().

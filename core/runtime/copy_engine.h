@@ -19,7 +19,7 @@ namespace tessera::internal {
 enum class CopyDirection : uint8_t { kToDevice, kToHost };
 struct SimulatedLink;  // offload/streams/simulated_link.h, for tests
 
-// The completion of a copy. Its handle and the engine share it.
+// The completion of a copy, shared by the copy's handle and the engine.
 class CopyEnd {
  public:
   virtual ~CopyEnd() = default;
@@ -70,16 +70,16 @@ class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Makes the result usable: for copies to an accelerator, by work that this thread enqueues next, without blocking the
-  // host; for copies to the host, by the host. Throws the error of a failed copy.
+  // Waits until the result can be used. For a copy to an accelerator, work that this thread enqueues next may use it,
+  // and the host does not block. For a copy to the host, the host may use it. Throws the error of a failed copy.
   void wait() {
     if (operation() != nullptr) operation()->order();
   }
-  // Makes the device's tensor free for work that this thread enqueues next. Does not block the host on an accelerator.
+  // Lets work that this thread enqueues next reuse the device's tensor. Does not block the host on an accelerator.
   void wait_on_device() {
     if (operation() != nullptr) operation()->order_device();
   }
-  // Blocks until both tensors are free. The handle is then done().
+  // Blocks until both tensors may be reused. The handle is then done().
   void wait_on_host() { finish(); }
 };
 
@@ -132,7 +132,7 @@ class CopyEngine {
   const std::shared_ptr<HostMemoryInUse> in_use_ = std::make_shared<HostMemoryInUse>();
 };
 
-// The engines for an accelerator, and for a CPU that simulates one.
+// Make the engine of an accelerator, and of a CPU that simulates one.
 std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device);
 std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link);
 

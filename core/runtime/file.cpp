@@ -19,7 +19,7 @@ namespace {
 constexpr int kMode = 0666;
 constexpr int kPrivateMode = 0600;
 
-// Opens an unnamed file (O_TMPFILE), or, if the file system cannot, a named one that is unlinked at once.
+// Opens an unnamed file (O_TMPFILE), or, if that is not supported, a named one that is unlinked at once.
 int open_unnamed(const std::string& directory, int flags) {
   const int descriptor =
       retried([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode); });
@@ -126,14 +126,14 @@ void File::read(void* data, int64_t bytes, int64_t position) const {
 }
 
 std::optional<File> File::opened_again() const {
-  // Opens the descriptor, since the name may belong to another file by now.
+  // Opens the descriptor, because the name may belong to another file by now.
   const std::string path = "/proc/self/fd/" + std::to_string(descriptor_);
   const int descriptor = retried([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
   return descriptor < 0 ? std::nullopt : std::optional<File>(File(path_, descriptor, throw_failure_));
 }
 
 void File::start_writing_out(int64_t position, int64_t bytes) const {
-  ::sync_file_range(descriptor_, position, bytes, SYNC_FILE_RANGE_WRITE);  // a hint: sync() reports errors
+  ::sync_file_range(descriptor_, position, bytes, SYNC_FILE_RANGE_WRITE);  // only a hint: sync() reports errors
 }
 
 void File::sync() const {
@@ -146,7 +146,7 @@ void File::resize(int64_t bytes) const {
 
 void File::reserve(int64_t bytes) const {
   const int result = retried([&] { return ::fallocate(descriptor_, 0, 0, bytes); });
-  // posix_fallocate() would write blocks if the file system does not support allocation.
+  // Not posix_fallocate(), which writes blocks if the file system does not support allocation.
   if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
     throw_failure(FileAction::kWrite, errno);
 }
@@ -166,7 +166,7 @@ int64_t File::extend(int64_t bytes) {
   struct statvfs room {};
   const int64_t free_bytes =
       ::fstatvfs(descriptor_, &room) == 0 ? static_cast<int64_t>(room.f_bavail * room.f_frsize) : INT64_MAX;
-  // Checks the free space first: a partial allocation would take blocks that other processes need.
+  // Checks the free space first: a partial allocation would take space from other processes.
   int error = ENOSPC;
   if (free_bytes >= bytes) do {
       error = ::posix_fallocate(descriptor_, begin, bytes);

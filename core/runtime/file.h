@@ -29,13 +29,13 @@ struct FileFailure {
   std::string reason() const;  // errno in words
 };
 
-// Throws the failure as an error of the file's user, such as CheckpointError.
+// Throws the failure as the exception of the file's user, such as CheckpointError.
 using ThrowFailure = void (*)(const FileFailure& failure);
 // Calls the handler. Throws std::logic_error if it returns.
 [[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
 
-// An open file. Reads and writes have a position, and transfer all bytes or fail. const functions are thread-safe.
-// Move-only; the destructor closes the file.
+// An open file. Reads and writes are at a given position, and transfer all bytes or fail. const functions are
+// thread-safe. Move-only; the destructor closes the file.
 class File {
  public:
   // Creates a file. Fails if it exists.
@@ -62,7 +62,7 @@ class File {
   void write(const void* data, int64_t bytes, int64_t position) const;
   // Fails if the file ends earlier.
   void read(void* data, int64_t bytes, int64_t position) const;
-  // Opens the same file again for reading, with its own descriptor and read-ahead; nullopt if that fails.
+  // Opens the same file again for reading, with a separate descriptor and read-ahead; nullopt if that fails.
   std::optional<File> opened_again() const;
   // Starts writing these bytes to the disk, which shortens sync().
   void start_writing_out(int64_t position, int64_t bytes) const;

@@ -15,16 +15,16 @@ class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;
   // Begins to record the work of the current stream, which must not be the device's default stream, and of streams that
-  // wait for it. Recorded work does not run. It must not wait for earlier work of other streams. Memory that these
-  // streams allocate until end() stays the recorder's.
+  // wait for it. Recorded work does not run. It must not wait for earlier work of other streams. The recorder keeps the
+  // memory that these streams allocate until end().
   virtual void begin() = 0;
   // Ends the recording, on the stream and the thread of begin(). Throws if an operation could not be recorded.
   virtual void end() = 0;
-  // Enqueues the recorded work on the current stream. Must follow end().
+  // Enqueues the recorded work on the current stream. Must be called after end().
   virtual void replay() = 0;
 };
 
-// Returns the recorder of CUDA graphs, or one by the factory that is set. Throws std::invalid_argument in a build
+// Returns the recorder of CUDA graphs, or one of the factory that is set. Throws std::invalid_argument in a build
 // without TESSERA_CUDA.
 std::unique_ptr<GraphRecorder> make_graph_recorder();
 using GraphRecorderFactory = std::unique_ptr<GraphRecorder> (*)();
@@ -33,22 +33,23 @@ void set_graph_recorder_factory(GraphRecorderFactory factory);
 // Null in a build without TESSERA_CUDA.
 std::unique_ptr<GraphRecorder> make_cuda_graph_recorder();
 
-// A step of a captured loop that one rank runs on its device: an eager step before the capture, or the capture. One
-// device has at most one at a time. The rank's thread and autograd's thread of the device use it in turn.
+// A step of a captured loop, run by one rank on its device: an eager step before the capture, or the capture. At most
+// one exists for a device. The rank's thread and autograd's thread of the device use it in turn.
 class CapturedWork {
  public:
-  // Throws std::logic_error if the device has one.
+  // Throws std::logic_error if one exists for the device.
   CapturedWork(c10::Device device, bool is_recording);
   ~CapturedWork();
   CapturedWork(const CapturedWork&) = delete;
   CapturedWork& operator=(const CapturedWork&) = delete;
 
-  // The one that records on this device now; null if none, and on CPUs.
+  // Returns the work that records on this device now; null if none does, and on CPUs.
   static CapturedWork* recording_on(c10::Device device);
-  // Throws std::invalid_argument if this device runs any: `what` cannot be captured. `instead`: what to do.
+  // Throws std::invalid_argument, because `what` cannot be captured, if the device has CapturedWork. `instead`: what to
+  // do.
   static void refuse(c10::Device device, const std::string& what, const std::string& instead);
 
-  // The recorded collectives, for a comparison of the ranks.
+  // Adds to the recorded collectives, which are compared over the ranks.
   void add_collective(std::string description) { collectives_.push_back(std::move(description)); }
   const std::vector<std::string>& collectives() const { return collectives_; }
 

@@ -15,7 +15,7 @@ inline std::string host_name() {
   return ::gethostname(name.data(), name.size() - 1) == 0 && name[0] != '\0' ? name.data() : "localhost";
 }
 
-// Returns a text that is new after each boot of this host; "" if the system has none.
+// Returns an id that changes at each boot of this host; "" if the system has none.
 inline std::string boot_id() {
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, boot);

@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// Returns an error if a file's first bytes are those of a Git LFS pointer, a text in place of the file; otherwise "".
+// If a file's first bytes are those of a Git LFS pointer, which replaces the real file, returns an error; otherwise "".
 inline std::string lfs_problem(std::string_view beginning) {
   return beginning.starts_with("version https://git-lfs")
              ? "is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`"

@@ -8,15 +8,14 @@
 
 namespace tessera::internal {
 
-// While it lives, operators make no inference tensors, and autograd does not record them. Hooks and fallbacks need it:
-// they may run under InferenceMode or in a recorded forward.
+// While it exists, operators make ordinary tensors, and autograd does not record them. For hooks and fallbacks, which
+// may run under InferenceMode or in a recorded forward.
 struct NoGradNoInferenceGuard {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
 };
 
-// While it lives, `target` may be written to even if it is an inference tensor, which forbids writes outside
-// InferenceMode.
+// While it exists, `target` may be written to even if it is an inference tensor. Others throw outside InferenceMode.
 class WritesTo {
  public:
   explicit WritesTo(const at::Tensor& target) {

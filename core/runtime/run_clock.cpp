@@ -18,15 +18,15 @@
 
 namespace tessera::internal {
 
-// Never destroyed. A child of fork() gets new ones: a thread that it does not have may have held the lock.
+// Never destroyed. A child of fork() gets a new object, because another thread of the parent may have held the lock.
 struct RunAlarms {
   explicit RunAlarms(RunAlarms* of_parent) : before(of_parent) {}
 
-  RunAlarms* const before;  // of the parent process: not used, and no leak
+  RunAlarms* const before;  // of the parent process; only kept reachable, for leak checkers
   std::mutex mutex;
   std::multimap<RunClock::time_point, const RunAlarm*> waiting TESSERA_GUARDED_BY(mutex);
 
-  // Calls the alarms that are due. Returns whether others wait.
+  // Calls the alarms that are due. Returns whether any are left.
   bool ring() {
     const std::lock_guard lock(mutex);
     while (!waiting.empty() && waiting.begin()->first <= RunClock::now()) {
@@ -51,16 +51,16 @@ int64_t steady_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The time is min(steady time - stopped, limit). A tick writes `stopped` first, and read() reads it after the limit, so
-// a reader of the new limit has the `stopped` of the same tick. Without destructors: the thread may tick until the
+// The time is min(steady time - stopped, limit). A tick writes `stopped` before the limit, and read() reads it after
+// the limit. So a reader of the new limit sees the tick's `stopped`. Has no destructors: the thread may tick until the
 // process ends.
 std::atomic<int64_t> stopped{0};
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> limit{kNoLimit};
-std::atomic<bool> is_used{false};  // since the last tick
+std::atomic<bool> is_used{false};  // read since the last tick
 std::atomic<pid_t> alarms_owner{::getpid()};
 
-// Whether the thread exists. The kernel makes it false in a child of fork(), which has no such thread.
+// Whether the thread exists. The kernel zeros this flag in a child of fork(), which has no such thread.
 std::atomic<bool>& is_ticking() {
   static auto* const flag = [] {
     const size_t bytes = ::sysconf(_SC_PAGESIZE);
@@ -74,7 +74,7 @@ std::atomic<bool>& is_ticking() {
   return *flag;
 }
 
-// Reads the steady clock last: a stop between the reads must not set the time back.
+// Reads the steady clock last: if the process is stopped between the reads, the time must not go back.
 int64_t read() {
   const int64_t most = limit.load();
   const int64_t pause = stopped.load();
@@ -87,7 +87,7 @@ void tick() {
   limit.store(now + kMostGapNs);
 }
 
-// Ends when the clock is no longer used: every wait for a deadline reads the clock or has an alarm.
+// Ends when the clock is no longer used. Every wait for a deadline reads the clock or has an alarm.
 void run() {
   do {
     for (int idle = 0; idle < kMostIdle; std::this_thread::sleep_for(RunClock::kTick)) {
@@ -97,20 +97,20 @@ void run() {
     }
     limit = kNoLimit;
     is_ticking() = false;
-  } while (is_used && !is_ticking().exchange(true));  // a reader may have seen the thread just before its end
+  } while (is_used && !is_ticking().exchange(true));  // a reader may have found the thread just before its end
 }
 
 void start_ticking() noexcept {
   if (is_ticking().exchange(true)) return;
   // In a child of fork().
   if (alarms_owner.exchange(::getpid()) != ::getpid()) RunAlarms::of_process = new RunAlarms(RunAlarms::of_process);
-  tick();  // the process may be stopped before the thread runs
+  tick();  // the process may be stopped before the thread starts
   sigset_t all, before;
   sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // handlers of the program run in the program's threads
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
   try {
     std::thread(run).detach();
-  } catch (const std::system_error&) {  // no thread can be made: the clock then counts stops as well
+  } catch (const std::system_error&) {  // no thread can start: the clock then counts stops too
     limit = kNoLimit;
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -128,7 +128,7 @@ RunAlarm::RunAlarm(RunClock::time_point until, std::function<void()> act) : unti
   RunAlarms& alarms = *RunAlarms::of_process.load();
   const std::lock_guard lock(alarms.mutex);
   alarms.waiting.emplace(until_, this);
-  RunClock::now();  // the thread ticks
+  RunClock::now();  // starts the thread
 }
 
 RunAlarm::~RunAlarm() {

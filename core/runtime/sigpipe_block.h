@@ -9,8 +9,8 @@
 namespace tessera::internal {
 
 // Blocks SIGPIPE for this thread, and for the threads that it creates meanwhile, which inherit the mask. gloo and libuv
-// write to sockets without MSG_NOSIGNAL; the write then returns EPIPE instead of ending the process. The destructor
-// discards a SIGPIPE that arrived meanwhile. Changes nothing in other threads.
+// write to sockets without MSG_NOSIGNAL. With SIGPIPE blocked, a failed write returns EPIPE instead of ending the
+// process. The destructor discards a SIGPIPE that arrived meanwhile. Changes nothing in other threads.
 class SigpipeBlock {
  public:
   SigpipeBlock() {

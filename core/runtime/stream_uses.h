@@ -9,17 +9,17 @@
 
 namespace tessera::internal {
 
-// The stream of this thread's next operator on the device, which must have streams.
+// Returns the stream on which this thread's next operator runs on the device, which must have streams.
 c10::Stream current_stream(c10::Device device);
 // Orders work that is enqueued on `then` from now on after the work of `first` so far. Does not block the host.
 void order_streams(const c10::Stream& first, const c10::Stream& then);
 
-// The streams that use one piece of device memory. Orders them with the fewest waits: users run concurrently, and the
-// next writer waits for all of them. No-op on a CPU. Must be used by one thread at a time.
+// The streams that use one piece of device memory. Orders them with the fewest waits: readers run concurrently, and the
+// next writer waits for all of them. A no-op on a CPU. Must be used by one thread at a time.
 class StreamUses {
  public:
-  // Must be called when the memory is filled, on the stream that fills it or has waited for that. A later use() on
-  // another stream waits for the work enqueued so far.
+  // Must be called when the memory is filled, on the stream that fills it or that waits for the filling stream. A later
+  // use() on another stream waits for the work enqueued so far.
   void begin(c10::Device device);
   // Must be called before the current stream uses the memory; other users may run at the same time.
   void use();

@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// Sets a thread-local variable while it lives, and restores the previous value. Scopes nest. To be used as a member of
-// scopes with a specific name.
+// Sets a thread-local variable while it exists, then restores the previous value. Scopes nest. For use as a member of a
+// class that names the scope.
 template <class Value>
 class ThreadScope {
  public:

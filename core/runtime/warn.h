@@ -6,7 +6,7 @@ namespace tessera::internal {
 
 // Passes a warning to set_warning_handler()'s function. Without one, passes it to libtorch's warning handler if the
 // program has replaced that on this thread. Otherwise prints it to stderr while a group with
-// ProcessSetup::print_warnings lives. Does not throw. Thread-safe.
+// ProcessSetup::print_warnings exists. Does not throw. Thread-safe.
 void warn(const std::string& text) noexcept;
 
 // For ProcessSetup::print_warnings. Thread-safe.

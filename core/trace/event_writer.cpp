@@ -21,8 +21,8 @@ using namespace internal;
 namespace {
 
 // Encodes the two messages of a scalar in Protocol Buffers' wire format (tensorflow/core/util/event.proto,
-// framework/summary.proto): five fields, none repeated. libprotobuf would be one more dependency of every program that
-// links Tessera, besides the copy inside libtorch.
+// framework/summary.proto): five fields, none repeated. Does not use libprotobuf, which every program with Tessera
+// would have to link, in addition to the copy inside libtorch.
 enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 std::string varint(uint64_t value) {
@@ -31,7 +31,7 @@ std::string varint(uint64_t value) {
   return bytes + static_cast<char>(value);
 }
 
-// Little-endian on any machine.
+// Encodes a number in little-endian order, on any machine.
 template <class Unsigned>
 std::string fixed(Unsigned value) {
   std::string bytes;
@@ -59,7 +59,7 @@ std::string scalar_event(std::string_view tag, double value, int64_t step) {
   return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
 }
 
-// Masked, because a checksum of data that contains checksums is weak (TensorFlow's record_writer.h).
+// Masks the checksum as TensorFlow's record_writer.h does: a checksum of data that contains plain checksums is weak.
 uint32_t masked_checksum(std::string_view bytes) {
   const uint32_t crc = crc32c(bytes);
   return std::rotr(crc, 15) + 0xa282ead8U;
@@ -91,7 +91,7 @@ EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
   descriptor_ =
       retried([&] { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644); });
   if (descriptor_ < 0) throw std::runtime_error("EventWriter: cannot create " + path_.string() + ": " + reason(errno));
-  kept_ = record(version_event());  // TensorBoard expects it first
+  kept_ = record(version_event());  // TensorBoard expects this record first
   write();
 }
 
@@ -123,7 +123,7 @@ int64_t EventWriter::dropped() const {
 
 bool EventWriter::write() {
   flushed_ = Clock::now();
-  // An incomplete record would hide all later ones from readers.
+  // Appends whole records only: an incomplete record would hide all later ones from readers.
   const auto [error_number, is_whole] = append_all(descriptor_, kept_, written_bytes_);
   if (error_number == 0) {
     written_bytes_ += std::ssize(kept_);

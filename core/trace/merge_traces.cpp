@@ -42,7 +42,7 @@ struct TracedRank {
 
 struct Input {
   fs::path path;
-  std::map<int64_t, TracedRank> sources;  // by pid
+  std::map<int64_t, TracedRank> sources;  // by "pid"
 };
 
 TracedRank source_of(const ordered_json& event) {
@@ -58,7 +58,7 @@ TracedRank source_of(const ordered_json& event) {
 
 int64_t nanoseconds_of(const ordered_json& ts) { return std::llround(ts.get<double>() * 1000); }
 
-// Calls back for the events of a file. Returns whether the last line is incomplete.
+// Calls visit() for each event of a file. Returns whether the last line is incomplete.
 bool for_each_event(const fs::path& path, const std::function<void(ordered_json&)>& visit) {
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse_trace("cannot read ", path.string());
@@ -118,7 +118,7 @@ class Merge {
  private:
   using RankOfRun = std::pair<std::string, int>;
 
-  // Lists the ranks of the file, and checks that it can be read.
+  // Lists the ranks in the file, and checks that it can be read.
   void read(Input& input) {
     const std::string path = input.path.string();
     if (!fs::is_regular_file(input.path))
@@ -132,7 +132,7 @@ class Merge {
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("name") == "tessera_trace") {
         const auto source = source_of(event);
-        // Ranks of a run that share a file write one such line each.
+        // Ranks of a run that share a file each write such a line.
         const auto [holder, is_new] = holders_.try_emplace({source.run, source.rank}, path);
         if (!is_new) refuse_trace("rank ", source.rank, " of the same run is in ", holder->second, " already");
         input.sources[event.at("pid").get<int64_t>()] = source;
@@ -145,7 +145,7 @@ class Merge {
     if (is_cut) merged.notes.push_back(path + ": ends in a part of an event, which is left out");
   }
 
-  // Finds the Unix time of each run's reference clock, as read by the rank whose clock has the smallest error.
+  // Finds the Unix time of each run's reference clock, using the rank whose clock has the smallest error.
   void find_unix_offsets() {
     std::map<std::string, int64_t> errors;
     for (const Input& input : inputs_)

@@ -12,9 +12,9 @@ namespace tessera::internal {
 struct MergedClock {
   std::string host;
   std::filesystem::path file;
-  int64_t run = 0;        // number of the run, by its start
+  int64_t run = 0;        // number of the run, in the order of their starts
   std::set<int> ranks;    // of that run with this clock
-  int64_t offset_ns = 0;  // added to the host's steady clock to get the clock of the run's reference rank
+  int64_t offset_ns = 0;  // to be added to the host's steady clock to get the reference rank's clock
   int64_t error_ns = 0;   // bound of the error of offset_ns at the start of the run; 0 for the reference's clock
 };
 
@@ -31,7 +31,7 @@ struct MergedTrace {
 //
 // Writes `out` atomically at the end; an existing file must be a merged trace, and is replaced. Throws
 // std::runtime_error, with file and line, if an input cannot be read, is no trace, is damaged other than by a missing
-// end, or has a rank of another input. Also throws if `out` is another kind of file or cannot be written.
+// end, or has a rank that another input also has. Also throws if `out` is another kind of file or cannot be written.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
 }  // namespace tessera::internal

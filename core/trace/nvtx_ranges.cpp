@@ -37,7 +37,7 @@ class NvtxRanges final : public RangeSink {
 }  // namespace
 
 RangeSink* nvtx_ranges() {
-  static auto* const ranges = new NvtxRanges;  // never destroyed: other destructors may end ranges
+  static auto* const ranges = new NvtxRanges;  // never destroyed: destructors of other objects may end ranges
   return ranges;
 }
 

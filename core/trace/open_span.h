@@ -8,7 +8,7 @@
 
 namespace tessera::internal {
 
-// A span and its range that begin and end in different calls. The range ends at the latest with this object.
+// A span and its range, which begin and end in different calls. The destructor ends an open range.
 class OpenSpan {
  public:
   // Whether a trace or a profiler is active.
@@ -20,7 +20,7 @@ class OpenSpan {
     since_ = Trace::Clock::now();
     range_.begin([&] { return std::string(operation) + " of " + name_; });
   }
-  // Adds the span. A no-op if none has begun.
+  // Ends and adds the span. A no-op if none has begun.
   void end(SpanKind kind, const char* operation) {
     if (name_.empty()) return;
     range_.end();

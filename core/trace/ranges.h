@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// The ranges of time of a profiler, which draws them on its timeline. Thread-safe.
+// A profiler's ranges of time, which it draws on a timeline. Thread-safe.
 class RangeSink {
  public:
   virtual ~RangeSink() = default;
@@ -18,10 +18,10 @@ class RangeSink {
   virtual uint64_t start(const std::string& name) = 0;
   virtual void end(uint64_t id) = 0;
 
-  // The sink of the process: NVTX if TESSERA_NVTX=1 in a build with TESSERA_CUDA, otherwise null. Ranges then cost a
-  // comparison.
+  // The sink of the process: NVTX if TESSERA_NVTX=1 in a build with TESSERA_CUDA, otherwise null. If null, a range
+  // costs one comparison.
   static RangeSink* active() noexcept { return current().load(std::memory_order_relaxed); }
-  // Replaces the sink, for tests. Returns the former one. No range may be open.
+  // Replaces the sink, for tests. Returns the previous sink. No range may be open.
   static RangeSink* exchange(RangeSink* sink) noexcept { return current().exchange(sink); }
 
  private:
@@ -35,7 +35,7 @@ class RangeSink {
 // NVTX's ranges. Null in a build without TESSERA_CUDA.
 RangeSink* nvtx_ranges();
 
-// A range of this thread from its construction to its destruction, also by an exception.
+// A range of this thread that lasts as long as this object.
 class NestedRange {
  public:
   // Calls name() if there is a sink.
@@ -53,7 +53,7 @@ class NestedRange {
   RangeSink* const sink_;
 };
 
-// A range that begins and ends in different calls, at the latest with this object.
+// A range that begins and ends in different calls, at the latest when this object is destroyed.
 class OpenRange {
  public:
   OpenRange() = default;

@@ -34,8 +34,8 @@ constexpr std::array<const char*, 5> kCategories = {"compute", "gather", "reduce
 std::atomic<int> rank_of_process = 0;
 thread_local int traced_rank = -1;
 
-// Concurrent operations would overlap on one line of the display. Each kind gets as many lines ("threads") as it needs,
-// numbered from here.
+// Concurrent operations would overlap on one line of the display. So each kind of operation gets as many lines
+// ("threads") as it needs, numbered from here.
 constexpr int kGatherLines = 100, kReduceLines = 200;
 
 bool is_in_flight(SpanKind kind) { return kind == SpanKind::kGather || kind == SpanKind::kReduce; }
@@ -54,7 +54,7 @@ ordered_json name_event(const char* what, int64_t pid, int line, const std::stri
   return {{"name", what}, {"ph", "M"}, {"pid", pid}, {"tid", line}, {"args", {{"name", name}}}};
 }
 
-// A mark on a rank's line at the current time.
+// Returns a mark at the current time, on a rank's line.
 ordered_json mark(std::string_view name, int64_t pid, ordered_json args) {
   const double ts = microseconds(Trace::Clock::now().time_since_epoch());
   return {{"name", name}, {"cat", "tessera"}, {"ph", "i"}, {"s", "p"},
@@ -62,13 +62,13 @@ ordered_json mark(std::string_view name, int64_t pid, ordered_json args) {
 }
 
 std::string line_of(const ordered_json& event) {
-  // Names may contain any bytes.
+  // Names may contain any bytes, so invalid UTF-8 is replaced.
   std::string line = ",";
   line += event.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
   return line += '\n';
 }
 
-// The event before a rank's first one: its clock, and the readings of several clocks at one moment.
+// Returns the first event of a rank: its clock, and the readings of several clocks at one moment.
 ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
   const auto unix_time = std::chrono::system_clock::now().time_since_epoch();
   return mark("tessera_trace", pid,
@@ -85,8 +85,8 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
 
 std::string make_clock_id() {
   const std::string boot = boot_id();
-  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // unique as far as is known
-  // A container may have a steady clock of its own.
+  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // no boot id, so assumed unique to the process
+  // A container may have its own steady clock.
   std::error_code error;
   const auto space = std::filesystem::read_symlink("/proc/self/ns/time", error);
   return boot + "/" + (error ? "" : space.string());
@@ -95,7 +95,7 @@ std::string make_clock_id() {
 }  // namespace
 
 const std::string& Trace::clock_id() {
-  static const auto* const id = new std::string(make_clock_id());  // read after the destruction of statics
+  static const auto* const id = new std::string(make_clock_id());  // read even after statics are destroyed
   return *id;
 }
 
@@ -108,7 +108,7 @@ std::string Trace::new_run_id() {
 }
 
 Trace::Trace(std::string path) : path_(std::move(path)), process_(::getpid()), run_{new_run_id()} {
-  // Signals are for the program's own threads.
+  // The program's own threads handle signals.
   sigset_t all, before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -124,7 +124,7 @@ Trace* Trace::make() noexcept {
       std::cerr << "TESSERA_TRACE: " << path << " is not a trace; it is left as it is, and none is written\n";
       return nullptr;
     }
-    static auto* const trace = new Trace(path);  // never destroyed: other destructors may still add spans
+    static auto* const trace = new Trace(path);  // never destroyed: destructors of other objects may still add spans
     std::atexit([] { trace->finish(); });
     return trace;
   } catch (const std::exception& error) {
@@ -198,7 +198,7 @@ std::string Trace::text_of(const std::vector<Span>& spans, int64_t dropped, cons
       text += line_of(name_event("process_name", pid, 0, c10::str(of_run, "rank ", span.rank)));
     }
     int line = 0;
-    // An earlier call may have used the line for a span that begins later; the line is then taken.
+    // An earlier call may have used this line for a span that begins later. Then the line is not free.
     if (is_in_flight(span.kind)) {
       line = span.kind == SpanKind::kGather ? kGatherLines : kReduceLines;
       for (auto used = written.lines.find({span.rank, line}); used != written.lines.end() && used->second > span.begin;)
@@ -233,7 +233,7 @@ void Trace::write() {
     run = run_;
   }
   try {
-    // A nested span follows its parent.
+    // Sorts a nested span after its parent.
     std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
       return std::pair(a.begin, b.end) < std::pair(b.begin, a.end);
     });

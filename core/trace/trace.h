@@ -19,7 +19,7 @@
 
 namespace tessera::internal {
 
-// The activity of a rank during a span; the category ("cat") in the file.
+// What a rank does during a span; the category ("cat") in the file.
 enum class SpanKind {
   kCompute,    // operators: of a unit under FSDP, else of a forward or backward
   kGather,     // an all-gather, broadcast or scatter, from its start until its results are available
@@ -29,14 +29,15 @@ enum class SpanKind {
 };
 
 // A timeline of the ranks of this process for Perfetto or chrome://tracing: set TESSERA_TRACE=file. Recorded spans are
-// appended to the file every second and when the process ends, so a kill loses one second. Processes with the same file
-// (the ranks of one host) and consecutive runs append in turn. trace_file.h has the format, docs/benchmarks.md the
-// interpretation. Times are the host's: on a device with streams they are the times of enqueueing. Thread-safe.
+// appended to the file every second and when the process ends, so a kill loses one second. Processes with the same
+// file, such as the ranks of one host, and consecutive runs append in turn. trace_file.h describes the format,
+// docs/benchmarks.md how to read a trace. Times are the host's: with device streams, the times at which work is
+// enqueued. Thread-safe.
 class Trace {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The trace of the process. Null unless TESSERA_TRACE names a trace or a new file; tracing then costs a comparison.
+  // The trace of the process. Null unless TESSERA_TRACE names a trace or a new file; a span then costs one comparison.
   static Trace* active() noexcept {
     static Trace* const trace = make();
     return trace;
@@ -45,20 +46,20 @@ class Trace {
   // The group of this process's ranks, and the clock of its spans.
   struct Run {
     std::string id;  // equal on all ranks, and unique among runs
-    // `offset_ns` converts this host's steady clock to that of the reference rank; it is 0 on the reference's host.
-    // `error_ns` bounds its error at the time of init().
+    // Must be added to this host's steady clock to get the reference rank's; 0 on the reference's host. `error_ns`
+    // bounds its error at the time of init().
     int64_t offset_ns = 0, error_ns = 0;
   };
 
   // Sets the rank of the spans that this thread adds. The default is the process's rank.
   static void set_rank_of_thread(int rank) noexcept;
   // Sets the process's rank. Opens the trace, so that init() reports a file that is no trace before ranks meet. Such a
-  // file is left unchanged, and tracing is off.
+  // file is left unchanged, and tracing is disabled.
   static void set_rank_of_process(int rank) noexcept;
   // Sets the run of all spans that are not in the file yet. By default the process is a run by itself.
   void join(Run run);
 
-  // Identifies the steady clock: processes with the same id read the same clock. Has no blanks.
+  // Identifies the steady clock: processes with the same id read the same clock. Contains no blanks.
   static const std::string& clock_id();
   // Returns a new Run::id.
   static std::string new_run_id();
@@ -78,7 +79,7 @@ class Trace {
     const char* operation;
     Clock::time_point begin, end;
   };
-  // The part of this process that is in the file.
+  // The state of the file after this process's last write().
   struct Written {
     int64_t run_number = -1;                                 // in the file; -1: unknown
     std::map<std::pair<int, int>, Clock::time_point> lines;  // by rank and line: the time from which it is free
@@ -106,8 +107,8 @@ class Trace {
   std::thread writer_;
 };
 
-// Adds a span from its construction to its destruction, and shows it as a range. `name` and `operation` must outlive
-// it.
+// Adds a span from its construction to its destruction, and shows it to the profiler as a range. `name` and `operation`
+// must outlive it.
 class TraceSpan {
  public:
   TraceSpan(SpanKind kind, std::string_view name, const char* operation = nullptr) noexcept

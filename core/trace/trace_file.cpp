@@ -22,7 +22,7 @@ namespace {
 
 std::string error_text(int error_number) { return std::generic_category().message(error_number); }
 
-// A kill may have truncated the first line.
+// A kill may have truncated the first line, so a prefix of it suffices.
 bool is_begin_of_trace(std::string_view text) { return text == kTraceBegin.substr(0, text.size()); }
 
 }  // namespace
@@ -82,7 +82,7 @@ TraceAppender::~TraceAppender() { ::close(descriptor_); }
 
 void TraceAppender::fail(const std::string& why) const { throw std::runtime_error("TESSERA_TRACE: " + why); }
 
-// The end of the last complete line.
+// Returns the end of the last complete line.
 int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   std::string block(size_t{1} << 12, '\0');
   while (bytes > 0) {
@@ -97,7 +97,7 @@ int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   return 0;
 }
 
-// The end of the last event: without the line kTraceEnd.
+// Returns the end of the last event, before the line kTraceEnd.
 int64_t TraceAppender::end_of_events(int64_t bytes) const {
   std::string expected = "\n";
   expected += kTraceEnd;

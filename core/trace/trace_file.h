@@ -16,8 +16,8 @@ namespace tessera::internal {
 //   ]
 //
 // Events are only added: with "]" after any of them the file is JSON. Processes and runs may share a file. The first
-// event of a rank is its "tessera_trace", which tells `tessera trace merge` the rank's clock. Times are in microseconds
-// of the host's steady clock.
+// event of a rank is its "tessera_trace", from which `tessera trace merge` gets the rank's clock. Times are in
+// microseconds of the host's steady clock.
 
 // The start of every trace file, and the start of a rank's first line after "[" or ",".
 inline constexpr std::string_view kTraceBegin = R"([{"name":"tessera_trace",)";
@@ -25,8 +25,8 @@ inline constexpr std::string_view kRankBegin = kTraceBegin.substr(1);
 // The last line.
 inline constexpr std::string_view kTraceEnd = "]\n";
 
-// An event's "pid" is the rank plus this number times the run's number in the file: viewers show a process for each
-// rank and run.
+// An event's "pid" is the rank plus this number times the run's number in the file, so that viewers show a process for
+// each rank and run.
 inline constexpr int64_t kPidsOfRun = 1'000'000;
 
 // Whether a trace may be written to `path`: there is no file, or it is empty or a trace. Opens only regular files.

@@ -15,10 +15,10 @@ namespace {
 // Up to this size, an all-reduce sends whole tensors in one step. Above, it is a reduce-scatter and an all-gather,
 // which send less if there are more than two ranks. A larger broadcast distributes the root's work in the same way.
 constexpr int64_t kOneStepBytes = 1 << 16;
-// Between two ranks both algorithms send the same bytes, and one step waits once. Beyond this size, adding twice as
-// many elements takes longer.
+// With two ranks both algorithms send the same bytes, and one step needs one wait instead of two. Beyond this size, one
+// step is slower, because each rank adds twice as many elements.
 constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
-// With more ranks, the maximum or minimum of few integers spreads by doubling: its steps are sequential, but few.
+// With more ranks, the maximum or minimum of few integers uses doubling, whose steps are sequential but few.
 constexpr int kMostDirectRanks = 8;
 
 // Splits the concatenation of `pieces` by rank. Returns the segments of each rank, in order and not empty.
@@ -68,7 +68,7 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kReduceScatter:
       return reduce_scatter(pieces.empty() ? std::vector<at::Tensor>{full} : pieces, shard, counts, reduce);
     case Collective::kAllReduce:
-    case Collective::kBackendAllReduce:  // empty, or the group has no TCP transport, which carries the others
+    case Collective::kBackendAllReduce:  // empty, or without TCP, whose transport carries all others
       return all_reduce(full, reduce);
     case Collective::kBroadcast:
       return broadcast(full, root);
@@ -90,8 +90,8 @@ void GlooCollectives::start(const Collective& collective) const {
   }
 }
 
-// Transports that are not eager announce sends first, so that the second side copies a small message at once. Each rank
-// starts with its next rank, which spreads the load.
+// Transports that are not eager announce sends first: then the second side to announce can copy a small message at
+// once. Each rank starts with its next rank, to spread the load.
 template <class Send, class Receive>
 void GlooCollectives::exchange(Send send, Receive receive) const {
   const auto receive_all = [&] {
@@ -111,9 +111,9 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
-// Exchanges `parts`, indexed by rank. Returns this rank's part of all ranks: by segment, then by rank. Its own segments
-// are not copied. The received segments share one allocation of at least the full size. The memory cache may just have
-// freed that size, for another stage of the same tensor; fresh pages would cost more.
+// Exchanges `parts`, indexed by rank. Returns this rank's part from all ranks, by segment, then by rank, without
+// copying its own segments. Received segments share one allocation of at least the full size: the memory cache may just
+// have freed that size, and fresh pages cost more.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {
   const auto& own = parts[rank_];
   Segments segments;
@@ -202,7 +202,7 @@ void GlooCollectives::all_reduce(const at::Tensor& tensor, ReduceOp reduce) cons
   };
 }
 
-// After each step a rank has the result over twice as many ranks, ending with itself (dissemination; Hensgen, Finkel
+// After each step a rank's result includes twice as many ranks, the last of them itself (dissemination; Hensgen, Finkel
 // and Manber, 1988). Some ranks count twice, which does not change a maximum or minimum. Each pair exchanges at most
 // one message in each direction.
 void GlooCollectives::reduce_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const {

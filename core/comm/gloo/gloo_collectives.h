@@ -13,7 +13,8 @@ namespace tessera::internal {
 // Whether an all-reduce spreads its result by doubling: the maximum or minimum of few integers among many ranks.
 bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce, int size);
 
-// The collectives of the gloo backend as messages between pairs of ranks. A value: copies refer to the same operation.
+// Implements the collectives of the gloo backend by messages between pairs of ranks. Copies of this object refer to the
+// same operation.
 class GlooCollectives {
  public:
   // `op` must outlive this object. `are_eager`: see GlooTransports.

@@ -15,7 +15,7 @@
 namespace tessera::internal {
 namespace {
 
-// The wait for other ranks that connect.
+// Lets the watchdog end a wait for other ranks that connect.
 class MeetingWait : public InterruptibleWait {
  public:
   MeetingWait(c10::intrusive_ptr<InterruptibleStore> meeting, const GlooTransports& transports)
@@ -66,7 +66,7 @@ GlooCommunicator::GlooCommunicator(GlooTransports transports, c10::intrusive_ptr
 
 GlooCommunicator::~GlooCommunicator() {
   if (std::uncaught_exceptions() > 0) {
-    const std::string before = watch_.waits().failure();  // usually of the group whose exception unwinds
+    const std::string before = watch_.waits().failure();  // usually the failure of the group whose exception unwinds
     abort_this(before.empty() ? kUnwound : c10::str(kUnwound, ", after ", before));
   }
   pipelines_.stop();
@@ -95,8 +95,8 @@ GlooCommunicator::InCall::~InCall() {
   if (is_outermost) comm_.close_if_broken();
 }
 
-// If a call is in progress, it closes the group when it ends. No break is missed: either this function sees the call,
-// or the call sees that the group is broken.
+// Closes the group unless a call is in progress, which then closes it when it ends. No break is missed: either this
+// function sees the call, or the call sees that the group is broken.
 void GlooCommunicator::close_if_broken() noexcept {
   if (!in_flight_.broken() || in_flight_.is_closed()) return;
   const SingleThreadChecker::Call call(single_thread_checker());
@@ -127,7 +127,7 @@ auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, 
   if (made) return std::move(*made);
   if (meeting->is_interrupted()) fail(op, {-1, false, ""});
   if (meeting->has_timed_out()) fail(op, {-1, false, "timed out"});
-  // Tells the other ranks, which wait for this one, unless the store does not answer.
+  // Publishes the error for the other ranks, which wait for this one, unless the store does not answer.
   if (error.find(StoreClient::kNoAnswer) == std::string::npos) abort_this(error);
   throw CommError(error);
 }
@@ -136,7 +136,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                                           int position) {
   std::string what = "joining the groups of a split";
   if (!label().empty()) what += " in the group of " + label();
-  // Counts this operation on all ranks, including ranks of no part.
+  // Counts as an operation on all ranks, also on ranks that are in no part.
   const GlooOperation joining(shared_from_this(), std::move(what));
   WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
@@ -152,7 +152,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                       position, size, std::move(options), std::move(place));
 }
 
-// If all ranks share memory, the first operation that needs TCP connects it, on every rank.
+// If all ranks share memory, TCP is connected on every rank by the first operation that needs it.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp()->is_connected()) return;
   transports_.tcp()->connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {

@@ -22,7 +22,7 @@
 namespace tessera::internal {
 
 // A group over gloo. gloo's own reduce-scatter all-reduces a clone of its input, and its all-gather is a ring of
-// copies. This class composes every operation of sends and receives between pairs of ranks, all in flight at once, from
+// copies. This class makes every operation out of concurrent sends and receives between pairs of ranks, directly from
 // and to the caller's tensors. Reductions add in rank order: in wait() if peers share memory, else chunk by chunk as
 // data arrives over TCP (ReductionPipeline). Small operations among ranks that all share memory are one round of
 // SharedRounds.

@@ -7,11 +7,10 @@
 
 namespace tessera::internal {
 
-// [Note: one way]
-// Each pair of ranks has two connections, and data flows one way on each. The other direction carries only
-// announcements, without which gloo sends nothing. On one connection they would queue behind the data: a rank that is
-// out of step would begin to receive only after it has sent everything. Also, while send() writes under the
-// connection's lock, gloo's I/O thread would spin on incoming data.
+// [Note: one way] Each pair of ranks has two connections, and data flows one way on each. The other direction carries
+// only gloo's announcements, which must precede data. On one shared connection they would queue behind data, so a rank
+// that is out of step would receive only after it has sent everything. Also, while send() writes under the connection's
+// lock, gloo's I/O thread would spin on incoming data.
 constexpr int kConnectionsOfPair = 2;
 
 // Selects the connection of a message, as the last bit of its tag.

@@ -79,7 +79,7 @@ void GlooOperation::reduce_in_background(const std::vector<at::Tensor>& own, con
                                          bool publish) {
   const auto start_chunk = [comm = comm_.get()](const at::Tensor& chunk, int peer, bool is_send,
                                                 const MessageTag& tag) {
-    TransportMessages started;  // one, as a chunk is not split further
+    TransportMessages started;  // a single one, since a chunk is not split further
     comm->transports_.to(peer).start(chunk, peer, is_send, tag, started);
     return std::move(started.front());
   };

@@ -41,7 +41,7 @@ class GlooOperation : public Pending::Operation {
   void next_step() { ++tag_.step; }
   void finish() override;
 
-  std::function<void()> complete;  // called by finish() when the messages of the first step are complete
+  std::function<void()> complete;  // if set, finish() calls it when the messages of the first step are complete
   const std::string& description() const { return description_; }
   uint64_t sequence() const { return tag_.sequence; }
 

@@ -16,7 +16,7 @@ namespace tessera::internal {
 // The transports of one rank of a gloo group. A new kind of transport is registered in connect().
 class GlooTransports {
  public:
-  // Those of a world of one.
+  // For a world of one.
   GlooTransports() = default;
   // Connects to the other ranks. Collective. `store` is where they meet. Throws std::exception.
   static GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -43,7 +43,7 @@ class GlooTransports {
  private:
   void assign_peers(int rank, int size);
 
-  std::vector<std::unique_ptr<Transport>> all_;  // a message takes the first that reaches its peer
+  std::vector<std::unique_ptr<Transport>> all_;  // a message uses the first that reaches its peer
   TcpTransport* tcp_ = nullptr;
   std::vector<Transport*> by_peer_;  // null for this rank
   bool are_eager_ = true;

@@ -21,7 +21,7 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. If `keeper` is not null, first adds the tensors to it that a peer may still access.
+  // Destroys the messages. First adds tensors that a peer may still access to `keeper`, unless it is null.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
@@ -29,25 +29,25 @@ struct OperationResources {
 // group is broken or closed. Thread-safe.
 class OperationsInFlight {
  public:
-  // Throws CommError if the group is broken; it begins with `what`.
+  // If the group is broken, throws CommError, whose text begins with `what`.
   void require_whole(const std::string& what) const;
   std::optional<std::string> broken() const;
   bool is_closed() const;
-  // The first reason counts.
+  // Only the first call sets the reason.
   void break_group(const std::string& reason);
 
-  // Throws as require_whole() does. `operation` must stay alive until remove().
+  // Throws like require_whole(). `operation` must stay alive until remove().
   void add(OperationResources& operation, const std::string& what);
-  // Peers may still need the messages of an operation that was never awaited. Completes those that need no wait, unless
-  // this is a child of fork() (`may_complete` is false). The group keeps the others until it closes.
+  // Removes an operation whose messages peers may still need because it was never awaited. Completes messages that need
+  // no wait, unless `may_complete` is false (in a child of fork()). The group keeps the others until it closes.
   void remove(OperationResources& operation, bool may_complete) noexcept;
 
-  // Registers the wait that interrupt() ends. Returns false if the group is broken, and the wait is in vain.
+  // Registers the wait that interrupt() ends. Returns false if the group is broken; the caller must not wait then.
   bool begin_wait(std::shared_ptr<InterruptibleWait> wait);
   bool begin_message_wait(const std::shared_ptr<TransportMessage>& message);
   void end_wait();
   void interrupt() noexcept;
-  // Why the current wait cannot end; "" if it can, or if there is none.
+  // Returns why the current wait cannot complete; "" if it can, or if there is no wait.
   std::string why_disconnected();
 
   // Ends all operations and disconnects the transports. A second call is a no-op. No pipeline may be running.

@@ -121,7 +121,7 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
   if (!stopped_) {
     lock.unlock();
     failure = pipeline.run([this](const ReductionPipeline::Message& message) { return wait_for(message); });
-    // Releases the tensors before wait() returns, so that its caller has the last references.
+    // Releases the tensors before wait() returns: its caller must then have the only references.
     if (!failure) pipeline.let_go();
     lock.lock();
     pipeline.is_over_ = !failure;

@@ -20,14 +20,14 @@
 
 namespace tessera::internal {
 
-// Messages over TCP travel in chunks of this size; the last one may be smaller. Returns views of the flat tensor, in
+// Messages over TCP are sent in chunks of this size; the last one may be smaller. Returns views of the flat tensor, in
 // order; none if it is empty.
 inline constexpr int64_t kChunkBytes = int64_t{1} << 20;
 std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 
-// One rank's part of a reduction over TCP. It reduces its part chunk by chunk, in rank order, while the next chunks
-// travel, and sends each sum as soon as it is complete. PipelineThread runs it, without the caller's thread. `own` and
-// `out` must not be accessed between construction and completion.
+// One rank's part of a reduction over TCP. It reduces its part chunk by chunk, in rank order, while the next chunks are
+// in flight, and sends each sum as soon as it is complete. PipelineThread runs it. `own` and `out` must not be accessed
+// between construction and completion.
 //
 // Staging takes kStagingBytes / (ranks - 1) for each other rank, at least kLeastAhead chunks and at most the part. That
 // many chunks are announced ahead; a peer with more to send waits.
@@ -37,14 +37,14 @@ class ReductionPipeline {
   static constexpr int64_t kStagingBytes = int64_t{32} << 20;
   static constexpr int64_t kLeastAhead = 4;
 
-  // Both start the message of one chunk and return. Called by the constructing thread and by PipelineThread's.
+  // Both functions start the message of one chunk and return. Called by the constructing thread and by PipelineThread.
   struct Exchange {
     std::function<Message(const at::Tensor& chunk, int peer)> receive;
-    std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null: the sum stays here
+    std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null: this rank keeps the sum
   };
 
-  // `own` is this rank's contribution to its own part, in segments of equal sizes on all ranks. The sum is written to
-  // `out`, which may be the only segment, and must not overlap `own` otherwise. All are flat, contiguous and of one
+  // `own` is this rank's contribution to its own part, in segments of equal sizes on all ranks. `out` receives the sum.
+  // It may be the only segment, and must not overlap `own` otherwise. All tensors are flat, contiguous and of one
   // dtype. A chunk never spans two segments.
   ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
                     Exchange exchange);
@@ -69,7 +69,7 @@ class ReductionPipeline {
   std::vector<std::vector<at::Tensor>> places_;  // views of staging_, by chunk modulo chunks ahead, and rank
   std::vector<TransportMessages> received_;      // in the same order; announced and not awaited
   TransportMessages published_;
-  std::fenv_t rounding_;  // the caller's floating-point modes, which are part of the bits of a sum
+  std::fenv_t rounding_;  // the caller's floating-point modes, which affect the bits of a sum
   bool is_over_ = false;  // used by PipelineThread
 };
 
@@ -92,11 +92,11 @@ class PipelineThread : public InterruptibleWait {
   // Destroys the messages of a pipeline that has completed or was stopped.
   static void drop(ReductionPipeline& pipeline) noexcept;
 
-  // Starts no further work, and makes wait() return. Thread-safe.
+  // Stops the start of further work, and makes wait() return. Thread-safe.
   void interrupt() noexcept override;
   // Why the message that the thread waits for cannot arrive; "" if it can. Thread-safe.
   std::string why_disconnected() override;
-  // Interrupts, and blocks until the thread accesses no tensor: at most for one chunk's sum.
+  // Calls interrupt(), and blocks until the thread accesses no tensor: at most for one chunk's sum.
   void stop() noexcept;
 
  private:

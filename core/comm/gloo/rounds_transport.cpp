@@ -28,7 +28,7 @@ class RoundsTransport::Wait : public TransportMessage {
   RoundsTransport& transport_;
 };
 
-// The wait of a rank that is SharedRoundsPlan::kRounds rounds ahead of another rank.
+// Waits until the other ranks are fewer than SharedRoundsPlan::kRounds rounds behind.
 class RoundsTransport::Room : public Wait {
  public:
   using Wait::Wait;
@@ -52,7 +52,7 @@ class RoundsTransport::Message : public Wait {
     const auto outcome = transport_.rounds_.wait(*round_, until, peer);
     return result(outcome, peer);
   }
-  bool complete_without_waiting() noexcept override { return true; }  // this rank's contribution is in its slot
+  bool complete_without_waiting() noexcept override { return true; }  // peers read this rank's slot, not its tensor
 
  private:
   const std::shared_ptr<SharedRounds::Round> round_;
@@ -132,7 +132,7 @@ RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) cons
   return part;
 }
 
-// The bytes that the same reduction sends as messages, so that Traffic does not depend on the transport.
+// The bytes that the reduction would send as messages, so that Traffic does not depend on the transport.
 int64_t RoundsTransport::bytes_sent_to_reduce(const Collective& collective) const {
   const auto bytes = static_cast<int64_t>(collective.full.nbytes());
   if (collective.kind == Collective::kReduceScatter) return bytes - static_cast<int64_t>(collective.shard.nbytes());

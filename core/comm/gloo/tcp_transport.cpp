@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// A step that no operation has: the tag of a message that is never sent.
+// The step of a message that is never sent: no operation has so many.
 constexpr int kNoStep = 3;
 
 // 14 bits of the sequence number distinguish the operations in flight. 2 bits are the step, 14 the hash, and the last
@@ -40,7 +40,7 @@ class TcpTransport::Message : public TransportMessage {
       : TransportMessage(peer, is_send), transport_(transport), work_(std::move(work)) {}
 
   std::optional<MessageFailure> wait(Deadline until) override {
-    if (peer() < 0) {  // of a collective by gloo's own algorithm, whose waits cannot be ended
+    if (peer() < 0) {  // a collective of gloo's own, whose wait cannot be interrupted
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - RunClock::now());
       // c10d takes 0 for no timeout.
       if (work_->wait(std::max(left, std::chrono::milliseconds(1)))) return std::nullopt;
@@ -108,8 +108,8 @@ Transport::StartedCollective TcpTransport::start_collective(const Collective& co
 }
 
 // When a connection ends, gloo ends the waits for the messages that are announced on it. It does not end the wait for a
-// message in transfer (Pair::signalException), which would last until its timeout. A further announcement does fail, so
-// this function makes one during a long wait. Its message is never sent.
+// message in transfer (Pair::signalException), which would last until its timeout. But a new announcement fails. So
+// during a long wait this function announces a message that is never sent.
 std::string TcpTransport::why_disconnected(int peer, bool is_send) {
   c10::intrusive_ptr<c10d::Backend> backend;
   {
@@ -125,7 +125,7 @@ std::string TcpTransport::why_disconnected(int peer, bool is_send) {
     return "";
   } catch (const std::exception& error) {
     const std::string cause = error.what();
-    // The wait has just ended by itself at its timeout, and reports that.
+    // This is the timeout of the wait itself, which reports it.
     return cause.find("Application timeout") != std::string::npos ? "" : closed_connection_text(peer, cause);
   }
 }

@@ -12,7 +12,7 @@
 namespace tessera::internal {
 
 // Carries messages to all ranks over the TCP connections of c10d's gloo backend, and the backend's own all-reduce.
-// Tensors travel in chunks of kChunkBytes.
+// Tensors are sent in chunks of kChunkBytes.
 class TcpTransport : public Transport {
  public:
   // Without a `group`, connect() must be called before anything is started.
@@ -42,7 +42,7 @@ class TcpTransport : public Transport {
   std::mutex posting_;  // serializes calls of the backend, which is not thread-safe
 };
 
-// The text of an error for a message whose connection is closed. `peer` -1: an unknown one.
+// The text of an error for a message whose connection is closed. `peer` is -1 if unknown.
 std::string closed_connection_text(int peer, const std::string& cause);
 
 }  // namespace tessera::internal

@@ -22,7 +22,7 @@ struct MessageFailure {
   std::string cause;  // "": the wait was interrupted, or the watchdog knows the cause
 };
 
-// The timeout of a wait that another thread ends.
+// The timeout of a wait that another thread must end.
 inline constexpr auto kUntilInterrupted = std::chrono::hours(24 * 365);
 
 // Identifies a message between two ranks. Both sides compute the same tag.
@@ -37,9 +37,9 @@ struct MessageTag {
 class InterruptibleWait {
  public:
   virtual ~InterruptibleWait() = default;
-  // Makes the wait return, or the next one. Thread-safe.
+  // Makes the current wait return, or the next one if there is none. Thread-safe.
   virtual void interrupt() noexcept = 0;
-  // Why the awaited data can never arrive; "" if it can. Called by the watchdog's thread during a long wait.
+  // Returns why the awaited data can never arrive; "" if it can. Called by the watchdog's thread during a long wait.
   virtual std::string why_disconnected() { return ""; }
 };
 
@@ -51,7 +51,7 @@ class TransportMessage : public InterruptibleWait {
   TransportMessage(int peer, bool is_send) : peer_(peer), is_send_(is_send) {}
 
   // Blocks until the message is complete, and returns nullopt. Returns the failure if it is interrupted, passes the
-  // deadline, or cannot complete; the group must be closed then. Throws as the transport does.
+  // deadline, or cannot complete; the group must be closed then. Throws the transport's exceptions.
   virtual std::optional<MessageFailure> wait(Deadline until) = 0;
   // Clears an earlier interrupt(). Called before wait(), under the lock that serializes it with interrupt().
   virtual void prepare_wait() {}
@@ -73,7 +73,7 @@ class TransportMessage : public InterruptibleWait {
 
 using TransportMessages = std::vector<std::shared_ptr<TransportMessage>>;
 
-// How bytes move between the ranks of a gloo group. An implementation carries single messages to the peers that it
+// Moves bytes between the ranks of a gloo group. An implementation carries single messages to the peers that it
 // reaches, or whole collectives, or both. GlooTransports lists the implementations of a group.
 //
 // Messages and collectives are started by one thread at a time, except by a transport whose max_eager_numel() is not 0:
@@ -103,26 +103,26 @@ class Transport {
     throw std::logic_error("this transport carries no collectives");
   }
 
-  // Operations on full tensors of at most this size move data before they are awaited; 0: none do.
+  // Operations on full tensors of at most this size move data before they are awaited. 0: no operation does.
   virtual int64_t max_eager_numel() const = 0;
 
-  // A rank that this transport reaches and whose process has ended; -1: none is known.
+  // Returns a reachable rank whose process has ended, or -1 if none is known.
   virtual int ended_rank() const { return -1; }
 
   // Closing has two phases. withdraw() takes back all incomplete messages, so that no peer accesses their tensors any
-  // more. It returns false if a stopped peer still can; the tensors must then live as long as the process. After that
-  // the messages are destroyed. Then disconnect() ends the waits of the peers.
+  // more. It returns false if a stopped peer still can; the tensors must then live as long as the process. Then the
+  // messages are destroyed, and disconnect() ends the waits of the peers.
   virtual bool withdraw() noexcept { return true; }
   virtual void disconnect() noexcept {}
 };
 
-// Makes the transports of a group, and of its parts, whose bytes the program's own library moves (core/comm/guest).
+// Makes the transports of a group and its parts, if a library of the program moves their bytes (core/comm/guest).
 class TransportSource {
  public:
   virtual ~TransportSource() = default;
   // Not collective. May be called by any thread.
   virtual std::unique_ptr<Transport> make() = 0;
-  // For the group of these ranks of this one. `name` is unique among the parts of this group.
+  // Returns the source for a part of the group: these ranks of it. `name` is unique among the parts.
   virtual std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) = 0;
 };
 

@@ -43,11 +43,11 @@ class MemoryFile {
     struct stat file {};
     return ::fstat(descriptor_, &file) == 0 ? c10::str(file.st_dev, ' ', file.st_ino) : "";
   }
-  // How another process of the host opens it: "<process> <descriptor> <device> <inode>".
+  // The text by which another process of the host opens it: "<process> <descriptor> <device> <inode>".
   std::string notice() const { return c10::str(::getpid(), ' ', descriptor_, ' ', identity()); }
 
   static MemoryFile create() { return MemoryFile(::memfd_create("tessera_store", MFD_CLOEXEC)); }
-  // Not open if the file cannot be opened, or is another one: process ids differ between PID namespaces.
+  // Opens the file of a notice. Not open if it fails or finds another file: process ids differ between PID namespaces.
   static MemoryFile open(const std::string& notice) {
     std::istringstream words(notice);
     std::string process, descriptor, device, inode;
@@ -90,7 +90,7 @@ MadeStore make_store(const TextExchange& exchange, const std::string& who, int r
                      const std::string& address, std::chrono::milliseconds timeout) {
   if (one_host)
     if (auto store = share_memory_store(exchange, who, rank)) return {std::move(store)};
-  const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+  const SigpipeBlock no_sigpipe;  // for the server's thread, which inherits the mask
   const ShortNameLookups short_lookups;
   c10::intrusive_ptr<c10d::Store> store;
   const auto open_store = [&](const std::string& host, uint16_t port) {

@@ -14,10 +14,10 @@ struct MadeStore {
   bool serves = false;  // this rank's process has the store
 };
 
-// Makes a store for the ranks of an exchange, which lives as long as a rank uses it. Collective. If the ranks are on
-// one host, `one_host`, and may open each other's files, the store is a c10d::FileStore in an anonymous file in memory:
-// it needs no port, no thread and no name in a file system. Otherwise rank 0 serves a c10d::TCPStore at a port that the
-// kernel chooses; `address` is the address of rank 0's host. Throws CommError if a rank cannot reach the store.
+// Makes a store for the ranks of an exchange; it lives as long as a rank uses it. Collective. If the ranks are on one
+// host, `one_host`, and may open each other's files, the store is a c10d::FileStore in an anonymous file in memory: no
+// port, thread or file name is needed. Otherwise rank 0 serves a c10d::TCPStore at a port that the kernel chooses;
+// `address` is the address of rank 0's host. Throws CommError if a rank cannot reach the store.
 MadeStore make_store(const TextExchange& exchange, const std::string& who, int rank, bool one_host,
                      const std::string& address, std::chrono::milliseconds timeout);
 

@@ -65,7 +65,7 @@ class MessageTransport : public Transport {
     }
   }
   int64_t max_eager_numel() const override { return 0; }
-  // A message in flight cannot be taken back by a thread that may not call the library.
+  // Only the thread that may call the library could take back a message in flight.
   bool withdraw() noexcept override { return false; }
 
  private:

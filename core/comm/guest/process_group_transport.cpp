@@ -32,7 +32,7 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using std::chrono::milliseconds;
 
-// Whether an error says that the class of the group lacks an operation.
+// Whether an error means that the class of the group lacks an operation.
 bool is_missing(const std::string& error) {
   constexpr const char* kTexts[] = {"does not support", "not supported",          "nsupported",
                                     "ot implemented",   "missing implementation", "does not implement"};
@@ -67,10 +67,10 @@ class WorkMessage : public TransportMessage {
   at::Tensor exposed_tensor() const override { return tensors_.empty() ? at::Tensor() : tensors_.front(); }
 
  private:
-  static constexpr milliseconds kSlice{250};  // of a wait, after which an interrupt is seen
+  static constexpr milliseconds kSlice{250};  // the interval at which a wait checks for interrupts
 
-  // A work of one collective waits in slices, because most classes have no abort(). Works of send() and recv()
-  // wait in one piece: their timeout would end gloo's connection, and they have abort().
+  // Waits for a work of one collective in slices, because most classes have no abort(). Waits for works of send() and
+  // recv() at once: a slice's timeout would end gloo's connection, and these classes have abort().
   std::optional<MessageFailure> wait_for(const Work& work, Deadline until) {
     for (;;) {
       if (is_interrupted_) return failure("");
@@ -92,7 +92,7 @@ class WorkMessage : public TransportMessage {
   std::atomic<bool> is_interrupted_ = false;
 };
 
-// The operations that the class of a group has. Found by trying, with the same result on all ranks.
+// The operations that the group's class has, found by calling them, with the same result on all ranks.
 struct Abilities {
   std::atomic<bool> gathers = true, scatters = true;
 };
@@ -139,7 +139,7 @@ class ProcessGroupTransport : public Transport {
  private:
   struct Started {
     std::vector<Work> works;
-    Tensors tensors;                 // that the works access; the first is written
+    Tensors tensors;                 // the works use them; the first one is written
     std::function<void()> complete;  // after the works
     at::Tensor result;               // of a reduction on this rank
   };
@@ -158,7 +158,7 @@ class ProcessGroupTransport : public Transport {
     return std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
   }
 
-  // Runs `start`. If the group's class lacks the operation, returns null, then and in all later calls.
+  // Runs `start`. If the group's class lacks the operation, returns null, in this and all later calls.
   template <class Start>
   static Work try_to(std::atomic<bool>& is_able, Start start) {
     if (!is_able) return {};
@@ -287,7 +287,8 @@ TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, 
     lengths[rank].fill_(static_cast<int64_t>(own.size()));
     lengths = sum(lengths);
     const auto* const length = lengths.const_data_ptr<int64_t>();
-    // Each rank writes its own bytes, and the sum has the bytes of all. int32 is a type that every backend adds.
+    // Each rank writes its text into its own bytes of a zero tensor, so the sum has the texts of all ranks. Every
+    // backend can add int32.
     const auto words_of = [](int64_t count) { return count / 4 + 1; };
     int64_t total = 0, begin = 0;
     for (int r = 0; r < size; ++r) {

@@ -7,12 +7,13 @@
 namespace tessera::internal {
 namespace {
 
-// c10d's watchdog ends the process after its timeout. Ours, whose error names rank and operation, must come first.
+// Added to c10d's timeout, after which its watchdog ends the process. Our watchdog, whose error names rank and
+// operation, must act first.
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
-// The error handling of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends the process unless
-// this is NoHandling; Tessera then ends the group, with an error that names the rank. c10d's only option is an
-// environment variable, which applies to all groups of the process. So this class accesses the protected member.
+// Lets Tessera, not c10d, handle errors of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends
+// the process unless this is NoHandling; Tessera then ends the group, with an error that names the rank. c10d's public
+// option is an environment variable for all groups, so this class accesses the protected member.
 struct ErrorHandling : c10d::ProcessGroupNCCL {
   static void leave_to_tessera(c10d::Backend& group) {
     if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice
@@ -30,7 +31,7 @@ class NcclGroups : public NcclBackends {
     group->eagerConnectSingleDevice(device);
     return group;
   }
-  // By ncclCommSplit, which needs no exchange of addresses.
+  // Uses ncclCommSplit, which needs no exchange of addresses.
   c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks, std::chrono::milliseconds timeout) override {
     auto group = parent.split(store, ranks, options(timeout));
@@ -42,7 +43,7 @@ class NcclGroups : public NcclBackends {
 
  private:
   static c10::intrusive_ptr<c10d::ProcessGroupNCCL::Options> options(std::chrono::milliseconds timeout) {
-    // Of the stream on which c10d runs this group's collectives.
+    // The priority of the stream on which c10d runs this group's collectives.
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = timeout + kBehindOurs;
     return options;

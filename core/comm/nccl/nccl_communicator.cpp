@@ -47,7 +47,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr auto kLookAfterEvery = std::chrono::milliseconds(50);
-constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between looks of throw_if_aborted()
+constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between polls in throw_if_aborted()
 // By ReduceOp.
 constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
                                                   c10d::ReduceOp::MIN};
@@ -59,7 +59,7 @@ bool is_loss_of_a_peer(std::string_view error) {
          error.find("ncclRemoteError") != std::string_view::npos;
 }
 
-// The end of replayed work, which the queue awaits like that of an operation.
+// The end of replayed work. The queue waits for it as for an operation.
 class ReplayEnd final : public c10d::Work {
  public:
   explicit ReplayEnd(at::Device device) : end_(device.type()) { end_.record(current_stream(device)); }
@@ -88,8 +88,8 @@ class NcclCommunicator : public Communicator,
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
 
-  // Operations must end before the group: c10d aborts a destroyed group, and with it the kernels that peers wait for.
-  // During unwinding the group is aborted instead, because the peers' operations may never complete.
+  // Operations must end before the group is destroyed: c10d then aborts their kernels, for which peers wait. During
+  // unwinding the group is aborted instead, because the peers' operations may never complete.
   ~NcclCommunicator() override {
     if (std::uncaught_exceptions() > 0) {
       abort_this(kUnwound);
@@ -166,7 +166,7 @@ class NcclCommunicator : public Communicator,
                                timeout().count() / 1000, " s"));
     if (position < 0) return nullptr;
     NcclOptions options = options_;
-    options.is_borrowed = false;  // split() has made the part for this group
+    options.is_borrowed = false;  // split() makes the part for this group alone, so this group shuts it down
     return make_group<NcclCommunicator>(backends_, std::move(*group), std::move(store), position,
                                         static_cast<int>(members.size()), device(), options);
   }
@@ -218,7 +218,7 @@ class NcclOperation : public Pending::Operation {
   std::vector<at::Tensor> tensors_;
 };
 
-// Data of dtypes that NCCL does not know is moved as bytes. Reductions need a dtype that it knows.
+// NCCL moves data of unknown dtypes as bytes. Reductions need a dtype that NCCL knows.
 void NcclCommunicator::make_sendable(Collective& collective) const {
   const auto kind = collective.kind;
   const at::ScalarType dtype = collective.dtype();
@@ -263,7 +263,7 @@ Pending NcclCommunicator::start(Collective collective) {
   }
   count_sent(bytes_sent(collective, rank(), size()));
   if (CapturedWork* const recorded = CapturedWork::recording_on(device())) {
-    // Its events are not real ones: only replays end.
+    // Recorded events are not real ones: only the end of a replay can be awaited.
     recorded->add_collective(c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "",
                                       " (", collective.numel, " elements)"));
   } else {
@@ -305,7 +305,7 @@ Work NcclCommunicator::launch(Collective& collective) {
   throw std::invalid_argument("unknown operation");
 }
 
-// ProcessGroupNCCL::scatter() requires even parts. An all-to-all in which only the root sends does not.
+// Uses an all-to-all in which only the root sends, because ProcessGroupNCCL::scatter() requires even parts.
 Work NcclCommunicator::launch_scatter(Collective& collective) {
   at::Tensor from = collective.full.defined() ? collective.full : at::empty({0}, collective.shard.options());
   std::vector<int64_t> sent(size(), 0), received(size(), 0);
@@ -321,7 +321,7 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
-// After an error of c10d. If a peer is lost, waits for its name.
+// Called after an error of c10d. If a peer is lost, waits until its rank is known.
 void NcclCommunicator::require_whole_after(const std::exception& error, std::string_view what) {
   require_whole(what);
   if (!is_loss_of_a_peer(error.what())) return;
@@ -351,7 +351,7 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
   if (!waits_for.empty()) count_wait(steady_clock::now() - began, waits_for);
 }
 
-// If a peer has failed, NCCL reports an error that does not name it; the watchdog does.
+// If a peer has failed, NCCL's error does not name it, but the watchdog's explanation does.
 void NcclCommunicator::end_by(const std::string& error) {
   const std::string known = watch_.explanation();
   end(known.empty() ? error : known, false);
@@ -359,8 +359,8 @@ void NcclCommunicator::end_by(const std::string& error) {
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   uint64_t waits_for = static_cast<uint64_t>(-1);
-  std::optional<RunClock::time_point> lost_since;  // loss of a peer; the watchdog may name it and end the group
-  int silent_looks = 0;                            // in a row; a single one may come from a delay of this machine
+  std::optional<RunClock::time_point> lost_since;  // when a peer was lost; the watchdog may name it and end the group
+  int silent_looks = 0;                            // successive ones; a single one may be a delay of this machine
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
     const bool waits = look.oldest && !look.ends;
@@ -374,7 +374,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
       lost_since = RunClock::now();
       watch_.begin_wait();
     } else if (is_loss && RunClock::now() - *lost_since < naming_time_) {
-      // Waits for a published reason, or for heartbeats that are missing.
+      // Waits for a published reason, or for missing heartbeats.
     } else if (!look.error.empty() && waits) {
       end_by(look.error);
     } else if (silent_looks > 4) {
@@ -393,13 +393,13 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// The first reason counts. An empty reason, from the watchdog's thread, stands for explanation().
+// Only the first call sets the reason. An empty reason, from the watchdog's thread, stands for explanation().
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();
   if (!oldest) return;
   if (!is_complete) reason = c10::str(*oldest, " failed on rank ", rank(), " of ", size(), ": ", reason);
-  // Precedes complete_end(): then this rank's thread may throw and end the process, and with rank 0's the store.
+  // Must precede complete_end(), after which this rank's thread may throw and end the process, and on rank 0 the store.
   watch_.publish_failure(reason);
   watch_.await_readers();
   queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);

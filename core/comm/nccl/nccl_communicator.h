@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 // Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or, in tests, ones that behave alike. A
-// group shares it with its parts. InitOptions::registered_memory uses the backends' allocateTensor().
+// group and its parts share one object. InitOptions::registered_memory uses the backends' allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
@@ -21,8 +21,8 @@ class NcclBackends {
   // priority. If the backend has a watchdog of its own, its timeout must be longer than `timeout`.
   virtual c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  at::Device device, std::chrono::milliseconds timeout) = 0;
-  // Makes a group of these ranks of `parent`, in this order. Collective over `parent`; ranks that are in no part pass
-  // other ranks, and get null.
+  // Makes a group of these ranks of `parent`, in this order. Collective over `parent`. A rank in no part passes ranks
+  // of any part, and gets null.
   virtual c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                                   const std::vector<int>& ranks, std::chrono::milliseconds timeout) = 0;
 };

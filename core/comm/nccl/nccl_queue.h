@@ -16,8 +16,8 @@
 
 namespace tessera::internal {
 
-// The operations of an NCCL group, which a device runs in the order in which they are started. Also the end of the
-// group, which begins once and has a reason when it is complete. Thread-safe.
+// The operations of an NCCL group, which a device runs in the order in which they are started. Also tracks the end of
+// the group, which begins once and has a reason when it is complete. Thread-safe.
 class NcclQueue {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
@@ -30,17 +30,17 @@ class NcclQueue {
 
   void push(Work work, const std::string& description);
 
-  // The state of the queue after completed operations were removed from it.
+  // The state of the queue after completed operations are removed.
   struct Look {
     std::string error;  // of the oldest operation; "": it has none
     std::optional<Operation> oldest;
     bool ends;                    // whether the group is ending or has ended
-    uint64_t ended_count;         // operations that were removed so far
-    std::deque<Operation> ended;  // removed now; destroyed by the caller, without the lock
+    uint64_t ended_count;         // number of operations removed so far
+    std::deque<Operation> ended;  // removed by look(); the caller destroys them without the lock
   };
   Look look();
 
-  // Blocks for that long. Returns false as soon as `stop` is requested.
+  // Blocks for the duration. Returns false as soon as `stop` is requested.
   bool sleep(const std::stop_token& stop, std::chrono::milliseconds duration);
   // Wakes wait_until_empty().
   void notify();
@@ -49,7 +49,7 @@ class NcclQueue {
 
   // Begins the end of the group. Returns the description of the oldest operation, or nullopt if the end had begun.
   std::optional<std::string> begin_end();
-  // Sets the reason, after begin_end(). `is_told`: a caller on this rank already has the reason.
+  // Sets the reason, after begin_end(). `is_told`: this rank's caller already knows the reason.
   void complete_end(std::string reason, bool is_told);
   // Returns the reason once the end is complete, else nullopt. The caller must throw it.
   std::optional<std::string> reason_to_tell();

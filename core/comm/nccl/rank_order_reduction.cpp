@@ -30,20 +30,20 @@ class ReductionWork final : public c10d::Work {
         is_recorded_(CapturedWork::recording_on(stream.device()) != nullptr) {
     end_.record(stream_);
   }
-  // After an abort the stream may still use the tensors. A recorded event cannot be queried.
+  // After an abort the stream may still use the tensors. An event that was recorded in a graph cannot be queried.
   ~ReductionWork() override {
     if (!is_recorded_ && end_.query()) return;
     for (const at::Tensor& tensor : tensors_) tensor.record_stream(stream_);
   }
   bool isCompleted() override { return exception() != nullptr || end_.query(); }
-  // c10d looks for NCCL's errors in isCompleted().
+  // Calls isCompleted(), in which c10d checks for NCCL's errors.
   std::exception_ptr exception() const override {
     for (const Exchange& exchange : exchanges_)
       if (exchange->isCompleted() && exchange->exception()) return exchange->exception();
     return nullptr;
   }
-  // The current stream keeps the tensors' memory from then on. The thread that destroys this work must not free them:
-  // the current stream may be recording then.
+  // From then on, the current stream keeps the tensors' memory. The thread that destroys this work must not free them,
+  // because the current stream may be recording then.
   bool wait(std::chrono::milliseconds) override {
     end_.block(current_stream(stream_.device()));
     tensors_.clear();
@@ -59,7 +59,7 @@ class ReductionWork final : public c10d::Work {
   const bool is_recorded_;
 };
 
-// The pieces [begin, begin + length) of all shards of a flat tensor, by rank; shorter or empty where a shard ends.
+// Returns the elements [begin, begin + length) of each shard of a flat tensor, by rank; fewer at the end of a shard.
 std::vector<at::Tensor> pieces_of(const at::Tensor& full, const std::vector<int64_t>& counts, int64_t begin,
                                   int64_t length) {
   std::vector<at::Tensor> pieces;
@@ -108,7 +108,7 @@ c10::intrusive_ptr<c10d::Work> RankOrderReduction::start(const Collective& colle
   const c10::StreamGuard guard(*stream_);
   std::vector<Exchange> exchanges;
   const auto exchange = [&](std::vector<at::Tensor>& received, std::vector<at::Tensor>& sent) {
-    sent[rank] = received[rank] = full.narrow(0, 0, 0);  // a rank has its own values
+    sent[rank] = received[rank] = full.narrow(0, 0, 0);  // a rank sends nothing to itself
     exchanges.push_back(group_->alltoall(received, sent));
     exchanges.back()->wait();
   };

@@ -14,8 +14,8 @@ namespace tessera::internal {
 
 // Reductions of a device group that add in rank order, for InitOptions::rank_order_sums. Ranks exchange shards of the
 // tensor by an all-to-all, in the tensor's dtype. Each rank adds the values of its shard on a stream of this object. An
-// all-reduce then sends the sums to all ranks. So each rank sends the bytes of a ring, and the results have gloo's
-// bits.
+// all-reduce then sends the sums to all ranks. So each rank sends as many bytes as in a ring, and the results are
+// bit-equal to gloo's.
 //
 // The exchange proceeds in pieces, so its memory is at most kStagingBytes whatever the size of the tensor. Must be
 // called by one thread at a time.
@@ -26,8 +26,8 @@ class RankOrderReduction {
   RankOrderReduction(c10::intrusive_ptr<c10d::Backend> group, at::Device device)
       : group_(std::move(group)), device_(device) {}
 
-  // Whether the result of the collective depends on the order of additions: a sum or an average of floating types. The
-  // backend's own all-reduce does not count.
+  // Whether the result of the collective depends on the order of additions: a sum or an average of floating types.
+  // False for the backend's own all-reduce.
   static bool applies_to(const Collective& collective);
 
   // Starts the collective, to which this class must apply. Its arguments must be complete (Collective). The current

@@ -24,7 +24,7 @@
 
 namespace tessera::internal {
 
-// A member's process, as read once when the group was made. Later writes to the board cannot redirect this rank to
+// A member's process, as read once when the group was made: later writes to the board cannot redirect this rank to
 // another process.
 struct PeerMemory::Process {
   explicit Process(const SharedBoard::Member& member)
@@ -47,11 +47,10 @@ namespace {
 
 constexpr char kNone[] = "none";  // no destructor: a detached thread may use it while the process ends
 
-// How long close() waits for a peer that is copying. A shorter time costs memory, not correctness.
+// How long close() waits for a copying peer. After a shorter time, close() more often leaks memory, but stays correct.
 constexpr auto kCopyGrace = std::chrono::seconds(1);
 
-// A random number that peers read to test whether they reach this process, and not another one that reuses its process
-// id.
+// A random number that peers read to check that they reach this process, and not a later one with its process id.
 const uint64_t& magic() {
   static const uint64_t number = [] {
     uint64_t random = 0;
@@ -64,7 +63,7 @@ uint64_t operation_of(uint64_t tag) { return tag >> 32; }
 
 uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-// Equal for two processes exactly if a process id means the same process to both: same boot, PID namespace and user.
+// Equal for two processes if and only if both see the same process ids: same boot, PID namespace and user.
 std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
@@ -154,8 +153,8 @@ std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int
 
 }  // namespace
 
-// A rank's process, with a pidfd, which unlike a process id is never reused. The descriptor is -1 for this process, or
-// if the kernel has no pidfd.
+// A rank's process, with a pidfd, because process ids are reused. The descriptor is -1 for this process, or if the
+// kernel has no pidfd.
 struct PeerMemory::Peer {
   explicit Peer(const SharedBoard::Member& member) : process(member) {
     if (process.is_this()) return;
@@ -216,7 +215,7 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
     std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
     return;
   }
-  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // its process id may be reused
+  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // a new process may have its process id
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
@@ -247,7 +246,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     return made.slot != nullptr;
   };
   if (!try_to_announce()) {
-    // The channel is full of messages that are not matched, not copied or not freed.
+    // The channel is full: its messages are not matched, not copied or not freed yet.
     const auto outcome = watch(peer, SharedBoard::kNoOperation, until, [&] {
       copy_all_matched([&](const Announcement& message) { return message.peer == peer; });
       if (reap()) SharedBoard::notify(member(peer), self);
@@ -292,7 +291,7 @@ void PeerMemory::copy_if_matched(const Announced& message) {
   if (message && message->slot != nullptr && SharedBoard::claim(*message->slot, message->kind)) copy_claimed(*message);
 }
 
-// Receives first: this rank needs them, and a waiting peer copies its own receives.
+// Copies receives first: this rank needs them, and a waiting peer copies its own receives.
 template <class IsMeant>
 void PeerMemory::copy_all_matched(IsMeant is_meant) {
   for (const auto kind : {SharedBoard::kReceive, SharedBoard::kSend})
@@ -345,7 +344,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
   self.awaited.store(local_[peer]);
   self.awaited_operation.store(operation);
   for (;;) {
-    // Reads has_left before is_over(): a peer completes its messages before it leaves, so none is missed.
+    // Reads has_left before is_over(): a peer completes its messages before it sets has_left, so none is missed.
     const uint32_t seen = self.events.load();
     const bool has_left = member(peer).has_left.load() != 0;
     if (is_over()) return Outcome::kDone;
@@ -383,7 +382,7 @@ bool PeerMemory::close() noexcept {
       try {
         return SharedBoard::take_back(channel, kind, until, while_copying);
       } catch (const std::exception&) {
-        // true: a dead peer accesses nothing; false: it is stopped while it holds the lock
+        // true: a dead peer accesses nothing; false: the peer is stopped while it holds the lock
         return !is_alive(static_cast<int>(rank));
       }
     };

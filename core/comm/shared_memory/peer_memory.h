@@ -21,11 +21,11 @@ namespace tessera::internal {
 // Both sides announce a message on a board that the ranks share (shared_board.h), with the address of the tensor and a
 // tag. Either side may then copy, by process_vm_writev or process_vm_readv, or by memcpy if the ranks are threads of
 // one process. A waiting rank copies every message of the operation that no other rank has claimed, its own receives
-// first. So two waiting ranks share the work, and a late rank finds it done. The second side to announce a small
+// first. So two waiting ranks share the work, and a late rank has none left. The second side to announce a small
 // message copies it at once. (Open MPI and UCX call this cross-memory attach.)
 //
 // Only Linux has these calls, and a kernel or container may forbid them. connect() tries them and leaves out
-// unreachable ranks. Yama's ptrace_scope 1 requires `permits_tracing`: while the group lives, the descendants of the
+// unreachable ranks. Yama's ptrace_scope 1 requires `permits_tracing`: while the group exists, the descendants of the
 // ranks' nearest common ancestor, the launcher, may attach to this process (tracer_permission.h).
 class PeerMemory {
  public:
@@ -68,9 +68,9 @@ class PeerMemory {
   // Whether it reaches every rank of the group. The answer is the same on all ranks.
   bool reaches_all() const { return board_->ranks() == static_cast<int>(local_.size()); }
 
-  // Announces that the tensor's bytes are sent to, or received from, the peer's message with the same tag. The tensor
-  // must be contiguous, on the CPU, and stay alive and unchanged until wait() or close(). The upper half of a tag
-  // identifies the operation. Throws Unreachable, or std::runtime_error if the peer has announced another number of
+  // Announces a message: the tensor's bytes are sent to, or received from, the peer's message with the same tag. The
+  // tensor must be contiguous, on the CPU, and stay alive and unchanged until wait() or close(). The upper half of a
+  // tag identifies the operation. Throws Unreachable, or std::runtime_error if the peer has announced another number of
   // bytes. If this rank is a thousand messages ahead of its peer, blocks until there is room, at most for the timeout.
   Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
     return announce(SharedBoard::kSend, tensor, peer, tag);
@@ -82,7 +82,7 @@ class PeerMemory {
   using Deadline = SharedBoard::Deadline;
 
   // Blocks until the message is complete or the deadline passes. After any outcome but kDone the message is still
-  // announced, and close() must follow. Throws Unreachable, also for the peer of another message of the operation.
+  // announced, and close() must follow. Throws Unreachable, also for another message's peer.
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
@@ -98,11 +98,11 @@ class PeerMemory {
   // For SharedRounds, which waits on the same board.
   const std::shared_ptr<SharedBoard>& board() const { return board_; }
   bool is_interrupted() const { return interrupted_.load(); }
-  bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // it accesses no memory any more
-  bool is_alive(int peer) const;                                               // whether its process lives
+  bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // the peer accesses no memory any more
+  bool is_alive(int peer) const;                                               // whether the peer's process is running
   bool may_spin() const { return may_spin_; }
 
-  // Takes back all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
+  // Cancels all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
   // accesses this rank's memory. Returns false if a peer is still copying after a second, because it is stopped:
   // announced tensors must then live as long as the process. Thread-safe; later calls are no-ops.
   bool close() noexcept;
@@ -132,7 +132,7 @@ class PeerMemory {
   size_t reap_at_ = 64;
   uint64_t copied_bytes_ = 0;
   std::atomic<bool> interrupted_ = false;
-  std::atomic<bool> may_be_touched_ = false;  // set by close()
+  std::atomic<bool> may_be_touched_ = false;  // close() sets it
 };
 
 }  // namespace tessera::internal

@@ -5,7 +5,7 @@
 namespace tessera::internal {
 
 // Memory that a rank announces to a rank that is a thread of the same process. Other processes can write to the shared
-// board, so the board has a number in place of the address. The reader looks the number up here, which checks that the
+// board, so the board holds a number, not the address. The reader looks the number up here, which checks that the
 // memory is published and may be read or written. (Memory of another process is accessed through the kernel, by
 // process_vm_readv, which checks addresses.)
 //

@@ -53,7 +53,7 @@ timespec as_timespec(std::chrono::nanoseconds time) {
   return {static_cast<time_t>(time.count() / 1000000000), static_cast<long>(time.count() % 1000000000)};
 }
 
-// Boards of this process, for its other threads to open.
+// The boards of this process, which its other threads open.
 std::mutex boards_mutex;
 std::map<std::string, std::weak_ptr<SharedBoard>>& boards() {
   static auto* const boards = new std::map<std::string, std::weak_ptr<SharedBoard>>;
@@ -83,7 +83,7 @@ class ChannelLock {
 #ifdef __SANITIZE_THREAD__  // ThreadSanitizer does not know clocklock, and would report each unlock
       const auto time = as_timespec((std::chrono::system_clock::now() + next_slice(until)).time_since_epoch());
       const int result = ::pthread_mutex_timedlock(&mutex_, &time);
-#else  // the wall clock may be set back
+#else  // a monotonic clock, because the wall clock may be set back
       const auto time = as_timespec((std::chrono::steady_clock::now() + next_slice(until)).time_since_epoch());
       const int result = ::pthread_mutex_clocklock(&mutex_, CLOCK_MONOTONIC, &time);
 #endif
@@ -99,7 +99,7 @@ class ChannelLock {
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share them");
 
 std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
-  // A larger file would end the process (SIGXFSZ).
+  // A larger file would end the process by SIGXFSZ.
   if (rlimit files{}; ::getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < bytes_for(sizeof(Header), ranks)) {
     errno = EFBIG;
     fail("the limit of the size of files (ulimit -f)");
@@ -206,7 +206,7 @@ void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds mo
   self.is_asleep.store(0);
 }
 
-// No ring is lost, for the same reason as in notify().
+// No ring is missed, for the same reason as in notify().
 void SharedBoard::ring() const {
   std::atomic<uint32_t>& rings = header().rings;
   rings.fetch_add(1);

@@ -24,9 +24,9 @@ namespace tessera::internal {
 class SharedBoard {
  public:
   using Deadline = RunClock::time_point;
-  // Announced by one side; matched by the other, so either may copy; copied by the sender (push) or the receiver
-  // (pull); done, so the other side frees the slot. The last two states end the group: the message is never copied, and
-  // the slot never freed.
+  // A message's life. kSend, kReceive: announced by one side. kMatched: announced by both, so either may copy.
+  // kPushing, kPulling: being copied by the sender or receiver. kDone: the other side must free the slot. kOtherBytes,
+  // kBroken: the group fails; the slot is never freed.
   enum State : uint32_t { kFree, kSend, kReceive, kMatched, kPushing, kPulling, kDone, kOtherBytes, kBroken };
 
   // The address of one side's tensor, or PublishedMemory::number() for a peer of the same process.
@@ -47,7 +47,7 @@ class SharedBoard {
     std::atomic<uint32_t> events;  // incremented by every event that this rank may wait for
     std::atomic<uint32_t> is_asleep;
     std::atomic<int32_t> awaited;             // the rank whose events wake this one
-    std::atomic<uint64_t> awaited_operation;  // or the operation whose messages do
+    std::atomic<uint64_t> awaited_operation;  // or the operation whose messages wake this one
     std::atomic<uint32_t> has_left;
     int32_t pid;
     uint64_t magic;  // the number stored at magic_address, which proves that the memory is reachable
@@ -81,8 +81,8 @@ class SharedBoard {
 
   // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns that slot and
   // its new state: kMatched; copying(kind) for at most `at_once_bytes`, which the caller must copy; or kOtherBytes.
-  // Otherwise returns a new slot in the state `kind`, or no slot if there is no room. Throws std::runtime_error if the
-  // peer has died, or is stopped until the deadline, while it holds the channel's lock.
+  // Otherwise returns a new slot in the state `kind`, or no slot if the channel is full. Throws std::runtime_error if
+  // the peer holds the channel's lock and has died, or is stopped until the deadline.
   struct Announced {
     Slot* slot = nullptr;
     State state = kFree;
@@ -91,24 +91,24 @@ class SharedBoard {
                             Deadline until);
   // Returns whether the caller, who announced this kind, must copy the message now.
   static bool claim(Slot& slot, State kind);
-  // Frees all slots of this kind that are not matched, and breaks those that are matched and not being copied. Calls
-  // `while_copying` while a message is being copied, until it returns false. Returns false if a message is still being
-  // copied at the deadline.
+  // Frees unmatched slots of this kind, and sets matched ones that are not being copied to kBroken. While a message is
+  // being copied, calls `while_copying` until it returns false. Returns false if a message is still being copied at the
+  // deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
-  // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. With many
-  // ranks, a rank that woke up for every event would mostly do so in vain.
+  // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. A rank is not
+  // woken for other events, which are most of the events if there are many ranks.
   static constexpr int kAnyone = -1;
   static constexpr uint64_t kNoOperation = UINT64_MAX;
   static void notify(Member& member, int from, uint64_t operation = kNoOperation);
-  // Blocks until `events` differs from `seen` through an awaited event, or that time has passed; may return spuriously.
-  // The caller must set `awaited` before it reads `events`.
+  // Blocks until an awaited event has changed `events` from `seen`, at most for that time; may return spuriously. The
+  // caller must set `awaited` before it reads `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
-  // ring() wakes all listeners. ring_for_room() does so if one of them waits for room.
+  // ring() wakes all listeners; ring_for_room() does so only if one of them waits for room.
   void ring() const;
   void ring_for_room() const;
-  // Registers a listener while it lives. sleep() blocks until the bell has rung more often than `rings`, or that time
+  // Registers a listener while it exists. sleep() blocks until the bell has rung more often than `rings`, or that time
   // has passed; it may return spuriously.
   class Listener {
    public:
@@ -122,7 +122,7 @@ class SharedBoard {
    private:
     const SharedBoard& board_;
   };
-  // Registers a wait for room while it lives.
+  // Registers a wait for room while it exists.
   class WaitForRoom {
    public:
     explicit WaitForRoom(const SharedBoard& board);

@@ -7,9 +7,9 @@ namespace {
 
 // Beyond this size, one copy between two memories is faster than two copies through a slot.
 constexpr int64_t kMostNumel = 1 << 16;
-// For all ranks together; limits the memory.
+// The same for all ranks together, to limit the memory.
 constexpr int64_t kMostNumelOfAll = 1 << 21;
-// Beyond this size, with more than two ranks, an all-reduce of two steps sends less.
+// Beyond this size, and with more than two ranks, a two-step all-reduce sends less.
 constexpr int64_t kMostReducedNumel = 1 << 14;
 
 }  // namespace

@@ -8,10 +8,10 @@
 namespace tessera::internal {
 
 // The layout of the memory of SharedRounds, and the limits of small operations. Limits compare numbers of elements,
-// which are part of the description of an operation. So ranks that decide differently have diverged.
+// which every rank passes alike: ranks that choose differently have diverged.
 class SharedRoundsPlan {
  public:
-  // The most rounds in flight, and the number of a rank's slots.
+  // The largest number of rounds in flight, and the number of a rank's slots.
   static constexpr uint64_t kRounds = 32;
   static constexpr size_t kLineBytes = 64, kPageBytes = 4096;
   static constexpr int64_t kMostElementBytes = 16;
@@ -28,7 +28,7 @@ class SharedRoundsPlan {
 
   // Largest full tensor of an all-gather or reduce-scatter, in elements.
   int64_t most_numel() const { return most_numel_; }
-  // Of an all-reduce or reduce. Each rank reads that much of every other rank.
+  // The same for an all-reduce or reduce, in which each rank reads the full tensor of every other rank.
   int64_t most_reduced_numel() const { return most_reduced_numel_; }
 
   size_t arrivals(uint64_t round) const { return kLineBytes * (round % kRounds); }
@@ -43,12 +43,11 @@ class SharedRoundsPlan {
   const int64_t most_numel_, most_reduced_numel_;
 };
 
-// Assigns rounds to a rank's slots. It takes the lowest free slot, so a rank with few rounds in flight touches little
-// memory.
+// Assigns rounds to a rank's slots. Uses the lowest free slot, so that few rounds in flight touch little memory.
 class RoundSlots {
  public:
   // Returns a free slot for `round`, the newest. A slot is free when all other ranks have left its round. Calls `ask`
-  // if no used slot is known to be free. It must return a round such that all others have left the rounds before it.
+  // if no used slot is known to be free; `ask` returns a round before which all others have left every round.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 

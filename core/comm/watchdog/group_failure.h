@@ -16,7 +16,7 @@ class GroupFailure {
     std::lock_guard lock(mutex_);
     return explanation_;
   }
-  // The first explanation counts. `is_published`: all ranks can read it.
+  // Only the first explanation is kept. `is_published`: all ranks can read it.
   void explain(const std::string& explanation, bool is_published) {
     std::lock_guard lock(mutex_);
     if (explanation_.empty()) explanation_ = explanation;

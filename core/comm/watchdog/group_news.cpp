@@ -13,10 +13,10 @@ namespace {
 // The most failures that an error lists. The first failures are the cause of the others.
 constexpr int kMostFailures = 4;
 
-// Keys of the store. Without destructors: detached threads may use them while the process ends.
+// Keys of the store. Of a type without a destructor, because detached threads may use them while the process ends.
 constexpr char kNews[] = "tessera/news";
-constexpr char kInformed[] = "tessera/informed";  // number of ranks that need the store no more
-constexpr char kLeft[] = "tessera/left";          // the Leaver
+constexpr char kInformed[] = "tessera/informed";  // number of ranks that no longer need the store
+constexpr char kLeft[] = "tessera/left";          // a text of Leaver
 
 std::string failure_key(int64_t number) { return c10::str("tessera/failure/", number); }
 

@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 // Messages of a group's ranks in its store: failures, ranks that have left, and ranks that have read the news. All
-// functions ask the store, so they may block, or throw if the store is lost. Thread-safe.
+// functions call the store, so they may block, and throw if the store is lost. Thread-safe.
 class GroupNews {
  public:
   // `serves_store`: the store is in this process.
@@ -30,15 +30,15 @@ class GroupNews {
   bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
   // The first failures, in the order in which they were published; "" if there are none.
   std::string read_failures() const;
-  // Whether there is something to read: a failure, or that the store will end.
+  // Whether there is news: a failure, or that the store will end.
   bool has_news() const;
 
-  // Says that this rank needs the store no more. The first call counts.
+  // Publishes that this rank no longer needs the store. Only the first call counts.
   void say_informed();
   bool has_said_informed() const { return said_informed_; }
-  // Says that this rank starts no operation after its first `started_count`, and is informed. The first call counts.
-  // Of the ranks that leave, the store keeps the one that has started the fewest operations. It keeps none once
-  // `has_failed` returns true: in a failed group no rank misses another.
+  // Publishes that this rank has started its last operation, number `started_count`, and no longer needs the store.
+  // Only the first call counts. The store keeps the leaving rank that has started the fewest operations, but none once
+  // `has_failed` returns true: a failed group needs no further reason.
   void say_left(uint64_t started_count, const std::function<bool()>& has_failed);
   struct Leaver {
     int rank;
@@ -46,8 +46,8 @@ class GroupNews {
   };
   std::optional<Leaver> find_leaver() const;
 
-  // Blocks until all other ranks are informed, at most `most_after_failure` if the group has failed or there is news,
-  // else `most`. Tells the others that there is news.
+  // Tells the others that there is news. Blocks until they no longer need the store, at most `most_after_failure` if
+  // the group has failed or there is news, else `most`.
   void await_readers(bool has_failed, std::chrono::milliseconds most, std::chrono::milliseconds most_after_failure);
 
  private:

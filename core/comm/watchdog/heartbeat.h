@@ -9,7 +9,7 @@
 
 namespace tessera::internal {
 
-// Tells the store that this rank lives, and checks the next rank during a stall. Used by one thread.
+// Publishes in the store that this rank lives, and during a stall checks that the next rank does. Used by one thread.
 class Heartbeat {
  public:
   static constexpr int kBeatsMissed = 10;  // after which a rank counts as dead
@@ -20,8 +20,8 @@ class Heartbeat {
 
   bool is_on() const { return every_.count() > 0; }
   bool is_due() const { return is_on() && std::chrono::steady_clock::now() - last_beat_ >= every_; }
-  // Counts one beat. If this rank is stalled, returns why the next rank counts as dead; else, or if it lives, "".
-  // Beats are counted, not timed: a delay of this rank or of the store does not blame the next rank.
+  // Counts one beat. If this rank is stalled, returns why the next rank counts as dead; otherwise "". Counts beats
+  // instead of time, so that a delay of this rank or the store is not blamed on the next rank.
   std::string beat(bool is_stalled);
 
  private:
@@ -30,7 +30,7 @@ class Heartbeat {
   const std::chrono::milliseconds every_;
   std::chrono::steady_clock::time_point last_beat_;
   int64_t beats_of_next_ = -1;
-  int missed_ = 0;  // beats of the next rank
+  int missed_ = 0;  // successive beats that the next rank has missed
 };
 
 }  // namespace tessera::internal

@@ -17,12 +17,12 @@ constexpr auto kSearchLeaversEvery = std::chrono::seconds(1);
 
 std::string waiting_key(int rank) { return c10::str("tessera/waiting/", rank); }
 
-// A search for a cycle reads the waits of all ranks.
+// A search for a cycle reads the waits of all ranks, so its interval grows with their number.
 std::chrono::milliseconds search_cycles_every(int ranks) {
   return std::max(std::chrono::milliseconds(1000), ranks * std::chrono::milliseconds(10));
 }
 
-// Bisects: the store answers for several keys at once whether all are set.
+// Bisects, because one call of the store tells whether several keys are all set.
 void find_not_stalled(c10d::Store& store, std::span<const int> ranks, std::vector<int>& found) {
   std::vector<std::string> keys;
   for (int rank : ranks) keys.push_back(waiting_key(rank));

@@ -15,8 +15,8 @@
 
 namespace tessera::internal {
 
-// Searches the store for the reason why a stalled operation does not end. All functions ask the store, so they may
-// block, or throw if the store is lost. Used by one thread.
+// Searches the store for the reason why a stalled operation does not end. All functions call the store, so they may
+// block, and throw if the store is lost. Used by one thread.
 class StallSearch {
  public:
   StallSearch(c10::intrusive_ptr<c10d::Store> store, int rank, GroupNews& news, const WaitRegistry::Place& place)
@@ -53,10 +53,10 @@ class StallSearch {
 // The text of an error about the first number under which two ranks have started different operations; "" if
 // `published`, another rank's operations, agree with this rank's.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
-// A rank's operations as they are published.
+// Returns the text in which a rank publishes its operations.
 std::string published_text(int rank, const std::deque<StartedOperation>& operations);
 
-// The ranks among `ranks` that do not stall. Asks the store.
+// The ranks among `ranks` that do not stall. Calls the store.
 std::vector<int> ranks_not_stalled(c10d::Store& store, const std::vector<int>& ranks);
 
 }  // namespace tessera::internal

@@ -26,7 +26,7 @@ class StartedOperations {
   static constexpr size_t kMostRecent = 64;
 
   void add(uint64_t sequence, std::string description);
-  // The last ones, oldest first.
+  // Returns the last operations, oldest first.
   std::deque<StartedOperation> recent() const;
   WaitRegistry::Progress progress() const;
 

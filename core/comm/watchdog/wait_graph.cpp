@@ -14,13 +14,13 @@ using Json = nlohmann::json;
 
 constexpr size_t kMostNamed = 8;
 
-// A depth-first search. Waits that it has left lead to no cycle.
+// A depth-first search. A wait that it has left cannot lead to a cycle.
 class WaitSearch {
  public:
   WaitSearch(int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of)
       : size_(size), waits_of_(waits_of) {}
 
-  // Returns the cycle that `wait` of `rank` is part of or leads to, or an empty one.
+  // Returns a cycle that contains `wait` of `rank` or is reachable from it, or an empty one.
   WaitCycle find(int rank, const GroupWait& wait) {
     const auto same = [&](const auto& visited) { return visited.first == rank && visited.second.group == wait.group; };
     const auto begin = std::find_if(path_.begin(), path_.end(), same);

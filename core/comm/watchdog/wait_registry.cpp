@@ -45,8 +45,7 @@ bool WaitRegistry::is_split() const {
   return is_split_;
 }
 
-// Reads the waits before the numbers of operations: if a wait ends in between, the numbers are too large rather than
-// too small.
+// Reads the waits before the numbers of operations: if a wait ends in between, a number is too large, not too small.
 std::vector<GroupWait> WaitRegistry::waits() const {
   std::vector<std::shared_ptr<Group>> groups;
   {

@@ -20,7 +20,7 @@ class WaitRegistry {
  public:
   // A group's identity among the groups of this rank.
   struct Place {
-    std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks, whose watchdog makes it
+    std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks: its watchdog makes the registry
     std::string name;
     std::vector<int> ranks;  // numbers in the group of all ranks; empty: this is that group
   };
@@ -51,16 +51,14 @@ class WaitRegistry {
   // members.
   Place split(const Place& place, const std::string& name, const std::vector<int>& members);
 
-  // The failure of the first of this rank's groups to fail, which may be the cause of the others' end; "" if there is
-  // none.
+  // The failure of the first of this rank's groups that failed. It may have caused later failures. "" if there is none.
   void note_failure(const std::string& text);
   std::string failure() const;
 
-  // The following functions ask the store, so they may block or throw. Before any split() they are no-ops.
+  // The following functions call the store, so they may block or throw. Before any split() they are no-ops.
   void show();
-  std::string find_cycle();  // cycle_text() of a cycle that includes this rank, which is published for its members
-  // The text of a cycle that another rank has found, and that includes this rank's wait in a group; "" if there is
-  // none.
+  std::string find_cycle();  // publishes and returns cycle_text() of a cycle with this rank
+  // The text of a cycle, published by another rank, that includes this rank's wait in a group; "" if there is none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
   std::string wait_of(int other) const;  // wait_text() of that rank of all ranks; "" if it publishes none
   int size() const noexcept { return size_; }

@@ -21,7 +21,7 @@ namespace {
 // The most waits in other groups that an error lists.
 constexpr size_t kMostWaits = 4;
 
-// The watchdogs of this process, for its end. Never destroyed.
+// The watchdogs of this process, which its end notifies. Never destroyed.
 class ProcessWatchdogs {
  public:
   void add(const std::shared_ptr<WatchdogLoop>& watchdog) {
@@ -151,7 +151,7 @@ std::string Watchdog::who_waits() {
   std::vector<int> others;
   for (int rank = 0; rank < size_; ++rank)
     if (rank != rank_) others.push_back(rank);
-  // The ranks that do not stall here, and their waits in other groups.
+  // The ranks that do not wait for this operation, and their waits in other groups.
   const auto found = ask_store([store = store_, loop = loop_, others] {
     const std::vector<int> absent = ranks_not_stalled(*store, others);
     std::map<int, std::string> elsewhere;

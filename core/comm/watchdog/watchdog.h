@@ -19,8 +19,8 @@ namespace tessera::internal {
 
 class WatchdogLoop;
 
-// Finds the reason why an operation does not end, through the store. Its thread does nothing while operations end
-// within a second. Then a waiting rank searches for these reasons. It ends the wait long before the timeout, with an
+// Finds out through the store why an operation does not end. Its thread does nothing while operations end within a
+// second. After a second, a waiting rank searches for these reasons, and ends the wait long before the timeout, with an
 // error that names the rank and the operation:
 // - A rank has failed: it has published its reason in the store.
 // - The ranks have diverged: the first rank to stall publishes its last operations, and the others compare them with
@@ -37,9 +37,9 @@ class WatchdogLoop;
 // ranks. A heartbeat is one call, or two during a wait.
 //
 // The store lives in one process (usually rank 0's). If that process exits first, published failures are lost. So ranks
-// that do not wait ask for news four times a second (ask_every()). After a failure, the process of the store waits
+// that do not wait poll for failures four times a second (ask_every()). After a failure, the process of the store waits
 // until all ranks have read it or have left, at most kReaders: await_readers(), ~Watchdog. Without a failure it waits
-// for two such questions at most, so that the others learn that the store ends: c10d would log the third one.
+// for two such polls at most, so that the others learn that the store ends: c10d would log a third one.
 //
 // That process may also be stopped, and c10d's calls of the store then have no timeout. So only threads that can be
 // detached call the store, and all other functions wait at most kPatience for an answer. Thread-safe.
@@ -47,7 +47,7 @@ class Watchdog {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
-  // Many ranks ask less often, at most once a second, to limit the load of the store.
+  // Many ranks poll less often, down to once a second, to limit the load of the store.
   static constexpr std::chrono::milliseconds ask_every(int ranks) {
     return std::clamp(std::chrono::milliseconds(ranks), kLookEvery, std::chrono::milliseconds(1000));
   }
@@ -55,7 +55,7 @@ class Watchdog {
 
   // Called by the watchdog's thread every quarter of a second during a stall.
   struct Callbacks {
-    std::function<void()> interrupt;  // ends the wait, which is in vain: see explanation()
+    std::function<void()> interrupt;  // ends a wait that cannot complete: see explanation()
     // Returns why the transport cannot complete the wait; "" if it can.
     std::function<std::string()> why_disconnected = {};
   };
@@ -80,13 +80,13 @@ class Watchdog {
 
   // Records that this rank starts operation number `sequence`.
   void started(uint64_t sequence, std::string description);
-  // The calling thread waits, and starts nothing until the wait ends. With a sequence number, it waits until all ranks
-  // have started that operation.
+  // Declares that the calling thread waits, and starts nothing until end_wait(). With a sequence number, it waits until
+  // all ranks have started that operation.
   void begin_wait(std::optional<uint64_t> sequence = {});
   void end_wait();
 
-  // Publishes that this rank starts no more operations, and that all of its own have ended. Must precede calls that
-  // wait for other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
+  // Publishes that this rank's operations have all ended, and that it starts no more. Must precede calls that wait for
+  // other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
   void leave() noexcept;
 
   // Publishes that this rank has failed. The first reason counts. A no-op if explanation() has returned failures of
@@ -97,13 +97,13 @@ class Watchdog {
   // ranks do not see closed connections before they can read the reason. Then waits as await_readers() does.
   static void publish_failure_of_process(const std::string& reason) noexcept;
 
-  // Whether this process is the first of its group to say why it ends. If the store is lost, returns whether this rank
-  // knows no failure that another one has published. True without a group.
+  // Whether this process is the first of its group to publish why it ends. If the store is lost, returns whether this
+  // rank knows no failure of another rank. True without a group.
   static bool is_first_to_tell() noexcept;
 
-  // If the store is in this process, blocks until the other ranks have read the failure or left the group, at most
-  // kReaders; if the group has not failed, at most two intervals of ask_every(). Must be called after the other ranks
-  // were woken. Only the first call counts.
+  // If the store is in this process, blocks until the other ranks have read the failure or left the group. Blocks at
+  // most kReaders, or without a failure two intervals of ask_every(). Must be called after waking the other ranks. Only
+  // the first call counts.
   void await_readers() noexcept;
 
   // Returns why the last wait was interrupted. If the transport has failed, returns the failures that other ranks have
@@ -112,10 +112,10 @@ class Watchdog {
 
   WaitRegistry& waits() noexcept;  // of this rank in all groups
 
-  // Lists the ranks that wait and those that do not, for the text of a timeout; "" if the store does not answer.
+  // Returns the ranks that wait and those that do not, for the error of a timeout; "" if the store does not answer.
   std::string who_waits();
 
-  // For how long the thread's current call of the store has been unanswered.
+  // How long the thread's current call of the store has been unanswered.
   std::chrono::milliseconds unanswered();
 
   // Why the store did not answer; "" if it did.

@@ -80,7 +80,7 @@ void WatchdogLoop::publish_failure(const std::string& reason) noexcept {
       return true;
     });
   } catch (const std::exception&) {
-    // The store is in rank 0's process. If that has ended, so has the group, and the connections of every rank close.
+    // The store is in rank 0's process. If that has ended, so has the group: closed connections end the waits.
   }
 }
 
@@ -106,7 +106,7 @@ void WatchdogLoop::look_at_stall() {
   try {
     reason = search_.find_failure_or_divergence(own);
   } catch (const std::exception&) {
-    // Rank 0's process is ending, and the store with it. So are the connections to it, which ends the wait.
+    // Rank 0's process is ending, and its store with it. Its closed connections end the wait.
     if (disconnected.empty()) throw;
   }
   if (reason.text.empty()) reason.text = disconnected;
@@ -149,7 +149,7 @@ void WatchdogLoop::run() {
       if (beats)
         if (const std::string dead = heartbeat_.beat(is_stalled); !dead.empty()) interrupt(dead, false);
     } catch (const std::exception& error) {
-      // The store does not answer. The next turn asks again. A transport knows whether the store's process has ended.
+      // The store does not answer; the next turn calls it again. Transports detect the end of its process.
       if (is_stalled && heartbeat_.is_on()) interrupt(lost_store_text(error), false);
       // Stops asking for news, because c10d logs every call that fails.
       if (asks && failure.store_failure().empty()) failure.set_store_failure(lost_store_text(error));

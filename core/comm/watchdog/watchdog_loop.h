@@ -23,19 +23,19 @@
 
 namespace tessera::internal {
 
-// The turns of a thread that calls the store and may be stuck in a call. Thread-safe.
+// Controls the loop of a thread that calls the store and may be stuck in a call. Thread-safe.
 class LoopControl {
  public:
-  // Blocks for that long. Returns false as soon as the loop must stop.
+  // Blocks for the duration. Returns false as soon as the loop must stop.
   bool sleep(std::chrono::milliseconds duration);
-  // Around calls of the store.
+  // Must enclose calls of the store.
   void begin_calls();
   void end_calls();
   void end_loop();
 
   // Stops the loop. Returns false if it has not ended after `patience`.
   bool stop(std::chrono::milliseconds patience);
-  // For how long the calls have lasted by now.
+  // How long the calls in progress have lasted.
   std::chrono::milliseconds unanswered() const;
 
  private:
@@ -58,7 +58,7 @@ class WatchdogCallbacks {
     std::lock_guard lock(mutex_);
     return callbacks_.why_disconnected ? callbacks_.why_disconnected() : "";
   }
-  // Returns when no callback is running.
+  // Returns when no callback is running and none will be.
   void clear() {
     std::lock_guard lock(mutex_);
     callbacks_ = {};
