@@ -8,14 +8,14 @@
 namespace tessera::internal {
 
 // Decides the order in which a backward pass reduces the buckets of units, and tracks which units have all gradients.
-// The order is the reverse of the units' first uses in forward. So it is equal on all ranks, in whatever order
-// gradients arrive. A value type: units and buckets are numbers.
+// The order is the reverse of the units' first uses in forward. So it is equal on all ranks, regardless of the order of
+// gradients. A value type: units and buckets are numbers.
 class BackwardProgress {
  public:
-  // `first_buckets`: the number of each unit's first bucket, then the number of all buckets.
+  // `first_buckets` has the index of each unit's first bucket, then the number of all buckets.
   void set_buckets(std::vector<size_t> first_buckets);
 
-  // Records that forward, or a part of it that backward recomputes, uses the unit with autograd recording.
+  // Records a use of the unit with autograd recording, in forward or in a part of it that backward recomputes.
   void expect(size_t unit);
 
   // Begins a pass, and returns the order of its buckets. If no unit is expected (a second backward of one graph), the
@@ -24,14 +24,14 @@ class BackwardProgress {
   // Records that the bucket has all gradients. A second call in a pass is a no-op.
   void complete(size_t unit, size_t bucket);
   bool is_complete(size_t unit) const { return missing_[unit] == 0; }
-  // Ends the pass: the next forward begins a new order.
+  // Ends the pass. The next forward starts a new order.
   void end();
 
  private:
   std::vector<size_t> first_buckets_;
   std::vector<size_t> uses_, last_uses_;  // units in order of first use: since the last pass, and of that pass
   std::vector<bool> is_expected_;         // by unit
-  std::vector<int64_t> missing_;          // by unit: buckets without all gradients of this pass
+  std::vector<int64_t> missing_;          // by unit: number of buckets that lack gradients of this pass
   std::vector<bool> is_done_;             // by bucket
 };
 

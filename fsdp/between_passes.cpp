@@ -33,7 +33,7 @@ uint64_t BetweenPasses::writes() const {
   return writes;
 }
 
-// A step may write nothing on a rank without a trained element with a gradient: optimizers may skip empty tensors.
+// A step may write nothing on a rank that has no elements with gradients, because optimizers may skip empty tensors.
 bool BetweenPasses::all_ranks_step() const {
   std::vector<bool> steps(model_.mesh().shard->size(), false);
   for (const Parameter& parameter : parameters_)
@@ -52,7 +52,7 @@ void BetweenPasses::pass_begins(bool is_observed) {
       parameter.trained = trains;
       has_changed = true;
     }
-    // On a device unequal logs always throw, so parameters of which a rank has no element are left out.
+    // On a device, any difference of the logs throws, so parameters without elements on some rank are left out.
     if (comm.device().is_cpu() || parameter.ranks.numel() == comm.size())
       model_.log().add_kept(parameter.shard.grad().defined(), parameter.shard.numel() == 0);
   }

@@ -8,14 +8,14 @@
 
 namespace tessera::internal {
 
-// Logs the acts between two backward passes that all ranks must do alike: freezing, clearing gradients, a step. The
-// ranks compare their logs at the end of the pass; the error names a rank that left one out.
+// Logs actions between two backward passes that all ranks must take alike: freezing, clearing gradients, a step. Ranks
+// compare their logs at the end of the pass; the error names a rank that omitted an action.
 class BetweenPasses {
  public:
   // `model` must outlive it.
   explicit BetweenPasses(ShardedModel& model);
 
-  // Must be called as a pass begins. `is_observed`: steps are taken during passes, so none is expected between them.
+  // Must be called as a pass begins. `is_observed`: steps are taken during passes, not between them.
   void pass_begins(bool is_observed);
   // Must be called after a pass that reduced gradients.
   void pass_ended(bool is_observed);

@@ -9,12 +9,11 @@
 
 namespace tessera::internal {
 
-// The buffers that MixedPrecision::buffer_dtype casts, with their original dtypes. Checkpoints and state dictionaries
-// store the original dtypes.
+// The buffers that are cast to MixedPrecision::buffer_dtype, with their original dtypes. Checkpoints and state
+// dictionaries store the original dtypes.
 class CastBuffers {
  public:
-  // Casts floating-point buffers, except those of exempt and ignored modules. In place, since the module's members
-  // refer to these tensors.
+  // Casts floating-point buffers in place, because module members refer to them. Skips exempt and ignored modules.
   void cast(const torch::nn::Module& module, const FsdpOptions& options);
 
   // Returns the value in the buffer's original dtype; unchanged if the buffer is not cast.

@@ -1,4 +1,4 @@
-// The construction of flat parameters, apart from their use in a step.
+// Constructs flat parameters. Their use in a step is in other files.
 #include "fsdp/flat_parameter.h"
 
 #include <ATen/ops/empty.h>
@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// of(tensor) for each of the parameters.
+// Returns of(tensor) for each of the parameters.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -25,7 +25,7 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   return values;
 }
 
-// Returns `chosen`; the own dtype if that is empty, or the parameter is in full precision or not floating-point.
+// Returns `chosen`, or the own dtype if that is empty or the parameter is in full precision or not floating-point.
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
@@ -37,8 +37,8 @@ std::string traits_of(const PlannedParameter& parameter) {
          (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
 }
 
-// Moves this rank's part of gradients from before wrapping into the `.grad` of the shards, and clears the parameters'
-// own. Not collective: require_same_plan() has compared them over the ranks.
+// Moves this rank's part of gradients from before wrapping into the shards' `.grad`, and clears the parameters'
+// `.grad`. Not collective: require_same_plan() has compared the gradients over ranks.
 void take_earlier_gradients(FlatParameter& flat) {
   const NoGradNoInferenceGuard quiet;
   std::vector<bool> has(flat.parameters().size());
@@ -158,7 +158,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   shard_ = shard_page_->view(dtype(), {layout().shard_numel()}, {1}, 0);
 }
 
-// Reads this rank's part of deferred parameters that have a reader: a checkpoint, say.
+// Reads this rank's part of deferred parameters that have a reader, for example from a checkpoint.
 void FlatParameter::read_own_parts(const at::Tensor& shard) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ReadElements* read = reader_of(parameters_[i].tensor);
@@ -181,7 +181,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
     members.push_back({shard, {{shard.numel()}, {1}}, layout().offset_in_shard(static_cast<int64_t>(i), rank())});
     if (layout().world_size() > 1) members.back().part_label = shard_label(i);
   }
-  // Shard and gradient may be in different memories.
+  // Shard and gradient may be on different devices.
   auto memory = [device, grad_memory](int64_t numel, at::ScalarType dtype) {
     const MemoryKindScope kind(MemoryKind::kGradients);
     return grad_memory ? grad_memory(numel, dtype)

@@ -23,29 +23,29 @@ namespace tessera::internal {
 
 // How a flat parameter is stored, gathered and reduced. The dtypes apply to floating-point parameters.
 struct FlatParameterOptions {
-  // The dtype of unsharded parameters, and so of computation and gradients. Shards keep the parameters' own dtype.
+  // The dtype of unsharded parameters, and thus of computation and gradients. Shards keep the parameters' own dtype.
   // Ignored for full_precision parameters.
   std::optional<at::ScalarType> gather_dtype;
   // The dtype of reductions. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
-  // The format of all-gathers for use. Ignored for full_precision parameters, and if there are no other ranks.
+  // The wire format of all-gathers before use. Ignored for full_precision parameters, and if there are no other ranks.
   WireFormat wire = WireFormat::kDtype;
-  // The ranks that hold the same shard in the other copies of the model, and this rank. `sync_module_states` takes the
-  // values of rank 0 of the first copy. Used in the constructor only.
+  // The ranks that hold this shard in other copies of the model, and this rank. With `sync_module_states`, values are
+  // those of rank 0 of the first copy. Used in the constructor only.
   Communicator* replicas = nullptr;
-  // Allocates [numel] in host memory for the shard and its gradient. Empty: they are on the communicator's device.
+  // Allocates [numel] in host memory for the shard and its gradient. Empty: both are on the communicator's device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Is called before writes to the shard, and for writes that set_shard_writable(false) forbids. For a shard on a disk
-  // the DiskPager gets the latter. Must outlive the flat parameter.
+  // Called before writes to the shard, and for writes that set_shard_writable(false) forbids; for a shard on disk, the
+  // latter call the DiskPager. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
   Memory low_precision_memory;  // for the copy in gather_dtype of a shard in host memory; empty: shard_memory
 };
 
-// The names, shapes and dtypes of the parameters that share one flat buffer, and the rank's part of it. A value: needs
-// no other ranks. The parameters have one dtype, and all are trainable or all frozen.
+// The names, shapes and dtypes of the parameters that share one flat buffer, and this rank's part of it. A value type
+// that needs no other ranks. The parameters have one dtype, and all are trainable or all frozen.
 class FlatSpec {
  public:
   FlatSpec(std::string name, std::vector<PlannedParameter> parameters, int rank, int world_size,
@@ -66,15 +66,15 @@ class FlatSpec {
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
-  // The view of a parameter, in its own shape, in a buffer [layout().full_numel()].
+  // Returns the view of a parameter, in its shape, in a buffer [layout().full_numel()].
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
     return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
-  // This rank's shard in such a buffer.
+  // Returns this rank's shard in a buffer [layout().full_numel()].
   at::Tensor own_part_of(const at::Tensor& full) const {
     return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
   }
-  // The part of a parameter in a shard of this rank, [layout().shard_numel()].
+  // Returns the part of a parameter in this rank's shard, [layout().shard_numel()].
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
   std::string shard_label(size_t parameter) const;  // "parameter 'fc.weight' on rank 1"
 
@@ -94,28 +94,27 @@ class FlatSpec {
   const FlatLayout layout_;
 };
 
-// Parameters of one unit in one flat buffer. Each rank keeps an equal part of the buffer, the shard, and its gradient.
-// Used by one thread at a time, without autograd.
+// The parameters of a unit that share a flat buffer. Each rank keeps an equal part of the buffer, the shard, and its
+// gradient. Used by one thread at a time, without autograd.
 class FlatParameter : public FlatSpec {
  public:
-  // Copies this rank's part of the parameters' values: its own values, or rank 0's with `sync_module_states`
-  // (collective). Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
+  // Copies this rank's part of the parameters' values: its own, or with `sync_module_states` rank 0's (collective).
+  // Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
   FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
                 const FlatParameterOptions& options = {});
 
   // [layout().shard_numel()]
   const at::Tensor& shard() const { return shard_; }
-  // The page of which the shard is a view. It counts writes. After set_shard_writable(false) operators that write to
-  // the shard throw.
+  // The page of the shard, which counts writes. After set_shard_writable(false), writes by operators throw.
   const Page& shard_page() const { return *shard_page_; }
   void set_shard_writable(bool writable) { shard_page_->set_writable(writable); }
   // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether a parameter's shard is still a view of shard(): set_data() gives it another storage.
+  // Whether a parameter's shard is still a view of shard(). After set_data() it is not.
   bool is_shard_attached(size_t parameter) const;
 
-  // The tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the device:
-  // the shard itself, or this rank's part of `full`, into which the shard is cast or copied from host memory.
+  // Returns the tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the
+  // device. This is the shard, or this rank's part of `full` if the shard must be cast or copied from the host.
   at::Tensor shard_for(const at::Tensor& full) const {
     if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
     return own_part_of(full).copy_(shard_);
@@ -137,7 +136,7 @@ class FlatParameter : public FlatSpec {
   }
 
   // For a shard in host memory, returns the tensor in gather_dtype() to copy to the device: the shard, or its
-  // low-precision copy. Refreshes the copy if only the shard was written to.
+  // low-precision copy, which is updated first if it is stale.
   const at::Tensor& link_source() {
     if (!low_precision_) return shard_;
     if (const uint32_t writes = shard_page().writes(); low_precision_->writes != writes) {
@@ -147,10 +146,10 @@ class FlatParameter : public FlatSpec {
     return low_precision_->values;
   }
 
-  // The low-precision copy, not refreshed; undefined if there is none.
+  // The low-precision copy, which may be stale; undefined if there is none.
   at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
 
-  // Makes reduced gradients the `.grad` of parameter_shards().
+  // Turns reduced gradients into the `.grad` of parameter_shards().
   GradientBuffer& gradient() { return *gradient_; }
   const GradientBuffer& gradient() const { return *gradient_; }
 
@@ -167,42 +166,42 @@ class FlatParameter : public FlatSpec {
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() differs
   std::vector<at::Tensor> parameter_shards_;
   std::unique_ptr<Page> own_page_;  // of the shard; null on a disk, since the DiskPager owns the page
-  // Kept, because page_of(shard_) would race with another thread that evicts the shard.
+  // Stored, because page_of(shard_) would race with another thread that evicts the shard.
   Page* shard_page_ = nullptr;
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
 // A flat parameter, the pages that back the module's parameters, and its copies and all-gathers in flight. Unit and its
-// parts use the fields.
+// members use the fields.
 struct PagedFlatParameter {
   FlatParameter flat;
   std::unique_ptr<Page> page;        // of the unsharded parameters, in gather_dtype()
-  std::unique_ptr<Page> exact_page;  // if they are cast: of the summoned parameters, in dtype(); else null
+  std::unique_ptr<Page> exact_page;  // of summoned parameters, in dtype(), if unsharded ones are cast; else null
   std::unique_ptr<Page> host_page;   // of parameters that are summoned to the host; null before the first time
-  uint32_t writes_before = 0;        // the writes to the page in use until the unit was summoned
-  size_t first_parameter = 0;        // the number of its first parameter among the model's
+  uint32_t writes_before = 0;        // count of writes to the page in use when the unit was summoned
+  size_t first_parameter = 0;        // index of its first parameter among the model's
   at::Tensor staging{};    // of a shard in host memory: its copy on the device, [shard_numel] of gather_dtype()
   Copy fetching{};         // into `staging`
-  DiskPager::Hold held{};  // of a shard on a disk, while it is copied
+  DiskPager::Hold held{};  // keeps a shard on disk in memory while it is copied
   Pending gathering{};     // the all-gather
   at::Tensor wire{};       // of an all-gather of encoded shards: the encoded bytes of all ranks
 
-  // The page of which the module's parameters are views now.
+  // The page whose views the module's parameters are now.
   Page& page_in_use() const {
     if (host_page && host_page->is_attached()) return *host_page;
     return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
-  // Makes the parameters views of another page. The module's members, ties and requires_grad stay.
+  // Makes the parameters views of another page. Keeps the module's members, ties and requires_grad.
   void point_parameters(const Page& to, at::ScalarType dtype) const;
 };
 
 using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of one unit
 
 // Splits a unit's parameters into flat parameters: by dtype, by full precision, and into frozen and trainable, so that
-// frozen parameters cost no gradient memory. In order of first appearance.
+// frozen parameters cost no gradient memory. The result is in order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
-// Splits the unit, takes its values, and makes the module's parameters views of pages with the id `index`. `name` is
+// Splits the unit, copies its values, and makes the module's parameters views of pages with the id `index`. `name` is
 // for errors. Collective if `sync_module_states`.
 FlatParameters make_flat_parameters(const PlannedUnit& unit, const std::string& name, int index, Communicator& comm,
                                     bool sync_module_states, const FlatParameterOptions& options);

@@ -1,4 +1,4 @@
-// The views of a ShardedModel for checkpoints, state dictionaries and reports.
+// ShardedModel's functions for checkpoints, state dictionaries and reports.
 #include "fsdp/sharded_model.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ void ShardedModel::name_shards() {
   }
 }
 
-// The ranks of a copy are consecutive: see make_mesh().
+// Relies on the order of ranks: those of a copy are consecutive (make_mesh()).
 std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<ModelShards::HeldPart> held;
@@ -68,7 +68,7 @@ void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOpti
   auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
     if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
   };
-  // An aborted all-gather must not be shown.
+  // Throws if an all-gather was aborted, before its result is shown.
   auto settle = [&] {
     if (keep) mesh_.world->throw_if_aborted("full_state_dict");
   };

@@ -7,10 +7,10 @@
 
 namespace tessera::internal {
 
-// Predicts the next units from the order of the last pass (a forward or a backward). A value: no ranks, no tensors.
+// Predicts the next units from the order of the last pass (a forward or a backward). A value type.
 class PrefetchOrder {
  public:
-  // Starts a pass. The uses of the pass before, if any, become expected().
+  // Starts a pass. The uses of the previous pass, if any, become expected().
   void begin_pass() {
     if (!current_.empty()) expected_ = std::move(current_);
     current_.clear();
@@ -18,25 +18,25 @@ class PrefetchOrder {
     on_path_ = true;
   }
 
-  // The prediction for the first pass; each later pass is expected to repeat the one before.
+  // Sets the prediction for the first pass. Each later pass is expected to repeat the previous one.
   void expect(std::vector<int> order) { expected_ = std::move(order); }
 
-  // Records a use. The same unit twice in a row counts once. A pass that does not end (evaluations that call modules
-  // and not the wrapper) starts over after kLongestPass uses.
+  // Records a use. Successive uses of one unit count once. A pass that does not end (an evaluation that calls modules
+  // instead of the wrapper) starts over after kLongestPass uses.
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit) {
     if (!current_.empty() && current_.back() == unit) return;
     if (current_.size() >= kLongestPass) begin_pass();
     current_.push_back(unit);
-    // Usually at next_. Otherwise the pass skipped units, or started over.
+    // Usually found at next_; otherwise the pass skipped units, or started over.
     auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
     if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
     on_path_ = found != expected_.end();
     if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
   }
 
-  // If the last uses repeat one sequence three times, removes the last repetition. Otherwise modules that are called
-  // directly between passes would lengthen seen() without end.
+  // If the last uses repeat one sequence three times, removes the last repetition. Otherwise seen() would grow without
+  // limit if modules are called directly between passes.
   void forget_repetition() {
     const size_t count = current_.size();
     for (size_t period = 1; 3 * period <= count; ++period) {
@@ -49,8 +49,7 @@ class PrefetchOrder {
     }
   }
 
-  // The next `count` different units at this point of the last pass, nearest first. Empty if the last use is not in
-  // expected().
+  // Predicts the next `count` different units, nearest first, from the last pass. Empty if the last use was unexpected.
   std::vector<int> upcoming(int count) const {
     std::vector<int> units;
     if (!on_path_ || current_.empty()) return units;

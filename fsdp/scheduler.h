@@ -21,8 +21,8 @@ namespace tessera::internal {
 // backward ends or fails.
 //
 //   use(unit)   unshard it, evict and prefetch others (UnshardedUnits)
-//   gradient    hand it to the reducer; after the unit's last gradient, reshard the unit
-//   end         reduce the rest, reshard all units: the optimizer changes the shards next
+//   gradient    pass it to the reducer; after the unit's last gradient, reshard the unit
+//   end         reduce the rest; reshard all units, because the optimizer changes the shards next
 class Scheduler : public Pager, public BackwardPass {
  public:
   // Shards the module. Collective.
@@ -38,14 +38,14 @@ class Scheduler : public Pager, public BackwardPass {
   void prepare_replay() override;
 
   ScopeExit pre_forward();  // the scope ends with forward, and within this object's lifetime
-  void post_forward();      // of a forward that returns
+  void post_forward();      // after a forward that returned
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
-  void refuse_use(std::string reason);  // empty: no longer
+  void refuse_use(std::string reason);  // empty: permit use again
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // Before a save reads the shards: copies the module's parameters into them if they differ. Not collective.
+  // Must be called before a save: copies the module's parameters into the shards if they differ. Not collective.
   void show_in_shards();
-  // After reattach(), and with one requires_grad for each shard and parameter; during a backward without changes.
+  // Outside backward, first takes over the user's changes: replaced parameters, and requires_grad.
   const std::vector<NamedShard>& named_shards();
   // Whether parameters are in their own dtype now, despite mixed precision: all units are summoned.
   bool shows_exact_values() const;

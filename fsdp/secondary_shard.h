@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// The ranks that share one secondary copy (HybridSharding::ranks_per_secondary_copy), and the memory of their shards.
+// The ranks that share one secondary copy (ranks_per_secondary_copy), and the memory of secondary shards.
 struct SecondaryGroup {
   Communicator* comm = nullptr;  // null: no secondary shards
   CountedBuffers* memory = nullptr;
@@ -24,14 +24,14 @@ struct SecondaryGroup {
 // All ranks must keep, cut, evict and drop at the same points. Used by one thread at a time.
 class SecondaryShard {
  public:
-  // Each state with its cost in memory.
+  // The states, with their costs in memory.
   enum class State : uint8_t {
     kNone,    // 0
-    kWanted,  // 0: the next reshard cuts it
+    kWanted,  // 0: the next reshard calls cut()
     kHeld,    // 1/n of the unsharded parameters, in gather_dtype(), in a group of n ranks
   };
 
-  // `flat_parameters` outlives it.
+  // `flat_parameters` must outlive this object.
   SecondaryShard(SecondaryGroup group, FlatParameters& flat_parameters)
       : group_(group), flat_parameters_(flat_parameters) {}
 
@@ -40,11 +40,11 @@ class SecondaryShard {
 
   // A no-op without a group.
   void keep();
-  // Copies this rank's part of the unsharded parameters, a buffer for each flat parameter. A no-op unless kWanted.
+  // Copies this rank's part of the unsharded parameters, one buffer for each flat parameter. A no-op unless kWanted.
   void cut(const std::vector<at::Tensor>& full);
-  // Starts an all-gather of one flat parameter into `full`. Must be kHeld. Collective in the group.
+  // Starts an all-gather of one flat parameter into `full`. The state must be kHeld. Collective in the group.
   void start_gather(size_t flat_parameter, const at::Tensor& full, CollectiveLog& log);
-  // Frees the memory; the next reshard cuts again.
+  // Frees the memory; the next reshard calls cut() again.
   void evict();
   // Blocks until no peer reads the secondary shard, and frees it.
   void drop();

@@ -14,7 +14,7 @@ void ShardedGradients::show_version(const Unit& unit) {
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Raises versions here already: forward may save a parameter before any operator uses it.
+// Raises versions already here, because forward may save a parameter before any operator uses it.
 void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }
@@ -36,7 +36,7 @@ void ShardedGradients::begin() {
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());
       state.in_shard = GradState::kOrdinary;
     } else {
-      forget(i);  // a no-op, unless the user cleared the gradient and still holds the placeholder
+      forget(i);  // needed if the user cleared the gradient but holds the placeholder
     }
   }
   between_passes_.pass_begins(reducer_.has_observer());

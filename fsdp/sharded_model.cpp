@@ -16,7 +16,7 @@
 namespace tessera::internal {
 namespace {
 
-// The groups are made before require_same_plan(), so their options are compared first.
+// Options are compared first, because the groups are made before require_same_plan().
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",
@@ -47,7 +47,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
       mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
                       options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
-      // The group that gathers into the buffers allocates them, and outlives them.
+      // The group that gathers into these buffers allocates them, and must outlive them.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
@@ -73,14 +73,13 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();
-  // Return the memory of the module's own parameters, freed unit by unit.
+  // Returns the memory of the module's own parameters, which were freed unit by unit, to the system.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
-// [Note: Sharding a deferred model]
-// The tape of a deferred model is replayed batch by batch. A unit is made as soon as its values are computed, and frees
-// them, so memory never holds the whole model. All ranks have the same tape, so collective constructors run in one
-// order. Deferred tensors in no unit (buffers, ignored parameters) are batches of their own.
+// [Note: Sharding a deferred model] Replays the tape of a deferred model batch by batch. A unit is made as soon as its
+// values are computed, and frees them, so memory never holds the whole model. All ranks have equal tapes, so they run
+// collective constructors in one order. Deferred tensors in no unit (buffers, ignored parameters) are separate batches.
 void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   const MixedPrecision& precision = options_.mixed_precision;
   FlatParameterOptions flat_options;
@@ -121,7 +120,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
       if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
   for (const at::Tensor& tensor : others) deferred.push_back({tensor});
 
-  // A batch without deferred parameters needs no replay: an ordinary model is a loop over the plan.
+  // A batch without deferred parameters needs no replay, so for an ordinary model this is a loop over the plan.
   replay_deferred(deferred, [&](size_t batch, const std::vector<at::Tensor>& values) {
     if (batch >= plan.size()) return fill_deferred(deferred[batch][0], values[0].to(mesh_.world->device()));
     for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];

@@ -25,8 +25,8 @@ namespace tessera::internal {
 // unsharded, and ShardedGradients owns the gradients.
 class ShardedModel {
  public:
-  // Plans units, checks that all ranks agree, and shards the module. Collective. `pager` is called before uses of
-  // parameters.
+  // Plans units, checks that ranks agree, and shards the module. Collective. Operators on parameters call `pager`
+  // first.
   ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options, Pager* pager);
 
   const FsdpOptions& options() const { return options_; }
@@ -34,7 +34,7 @@ class ShardedModel {
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   std::vector<std::unique_ptr<Unit>>& units() { return units_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // no names: all
+  std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // all units if `names` is empty
   CollectiveLog& log() { return log_; }
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
@@ -44,14 +44,14 @@ class ShardedModel {
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
   std::vector<ModelShards::HeldPart> held_by(int rank) const;  // of named_shards()
-  // Parameters of ignored modules, unsharded, under each of their names.
+  // The parameters of ignored modules, which are not sharded, under each of their names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
   const CastBuffers& cast_buffers() const { return cast_buffers_; }
 
   using VisitState =
       std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
-  // Calls visit() for each full parameter in its own dtype, then for each buffer. Summoned units are shown with their
-  // changes. Collective; at most one unit is gathered at a time.
+  // Calls visit() for each full parameter in its own dtype, then for each buffer. Summoned units are passed with the
+  // user's changes. Collective; at most one unit is gathered at a time.
   void visit_full_state(const VisitState& visit, const StateDictOptions& options);
 
   MemoryReport memory() const;  // without gradient buckets

@@ -17,25 +17,25 @@ enum class Summon : uint8_t {
   kNone,
   kOnDevice,
   kOnHost,     // in host memory, though the communicator's device is an accelerator
-  kElsewhere,  // on rank 0 only, and this is another rank
+  kElsewhere,  // this is not rank 0, and only rank 0 shows them
 };
 
-// One unit's full parameters in summon_full_params(): in their own dtype, and writable by operators.
-// The shards are read-only meanwhile, except where the full parameters are the shard. Used by one thread at a time.
+// One unit's full parameters in summon_full_params(): in their own dtype, and writable by operators. Meanwhile the
+// shards are read-only, except a shard that is the full parameters itself. Used by one thread at a time.
 class SummonedParameters {
  public:
-  // Whether changes are kept, with the cost in memory beside the shard.
+  // Whether changes are kept. Comments name the cost in memory in addition to the shard.
   enum class Changes : uint8_t {
     kWrittenBack,  // the full parameters; 0 if the shard has all of them
-    kLost,         // the full parameters; if the shard has all of them: a copy, from which hide() restores it
+    kLost,         // the full parameters; or a copy of the shard if it has all, which hide() restores
   };
 
-  // `flat_parameters` outlives it.
+  // `flat_parameters` must outlive this object.
   SummonedParameters(FlatParameters& flat_parameters, Communicator& comm, CountedBuffers& memory, CollectiveLog& log)
       : flat_parameters_(flat_parameters), comm_(comm), memory_(memory), log_(log) {}
 
-  // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters, and is shown
-  // itself unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
+  // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters. Then it is
+  // shown itself, unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
   void show(Summon where, Changes changes, bool is_whole);
   // Makes the parameters views of their pages again. If `writeback`, copies this rank's part into the shards.
   void hide(bool writeback);
@@ -54,7 +54,7 @@ class SummonedParameters {
   CountedBuffers& memory_;
   CollectiveLog& log_;
   Changes changes_ = Changes::kWrittenBack;
-  std::vector<at::Tensor> saved_;  // copies of the shards that are shown, if changes are lost
+  std::vector<at::Tensor> saved_;  // copies of shards that are shown themselves, if Changes::kLost
 };
 
 }  // namespace tessera::internal

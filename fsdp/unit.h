@@ -36,18 +36,18 @@ struct UnitContext {
 // time.
 class Unit {
  public:
-  // Each state with its cost in memory beside the shard. A shard is 1/N of the parameters in their own dtype.
+  // The states, with their costs in memory beside the shard. A shard is 1/N of the parameters in their own dtype.
   enum class State : uint8_t {
     kSharded,     // 0
     kFetching,    // with offload: the shard in gather_dtype(), on the device, which a copy is filling
-    kUnsharding,  // as kFetching, and all parameters in gather_dtype(), which an all-gather is filling
+    kUnsharding,  // kFetching's cost, and all parameters in gather_dtype(), which an all-gather is filling
     kUnsharded,   // all parameters in gather_dtype(): the module's parameters are views of them
     kSummoned,    // see SummonedParameters
-    kWhole,       // 0: unsharded for good, since the shard has all parameters (one rank, no cast, no offload)
+    kWhole,       // 0: always unsharded, because the shard has all parameters (one rank, no cast, no offload)
   };
 
-  // Takes the values of the planned parameters and makes the module's own parameters views of pages.
-  // Collective if `sync_module_states`.
+  // Copies the values of the planned parameters, and makes the module's own parameters views of pages. Collective if
+  // `sync_module_states`.
   Unit(int index, const PlannedUnit& plan, const UnitContext& context, const FlatParameterOptions& options,
        bool sync_module_states);
   ~Unit();
@@ -68,11 +68,11 @@ class Unit {
   void read_ahead();
   // Starts copying a shard that is in host memory to the device. Not collective.
   void start_fetch();
-  // Starts the all-gather; a no-op unless sharded or fetching. Collective.
+  // Starts the all-gather; a no-op unless kSharded or kFetching. Collective.
   void unshard();
   // Whether unshard() moves data before wait_for_unshard().
   bool can_unshard_ahead() const;
-  // After unshard(): blocks until the parameters may be used on the current stream.
+  // Must be called after unshard(): blocks until the parameters may be used on the current stream.
   void wait_for_unshard();
   // Frees the unsharded parameters, after the all-gather or copy in flight. A no-op if summoned.
   void reshard();
@@ -80,7 +80,7 @@ class Unit {
 
   // ---- the shards
 
-  // Before a write to shards in host memory: blocks until no copy reads them.
+  // Must be called before a write to shards in host memory. Blocks until no copy reads them.
   void wait_for_reads();
   // Whether the shards were written to since the last all-gather.
   bool is_stale() const;
@@ -91,13 +91,13 @@ class Unit {
 
   // ---- full parameters
 
-  // Reshards and shows full parameters, in their own dtype. With kElsewhere, only joins the all-gathers. Collective.
+  // Reshards, and shows full parameters in their own dtype. With kElsewhere, only joins the all-gathers. Collective.
   void summon(Summon where, SummonedParameters::Changes changes);
-  // Must be summoned. Without `writeback` changes are lost.
+  // The unit must be summoned. Without `writeback`, changes are lost.
   void dismiss(bool writeback);
-  // Copies changes into the shards, as dismiss(true) would. Must be summoned. Not collective.
+  // Copies changes into the shards, as dismiss(true) would. The unit must be summoned. Not collective.
   void write_back();
-  // A flat parameter in full, in its own dtype: the summoned one, else gathered into new memory. Collective.
+  // Returns a flat parameter in full, in its own dtype: the summoned one, or else gathered into new memory. Collective.
   at::Tensor full_values(const PagedFlatParameter& paged);
 
  private:

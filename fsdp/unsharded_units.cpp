@@ -22,13 +22,13 @@ void UnshardedUnits::post_backward(bool accumulates) {
   accumulates_ = accumulates;
 }
 
-// Called at the same points on all ranks. A write to a shard is no such point: an optimizer may skip a parameter of
-// which this rank has no element.
+// Must be called at the same points on all ranks. So it is not called after writes to a shard: an optimizer may skip a
+// parameter of which this rank has no element.
 void UnshardedUnits::drop_secondaries() {
   for (auto& unit : model_.units()) unit->secondary().drop();
 }
 
-// The first backward is expected to use units in the reverse order of forward.
+// Predicts that the first backward uses units in the reverse order of forward.
 void UnshardedUnits::pre_backward() {
   if (backward_order_.expected().empty())
     backward_order_.expect({forward_order_.seen().rbegin(), forward_order_.seen().rend()});
@@ -60,10 +60,9 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
   computing_.begin(std::move(names), backward ? "backward" : "forward");
 }
 
-// [Note: Evicting at the turn]
-// A rank holds the most memory as the first gradients are computed. If all-gathers copy from the peers' memory,
-// gathering the last units of forward once more is cheaper than keeping them. With few units the extra all-gather costs
-// too much. The rule uses only facts that all ranks share.
+// [Note: Evicting at the turn] A rank holds the most memory when the first gradients are computed. If all-gathers copy
+// from the peers' memory, gathering the last units of forward again is cheaper than keeping them. With few units the
+// extra all-gather costs too much. The rule depends only on values that are equal on all ranks.
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
 
 void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward) {
@@ -76,10 +75,9 @@ void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_o
     if (!unit->can_unshard_ahead()) reshard(*unit);
 }
 
-// [Note: Overlapping all-gathers]
-// The order of the last pass predicts the next units. Their all-gathers start before the current unit computes, so
-// communication overlaps with computation; host copies start one unit earlier, and disk reads two. The nearest unit is
-// first, since one engine runs the copies in order.
+// [Note: Overlapping all-gathers] The order of the last pass predicts the next units. Their all-gathers start before
+// the current unit computes, so communication overlaps with computation; host copies start one unit earlier, and disk
+// reads two. The nearest unit comes first, because one engine runs the copies in order.
 void UnshardedUnits::prefetch(const PrefetchOrder& order) {
   const int count = model_.options().prefetch;
   if (model_.offload().has_disk())

@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 // Decides which units are unsharded: prefetches FsdpOptions::prefetch units ahead, keeps FsdpOptions::keep_recent, and
-// evicts the least recently used. Only UnshardedUnits unshards and reshards units, except for summoned ones. Used by
+// evicts the least recently used ones. Only UnshardedUnits unshards and reshards units, except summoned ones. Used by
 // one thread at a time.
 class UnshardedUnits {
  public:
@@ -22,20 +22,20 @@ class UnshardedUnits {
   // Reshards units that an earlier pass prefetched and did not use.
   void pre_forward();
   void pre_backward();
-  // Before an operator uses the units: evicts others, unshards these, and prefetches the units that followed in the
-  // last pass. Collective.
+  // Must be called before an operator uses the units. Evicts others, unshards these, and prefetches the units that
+  // followed in the last pass. Collective.
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void reshard(Unit& unit);
   void reshard_all();
-  // After a backward: the next use outside a backward begins a forward. `accumulates`: on unchanged shards.
+  // Must be called after a backward: the next use outside one begins a forward. `accumulates`: shards are unchanged.
   void post_backward(bool accumulates);
 
   // Ends the trace's span of the units of the last use().
   void end_compute_span();
-  // The order of units in the last forward, and in the last backward, that used any.
+  // The order of units in the last forward and in the last backward that used any unit.
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
-  // Above this number of uses, repeated sequences are forgotten: a pass uses few units this often.
+  // Above this number of uses, repetitions are removed: a pass does not use units that often on average.
   size_t most_seen() const { return 8 * model_.units().size(); }
 
  private:

@@ -11,13 +11,13 @@ namespace tessera::internal {
 // parameter, if the shape or dtype differs (module.to()), if `may_change` is false, or if a shard has other data.
 void reattach(Unit& unit, bool may_change);
 
-// Before `operation` writes to `view`, a view of a read-only page: throws std::logic_error, naming the parameter,
-// unless the operation leaves the page alone. `rank` is for errors.
+// Must be called before `operation` writes to `view`, a view of a read-only page. Throws std::logic_error, naming the
+// parameter, unless the operation does not touch the page. `rank` is for errors.
 void require_write(const Unit& unit, const Page& page, const at::Tensor& view, const std::string& operation,
                    const std::string& rank);
 
-// For an unsharded unit: throws std::logic_error if the page is not in use now. The user has then kept a view from
-// before summon_full_params() for use inside, or the reverse. `rank` is for errors.
+// For an unsharded unit: throws std::logic_error if the page is not in use now. Then the user has kept a view from
+// outside summon_full_params() for use inside, or the reverse. `rank` is for errors.
 void require_attached(const Unit& unit, const Page& page, const std::string& rank);
 
 }  // namespace tessera::internal

@@ -21,7 +21,7 @@ void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& 
 // The memory of shards, gradients and unsharded units on this rank's device.
 MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh);
 
-// Warns on rank 0 about policies that name no module: probably a mistake, but the model would train.
+// Warns on rank 0 about policies that select no module. This is probably a mistake, although the model would train.
 void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                            const torch::nn::Module& module, const Communicator& world);
 
