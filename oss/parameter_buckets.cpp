@@ -28,7 +28,7 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
     if (bucket.flat.defined()) adopt(bucket);
 }
 
-// Frozen parameters are not published, so they have buckets of their own.
+// Frozen parameters are not published, so they have separate buckets.
 void ParameterBuckets::plan(int64_t bucket_bytes) {
   std::vector<BucketItem> items;
   std::vector<size_t> order;
@@ -75,7 +75,7 @@ bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
          is_view_at(parameter, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
 }
 
-// Whether tensors other than the members share its memory.
+// Whether tensors other than the members share the member's memory.
 bool ParameterBuckets::is_shared(const Bucket& bucket, size_t member) const {
   const c10::Storage& storage = parameters_[bucket.members[member]].storage();
   if (storage.use_count() == 1) return false;
@@ -99,8 +99,8 @@ void ParameterBuckets::adopt(Bucket& bucket) {
   }
 }
 
-// torch::load(), module.to() and set_data() give parameters other memory. Their places in the bucket are reused only if
-// no other tensor, such as a kept view or a swapped parameter, shares them.
+// Moves parameters back that torch::load(), module.to() or set_data() gave other memory. Their old places in the bucket
+// are reused only if no other tensor, such as a kept view or a swapped parameter, uses them.
 void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
@@ -198,7 +198,7 @@ void ParameterBuckets::finish(Flight& flight) {
   for (size_t member = 0; member < bucket.stays.size(); ++member)
     if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] != comm_.rank())
       parameters_[index].data().copy_(view_of(bucket, member));
-  // The exchange wrote without autograd: graphs that saved the old values must be refused.
+  // Bumps versions, because the exchange wrote without autograd: graphs that saved old values must be refused.
   for (size_t index : bucket.members)
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
@@ -216,7 +216,7 @@ std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(CollectiveLog& l
     }
   };
   if (step_owned) {
-    // A turn: steps enough buckets to fill a call of the operator, then publishes them.
+    // Alternates: steps enough buckets for one efficient call of the operator, then publishes them.
     const int64_t turn_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
     std::vector<at::Tensor> turn = owned_outside_buckets();
     int64_t bytes = 0;

@@ -16,24 +16,24 @@
 
 namespace tessera::internal {
 
-// If a rank alternates between stepping and publishing parameters, it steps at least this many bytes at a time. Calls
-// of the optimizer's operators for fewer bytes would cost too much. Tests lower it.
+// The least bytes that a rank steps at a time, if it alternates between stepping and publishing parameters. For fewer
+// bytes, calls of the optimizer's operators would cost too much. Tests lower it.
 inline int64_t least_step_bytes = int64_t{8} << 20;
-// The factor for a device, which computes faster than a CPU, but launches operators no faster.
+// The factor for a device, which computes faster than a CPU but launches operators no faster.
 inline constexpr int64_t kDeviceStepFactor = 32;
 
 // Publishes parameters in buckets, from their owners to all ranks, after a step.
 //
 // A bucket's memory is cut by owner, and its parameters are views of it, so that one in-place all-gather updates them
-// all. A large parameter stays in its memory, as a bucket by itself. So a step copies nothing.
+// all. A large parameter stays in its memory, as a bucket by itself. So publishing copies nothing.
 //
 // A parameter that shares its memory with other tensors (a kept view, a second model) also stays in its memory. It is
 // copied to the bucket and back. Each rank decides this for itself; the exchange is the same.
 class ParameterBuckets {
  public:
   // Moves the values of small parameters into buckets of at most `bucket_bytes`, and makes the parameters views of the
-  // buckets. Their TensorImpl stays, since modules and hooks refer to it. `owners`: by parameter. broadcast_dtype: the
-  // dtype of published values; the owner keeps its exact ones.
+  // buckets. Keeps their TensorImpl, to which modules and hooks refer. `owners` has a rank for each parameter.
+  // `broadcast_dtype` is the dtype of published values; the owner keeps its exact ones.
   ParameterBuckets(std::vector<at::Tensor> parameters, std::vector<int> owners, int64_t bucket_bytes,
                    std::optional<at::ScalarType> broadcast_dtype, Communicator& comm);
 
@@ -49,9 +49,9 @@ class ParameterBuckets {
   // step. Not collective.
   void bring_home();
 
-  // Starts to send every parameter that requires a gradient from its owner to all ranks, logs the operations in `log`,
-  // and returns them for finish(). Collective. `step_owned` steps the parameters that it is given: each of this rank's
-  // parameters once. A bucket is sent as soon as it has been stepped, while the next one is stepped.
+  // Starts to send every parameter that requires a gradient from its owner to all ranks. Logs the operations in `log`,
+  // and returns them for finish(). Collective. `step_owned` is called with groups of this rank's parameters, each once,
+  // and must step them. A bucket is sent as soon as it has been stepped, while the next one is stepped.
   struct Flight;
   using StepOwned = std::function<void(const std::vector<at::Tensor>& parameters)>;
   std::vector<Flight> publish(CollectiveLog& log, const StepOwned& step_owned = nullptr);
@@ -66,8 +66,8 @@ class ParameterBuckets {
     std::vector<TensorSignature> kinds;
     at::Tensor flat;          // undefined: the memory of the only member
     std::vector<bool> stays;  // by member: whether it stays in its own memory
-    // Whether a member has required a gradient, at construction or in a step. Such a bucket is published: a member may
-    // have been frozen between a backward and its step.
+    // Whether a member has ever required a gradient. Such a bucket is always published, because a member may be frozen
+    // between a backward and its step.
     bool has_trained = false;
   };
   void plan(int64_t bucket_bytes);

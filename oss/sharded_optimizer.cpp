@@ -34,7 +34,7 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
-// Each tensor once, named by its place in the groups, since an optimizer has no names.
+// Returns each tensor once, named by its place in the groups, because an optimizer has no names.
 std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -52,14 +52,14 @@ const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParam
   return groups;
 }
 
-// The geometry of a state's tensor in a dictionary. A state with one value for each element has the parameter's
+// Returns the geometry of a state's tensor in a dictionary. A state with one value for each element has the parameter's
 // strides; a state by blocks is row-major.
 ParameterGeometry state_geometry(const std::string& name, const at::Tensor& parameter) {
   if (form_of_state(name) == StateForm::kElements) return geometry_of(parameter);
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// One line for each state of a dictionary, from which a receiver allocates its memory.
+// Returns a line for each state of a dictionary, from which a receiver allocates its memory.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -136,7 +136,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const NoGradNoInferenceGuard quiet;  // moves small parameters to ordinary tensors, even in InferenceMode
+  const NoGradNoInferenceGuard quiet;  // for small parameters: moves them to ordinary tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -151,7 +151,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
     Groups owned;
     for (const auto& group : param_groups_) owned.push_back(owned_part(group));
     local_ = make_(std::move(owned));
-    state_ = std::exchange(local_->state(), {});  // Adagrad makes its state at construction
+    state_ = std::exchange(local_->state(), {});  // Adagrad creates its state at construction
   } else {
     const ScopeExit lent = lend_state();
     for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
@@ -171,7 +171,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
 }
 
 // Assigns parameters with expensive steps first, balanced by cost; then trainable ones, balanced by bytes. Frozen ones
-// have no state, and are distributed apart.
+// have no state, and are balanced separately.
 void ShardedOptimizer::assign_owners(size_t first_group) {
   auto index = static_cast<int64_t>(partition_->owners.size());
   std::vector<at::Tensor> expensive, trainable, frozen;
@@ -351,7 +351,7 @@ void ShardedOptimizer::step_owned() {
   if (comm_->size() > 1) publish();
 }
 
-// Publishes parameters after each move of the search, so that all ranks compute the loss at one point.
+// Publishes parameters after each move of the line search, so that all ranks compute the loss at the same point.
 at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   Lbfgs::Owners owners{comm_.get(), {}, [this] {
                          if (comm_->size() > 1) publish();
@@ -363,8 +363,7 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   return lbfgs.step_among(owners, closure);
 }
 
-// Compares the ranks' options in each step, as the end of backward compares their logs. The exchange of the report
-// overlaps with that of the parameters.
+// Publishes parameters, and compares the ranks' options like the end of backward their logs. The exchanges overlap.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   std::vector<std::string> options;  // a rank may have changed its learning rate alone
   for (const auto& group : param_groups_)
@@ -393,7 +392,7 @@ bool ShardedOptimizer::are_swapped_in() const {
   return averages != nullptr && averages->are_swapped_in();
 }
 
-// Owners swap, and publish their values, as after a step.
+// Owners swap in their averages, and publish the values as after a step.
 ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
@@ -434,7 +433,7 @@ GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double nor
   take_added_groups();
   check_before_step(all_parameters());
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> all;  // gradients here, also of parameters that other ranks own
+  std::vector<at::Tensor> all;  // this rank's gradients, also of parameters that other ranks own
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
     if (seen.insert(parameter.unsafeGetTensorImpl()).second && parameter.grad().defined())
@@ -456,7 +455,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
   return dict;
 }
 
-// Owner by owner and tensor by tensor, so that a rank holds at most one tensor of another rank beside the result.
+// Sends owner by owner and tensor by tensor, so that a rank holds at most one tensor of another rank.
 void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +

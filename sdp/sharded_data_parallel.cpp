@@ -71,7 +71,7 @@ std::vector<SdpModule::Reference> SdpModule::references_to(const std::vector<Sha
   return references;
 }
 
-// Without this check gradients would go to the owners of the destroyed optimizer.
+// Otherwise gradients would be reduced to the owners of a destroyed optimizer.
 void SdpModule::require_optimizers() const {
   for (const Reference& reference : optimizers_)
     if (reference.lifetime.expired())

@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// A name for errors.
+// Returns a name for errors.
 std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
   if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
   return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
@@ -32,7 +32,7 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
                                                                std::vector<PlannedParameter> parameters,
                                                                std::shared_ptr<Communicator> comm, std::string who,
                                                                OwnerOf owner_of, ReplicatedOptions options) {
-  // Parameters are allocated already. With owners, a rank allocates about its share of the gradients.
+  // Parameters are allocated already. With owners, a rank allocates only about its share of the gradients.
   MemoryNeed need;
   for (const PlannedParameter& parameter : parameters) {
     const auto bytes = static_cast<int64_t>(parameter.tensor.nbytes());
@@ -58,7 +58,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// The hooks stay and pass gradients through, so the module may be trained without the wrapper.
+// The hooks stay, and no longer change gradients, so the module may be trained without the wrapper.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
@@ -174,7 +174,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
                            "call the wrapper's forward after requires_grad_(true), not the module's");
   if (!reduces()) {
     if (gradient.defined()) begin_own_sum(parameter);
-    return gradient;  // autograd accumulates it
+    return gradient;  // then autograd accumulates it
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
@@ -182,8 +182,8 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
-// On one rank autograd accumulates. The states are needed if a divisor is set between a backward under no_sync() and
-// the last backward.
+// Records the state of a gradient on one rank, where autograd accumulates. Needed if a divisor is set between a
+// backward under no_sync() and the last backward.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;
@@ -195,8 +195,8 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
     if (state.grad == GradState::kAccumulating) state.grad = GradState::kOrdinary;
 }
 
-// An existing gradient is an average: from a backward, from before wrapping, or the user's. It is scaled so that the
-// next reduction restores it. The reduction adds the gradients of all ranks that hold the average (under SDP only the
+// An existing gradient is an average: from a backward, from before wrapping, or the user's. Scales it so that the next
+// reduction restores it: the reduction adds the gradients of all ranks that hold the average (under SDP only the
 // owner), and divides by the divisor.
 void ReplicatedGradients::begin_own_sum(size_t parameter) {
   at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
@@ -216,7 +216,7 @@ void ReplicatedGradients::begin_own_sum(size_t parameter) {
 
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return;  // recomputes a checkpointed part
+  if (inside_backward()) return;  // a recomputed part of the model
   const bool trains = c10::GradMode::is_enabled();
   NoGradNoInferenceGuard quiet;
   recover();
@@ -244,13 +244,12 @@ void ReplicatedGradients::require_all_used() {
           "as they were");
 }
 
-// The end callback must belong to the outermost pass: a nested pass, which recomputes a checkpointed part, must not end
-// it.
+// The end callback must belong to the outermost pass: a nested pass, which recomputes a part, must not end it.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (!inside_backward()) flags_.is_forward_open = false;
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
-  refresh_trainable();  // again: forward may have frozen or replaced parameters
+  refresh_trainable();  // a second time: forward may have frozen or replaced parameters
   for (size_t i = 0; i < states_.size(); ++i)
     states_[i].awaits_reduction = states_[i].awaits_reduction || binding_.tensor(i).requires_grad();
   if (!reduces()) return;
@@ -270,13 +269,13 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// A forward that throws does not call end_forward().
+// Called if a forward throws, which then does not call end_forward().
 void ReplicatedGradients::note_failed_forward() {
   if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
 // Logs which parameters hold an average: all ranks must clear gradients alike, and compare their logs at the end of the
-// pass. With owners the ranks hold different gradients, which cannot be compared.
+// pass. With owners, ranks hold gradients of different parameters, which cannot be compared.
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -290,7 +289,7 @@ void ReplicatedGradients::begin() {
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  reducer_.begin(order, /*frozen_too=*/true);  // own sums of frozen parameters may be pending
+  reducer_.begin(order, /*frozen_too=*/true);  // some ranks may have sums of frozen parameters
   for (size_t i = 0; i < states_.size(); ++i) {
     if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
     if (std::exchange(states_[i].grad, GradState::kOrdinary) != GradState::kAccumulating) continue;
@@ -309,7 +308,7 @@ void ReplicatedGradients::end() {
     if (!gets_average(i)) binding_.tensor(i).mutable_grad().reset();  // only the owner keeps the average
     states_[i].grad = GradState::kOrdinary;
   }
-  // torch::autograd::grad() for inputs uses no parameters, and need not use all.
+  // torch::autograd::grad() for inputs uses no parameters, so it need not use all.
   flags_.any_backward = flags_.any_backward || any_used;
   if (!flags_.order_agreed && any_used) agree_on_order();
   if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
@@ -323,14 +322,14 @@ void ReplicatedGradients::fail() {
   }
 }
 
-// zero_grad() removes the placeholder.
+// After zero_grad() the placeholder is gone, and the gradient is no longer lost.
 bool ReplicatedGradients::is_lost(size_t parameter) const {
   return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
 
 void ReplicatedGradients::abandon() {
   reducer_.abandon();
-  if (failed_reducing()) log_.add("a failed backward");  // a rank that fails alone would stay one step behind
+  if (failed_reducing()) log_.add("a failed backward");  // otherwise a rank that fails alone would stay one step behind
   for (size_t i = 0; i < states_.size(); ++i)
     if (!is_lost(i)) states_[i].grad = GradState::kOrdinary;
 }

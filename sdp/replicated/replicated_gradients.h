@@ -22,8 +22,8 @@ namespace tessera::internal {
 struct ReplicatedOptions {
   BucketLimits limits;
   std::optional<at::ScalarType> wire_dtype;  // dtype of gradients on the wire
-  WireFormat wire = WireFormat::kDtype;      // with owners
-  bool gradients_are_views = true;           // of buckets
+  WireFormat wire = WireFormat::kDtype;      // with owners only
+  bool gradients_are_views = true;           // of their buckets
   bool must_use_all = false;                 // throws if a parameter got no gradient on any rank in an iteration
   int64_t compare_replicas_every = 0;        // see ReplicaComparison
   bool copies_are_equal = true;              // replicas have the same bits; else they are never compared
@@ -39,7 +39,8 @@ struct ReplicatedOptions {
 // registration; later passes in the order in which gradients arrived on rank 0.
 class ReplicatedGradients : public BackwardPass {
  public:
-  // `owner_of` is called again after each change of requires_grad, and may throw. Empty: every rank gets all gradients.
+  // Returns a parameter's owner; called again when requires_grad changes; may throw. Empty: every rank gets all
+  // gradients.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
   static std::shared_ptr<ReplicatedGradients> make(std::shared_ptr<torch::nn::Module> module,
                                                    std::vector<PlannedParameter> parameters,
@@ -59,7 +60,7 @@ class ReplicatedGradients : public BackwardPass {
   void prepare_capture() override;
   void prepare_replay() override;
 
-  // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
+  // Throws std::logic_error, naming the parameter and the rank, if a gradient on this rank is not an average.
   void require_averages() const;
 
   // Throws std::logic_error, naming the parameter, if one was registered after wrapping.
@@ -79,7 +80,7 @@ class ReplicatedGradients : public BackwardPass {
   struct ParameterState {
     bool trainable = false;
     bool used = false;              // by a backward since the last forward
-    bool awaits_reduction = false;  // a forward since the last reduction used it for training
+    bool awaits_reduction = false;  // used by a training forward since the last reduction
     GradState grad = GradState::kOrdinary;
     bool has_average = false;  // kAccumulating: an average is part of the sum
   };

@@ -78,7 +78,7 @@ void ReplicatedModule::broadcast_buffers() {
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
   at::NoGradGuard no_grad;
-  comm_->throw_if_aborted("full_state_dict");           // throws if the last step's exchange was aborted
+  comm_->throw_if_aborted("full_state_dict");           // if the last step's exchange was aborted
   std::map<const c10::TensorImpl*, at::Tensor> copies;  // tied parameters stay one tensor
   torch::OrderedDict<std::string, at::Tensor> state;
   for (const auto& parameter : module_->named_parameters()) {
@@ -136,7 +136,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
     output.register_hook([trace, backward](const at::Tensor&) {
       if (std::exchange(backward->has_begun, true)) return;
       backward->range.begin([] { return std::string("backward"); });
-      // Callbacks that other code has queued are part of backward, so this one queues itself again, as the last.
+      // Includes callbacks that other code has queued: this callback queues itself again, to be the last.
       auto& engine = torch::autograd::Engine::get_default_engine();
       engine.queue_callback([&engine, trace, backward, since = Trace::Clock::now()] {
         engine.queue_callback([trace, backward, since] {

@@ -44,7 +44,7 @@ std::vector<int64_t> all_but_channel(const at::Tensor& input) {
   return dims;
 }
 
-// Inputs of double are computed in double, others in fp32.
+// Returns inputs of double unchanged, and others in fp32, in which they are computed.
 at::Tensor widened(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? input : input.to(at::kFloat);
 }
@@ -126,7 +126,7 @@ struct NormTensors {
   at::Tensor running_mean, running_var;  // the same
 };
 
-// In training: uses the statistics of all ranks, and updates the running ones with `momentum`.
+// For training: uses the statistics of all ranks, and updates the running ones with `momentum`.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
   if (!at::isFloatingType(input.scalar_type()))
@@ -197,7 +197,7 @@ class SyncedBatchNorm : public StandIn {
 
 using Visit = std::function<void(const std::string& name, torch::nn::Module&)>;
 
-// Each module once.
+// Visits each module once.
 void for_each_module(torch::nn::Module& root, const Visit& visit) {
   std::unordered_set<const torch::nn::Module*> seen;
   auto walk = [&](auto& self, torch::nn::Module& module, const std::string& name) -> void {
@@ -209,7 +209,7 @@ void for_each_module(torch::nn::Module& root, const Visit& visit) {
   walk(walk, root, "");
 }
 
-// Calls act(batch norm) if it is one of BatchNorm1d, 2d and 3d.
+// Calls act(batch norm) if the module is a BatchNorm1d, 2d or 3d.
 template <class Act>
 void with_batch_norm(torch::nn::Module& module, Act act) {
   if (auto* norm = dynamic_cast<torch::nn::BatchNorm1dImpl*>(&module)) act(*norm);
@@ -217,7 +217,7 @@ void with_batch_norm(torch::nn::Module& module, Act act) {
   if (auto* norm = dynamic_cast<torch::nn::BatchNorm3dImpl*>(&module)) act(*norm);
 }
 
-// The tensor to replace; undefined if there is none.
+// Returns the tensor to replace by a stand-in; undefined if there is none.
 template <class Norm>
 at::Tensor& anchor_of(Norm& norm) {
   return norm.running_mean.defined() ? norm.running_mean : norm.weight;
