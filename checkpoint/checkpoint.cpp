@@ -128,7 +128,7 @@ fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std:
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
 }
-constexpr int kMostReplacements = 20;  // for each load: without locks, a job may save as fast as this reads
+constexpr int kMostReplacements = 20;  // of one load: without locks, a job may save as fast as this reads
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -245,8 +245,8 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  // During an exception other ranks may be lost, or may not know that this rank throws. So the save must not wait for
-  // them for the whole timeout of the group.
+  // During unwinding, other ranks may be lost, or may not know of the exception. So the save must not wait for them for
+  // the group's whole timeout.
   if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }

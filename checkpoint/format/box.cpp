@@ -7,7 +7,7 @@
 namespace tessera::internal {
 namespace {
 
-// "[first, second, ...]" of text_of(d) for each dimension.
+// Returns "[first, second, ...]" with text_of(d) for each dimension.
 template <class TextOf>
 std::string in_brackets(size_t dimensions, TextOf text_of) {
   std::string text = "[";
@@ -66,7 +66,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   const auto strides = row_major_strides(sizes);
   std::vector<Box> boxes;
   for (int64_t begin = range.begin; begin < range.end; begin += boxes.back().numel()) {
-    // Takes whole rows of the slowest dimension of which a row begins at `begin` and ends within the range.
+    // Uses whole rows of the slowest dimension in which a row starts at `begin` and ends within the range.
     Box& box = boxes.emplace_back(whole_box(sizes));
     for (size_t d = 0; d < sizes.size(); ++d) {
       box.offsets[d] = begin / strides[d] % sizes[d];
@@ -98,7 +98,7 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;
-  // The stride of a dimension with one element does not define its place, so it keeps its position.
+  // A dimension with one element keeps its position, because its stride does not determine one.
   const std::vector<int64_t> longer = longer_dimensions(sizes, strides);
   size_t next = 0;
   for (int64_t& d : order)

@@ -43,7 +43,7 @@ struct Segment {
   Range memory;  // in elements, in the order of memory
 };
 
-// As boxes_of_range(), for a tensor with these strides and a range in memory order.
+// Like boxes_of_range(), for a tensor with these strides and a range in memory order.
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
 // A run of elements, contiguous in a row-major source and target_step apart in the target.

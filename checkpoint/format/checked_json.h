@@ -19,14 +19,14 @@ constexpr int kMaxJsonDepth = 64;
 nlohmann::json parse_json(std::string_view text, const std::string& where, int max_depth = kMaxJsonDepth);
 
 using MemberVisitor = std::function<void(const std::string& name, const nlohmann::json& value)>;
-// As parse_json() for an object, but passes each member to `visit` once it is parsed, and then frees it. So a header of
-// very many tensors is read in little memory.
+// Like parse_json() for an object, but passes each member to `visit` and then frees it, so that a header of very many
+// tensors needs little memory.
 void visit_json_members(std::string_view text, const std::string& where, int max_depth, const MemberVisitor& visit);
 
 // Returns whether the value is an integer from 0 to JsonObject::kMost.
 bool is_count(const nlohmann::json& value);
 
-// Returns how deep arrays and objects nest: 0 for a number or a string.
+// Returns the depth of nested arrays and objects: 0 for a number or a string.
 int json_depth(const nlohmann::json& value, int limit);
 
 // Typed access to the fields of one object; errors name its place in the file.

@@ -6,7 +6,7 @@
 
 namespace tessera::internal {
 
-// XXH3, 64 bits, seed 0 (FORMAT.md says why).
+// XXH3, 64 bits, seed 0 (FORMAT.md has the reasons).
 uint64_t checksum(const void* data, int64_t bytes);
 inline uint64_t checksum(std::string_view text) { return checksum(text.data(), static_cast<int64_t>(text.size())); }
 

@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The words for each FileAction, in its order.
+// The words for the FileActions, in the order of the enumeration.
 constexpr const char* kDoing[] = {
     "creating",          "opening", "looking at", "reading", "writing", "writing to the disk", "setting the size of",
     "claiming space for"};

@@ -36,7 +36,7 @@ using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // by name, whic
 
 using GeneratorStates = std::map<std::string, std::string>;  // by device type: "cpu" -> bytes
 
-// The content of tessera.json as a value: see FORMAT.md.
+// The content of tessera.json: see FORMAT.md.
 struct Manifest {
   int64_t sequence = 0;
   uint64_t id = 0;
@@ -53,7 +53,7 @@ struct Manifest {
 // Returns why no optimizer can have this option (not finite, or a negative learning rate, for example), or "".
 std::string why_not_an_option(const std::string& name, const OptimizerOption& option);
 
-// Returns whether a checksum may cover this many bytes: whole elements of any dtype.
+// Returns whether a checksum may cover this many bytes: a multiple of every dtype's element size, within limits.
 bool is_block_bytes(int64_t bytes);
 
 // Convert to and from the file's text. parse_manifest() checks everything that needs no other file, throws

@@ -25,8 +25,8 @@ std::vector<int64_t> memory_strides(const SavedTensor& tensor);
 // Returns the boxes of a range of elements, in memory order, as a rank stores them: box k is in file k.
 std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held);
 
-// Visits each rank that holds part of a range of the tensor's elements, with all elements that it holds there, within
-// the range or not. For an empty tensor, visits one rank with an empty range.
+// Visits each rank that holds a part of `range`, with the whole run of elements that it holds there, which may exceed
+// `range`. For an empty tensor, visits one rank with an empty range.
 void for_each_holder(const SavedTensor& tensor, Range range,
                      const std::function<void(int64_t rank, Range held)>& visit);
 // Returns the smallest range in memory order that contains the box; empty if the box is.

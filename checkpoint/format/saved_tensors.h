@@ -52,7 +52,7 @@ struct SavedTensor {
   std::vector<RankRun> runs;
 };
 
-// Locates the slices of all tensors in files. A value; touches no file.
+// Locates the slices of all tensors in files. A value type that accesses no file.
 struct SavedTensors {
   std::filesystem::path directory;
   std::vector<SavedFile> files;

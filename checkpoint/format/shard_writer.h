@@ -22,8 +22,8 @@ struct Piece {
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
   Box box;
-  // Returns the box's elements, row-major and contiguous in host memory. Called when they are written; the result is
-  // released afterwards, so that one exists at a time.
+  // Returns the box's elements, row-major and contiguous in host memory. Called when they are written. The result is
+  // released afterwards, so that only one is in memory at a time.
   std::function<at::Tensor()> data;
   // The box's elements in memory order, and the tensor's dimensions from the slowest to the fastest (empty for
   // row-major). For write_rank_files().

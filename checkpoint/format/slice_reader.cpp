@@ -135,8 +135,8 @@ void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& par
   if (progress_) progress_(bytes);
 }
 
-// Each thread reads its own section of the file in sequence: the system stops reading ahead on interleaved reads. One
-// thread waits for the disk while another computes checksums. Intervals do not overlap in the targets.
+// Each thread reads its own section of the file in sequence, because interleaved reads stop the system's read-ahead.
+// While one thread waits for the disk, another computes checksums. Intervals do not overlap in the targets.
 void SliceReader::read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes) {
   std::atomic<bool> failed = false;
   std::mutex mutex;

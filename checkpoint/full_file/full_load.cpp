@@ -34,7 +34,7 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   return offsets;
 }
 
-// The caches of model hubs consist of symbolic links.
+// Follows a symbolic link, of which the caches of model hubs consist.
 fs::path followed(const fs::path& path) {
   std::error_code error;
   if (is_remote(path) || !fs::is_symlink(path, error)) return path;

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kBufferBytes = int64_t{4} << 20;
 
-// Assigns each tensor a file and an offset. A value; touches no file.
+// Assigns each tensor a file and an offset. A value type that accesses no file.
 struct FullLayout {
   struct FullFile {
     fs::path path;
@@ -156,7 +156,7 @@ class Drafts {
       std::error_code ignored;
       if (fs::is_directory(full.path, ignored))
         throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
-      // The rename would replace a device such as /dev/null for all programs.
+      // Otherwise the rename would replace a device such as /dev/null for all programs.
       if (fs::exists(full.path, ignored) && !fs::is_regular_file(full.path, ignored))
         throw CheckpointError(full.path.string() + ": exists and is no regular file; it is left as it is");
       fs::remove(draft_of(full.path), ignored);

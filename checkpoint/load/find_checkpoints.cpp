@@ -44,7 +44,7 @@ bool is_rank_file(const std::string& listed) {
 
 struct Contents {
   int ranks = 0;   // rank files, or folders of saves
-  int others = 0;  // written by no save
+  int others = 0;  // not written by a save
 };
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
@@ -57,7 +57,8 @@ Contents contents_of(const fs::path& checkpoint) {
   return contents;
 }
 
-// Returns "" if the manifest was removed, or cannot be read twice in succession: another job may replace it in between.
+// Returns "" if the manifest was removed, or two reads fail. One read may fail because another job replaces the
+// manifest.
 std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   for (int attempt = 0; attempt < 2 && is_checkpoint(checkpoint); ++attempt) try {
       return read_text(checkpoint / kManifestName, kMaxManifestBytes);
@@ -68,7 +69,7 @@ std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   return "";
 }
 
-// A listing that runs while one checkpoint is renamed away and the next appears may contain neither of them.
+// Lists repeatedly: while one checkpoint is renamed away and the next appears, a listing may contain neither.
 std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
   constexpr int kMostListings = 3;
   std::vector<fs::path> found;
@@ -134,7 +135,7 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
   for (int listing = 1;; ++listing) {
     const auto listed = entries_with_manifest(folder);
     FoundCheckpoints found = found_among(listed);
-    // Other jobs may have removed all that were listed, after they saved newer ones.
+    // Other jobs may have saved newer checkpoints, and removed all that were listed.
     const bool lists_again = found.whole.empty() && found.damaged.empty() && listing < kMostListings &&
                              !std::ranges::all_of(listed, [](const fs::path& path) { return is_checkpoint(path); });
     if (!lists_again) return found;
@@ -168,7 +169,7 @@ Manifest manifest_of(const std::string& text, const fs::path& directory) {
 Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
-  // The start of the file, where format_manifest() writes both fields.
+  // The start of the file contains both fields: see format_manifest().
   std::string start;
   try {
     start = storage_of(directory).beginning(directory / kManifestName, 256);

@@ -33,8 +33,8 @@ void require_folder_of_checkpoints(const std::filesystem::path& folder);
 // Returns the name of a save's folder in a remote checkpoint (its id), without the '/' of the listing; "" for any other
 // name.
 std::string save_folder(const std::string& listed);
-// Returns whether a name listed in a checkpoint's directory was written by a save, or is an NFS leftover of such a
-// file. All other files are the user's.
+// Returns whether a name in a checkpoint's directory is of a file that a save wrote, or of its NFS leftover. All other
+// files are the user's.
 bool is_of_save(const std::string& listed);
 // Returns whether a folder has files that ranks write.
 bool has_rank_files(const std::filesystem::path& folder);
@@ -45,7 +45,7 @@ bool holds_nothing_else(const std::filesystem::path& checkpoint);
 std::string read_manifest_text(const std::filesystem::path& directory);
 // Reads and checks the manifest.
 Manifest read_manifest(const std::filesystem::path& directory);
-// As read_manifest(), for a text already read.
+// Like read_manifest(), for a text that was read already.
 Manifest manifest_of(const std::string& text, const std::filesystem::path& directory);
 
 // Returns the sequence number from the first lines of the manifest, or nullopt if it is not a manifest.

@@ -52,7 +52,8 @@ void write_nothing(const at::Tensor& target) {
   target.as_strided({0}, {1}).fill_(0);
 }
 
-// Returns why a buffer cannot be written to; "" if it can. Uses .data(), so that tensors saved by autograd stay valid.
+// Returns why a buffer cannot be written to; "" if it can. Writes through .data(), so that tensors saved by autograd
+// stay valid.
 std::string what_keeps(const at::Tensor& buffer) try {
   write_nothing(buffer.data());
   return "";
@@ -97,7 +98,7 @@ class Loader {
     match_generators();
     match_writable();
     throw_if_any(misfits_);
-    // Before anything is modified.
+    // Must be done before anything is modified.
     for (const auto* shards : {&shards_, &shards_beside_})
       for (const NamedShard& shard : *shards) require_writable(shard);
     read_model();
@@ -107,12 +108,12 @@ class Loader {
     reader_.fetch();
     check_tied();
     check_states();
-    // A sharded optimizer rounds parameters after a step; the loaded ones must be equal to those.
+    // A sharded optimizer rounds parameters after a step, so loaded parameters are rounded alike.
     for (auto& [target, value] : tensors_)
       for (const LoadedOptimizer& optimizer : optimizers_) value = optimizer.named.as_kept(target, value);
   }
 
-  // Cannot fail, except for lack of memory.
+  // Applies the values. Can fail only for lack of memory.
   void apply() {
     for (auto& [target, value] : tensors_) {
       const WritesTo scope(target);
@@ -139,7 +140,7 @@ class Loader {
     return tensor.kind == TensorKind::kParameter || tensor.kind == TensorKind::kBuffer;
   }
 
-  // The model's name of a saved tensor; "" if it is skipped.
+  // Returns the model's name of a saved tensor; "" if it is skipped.
   std::string renamed(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
 
   struct LoadedOptimizer {
@@ -150,7 +151,7 @@ class Loader {
     std::set<std::string> saved_parameters{};
   };
 
-  // "'a', 'b'", or "one without a name".
+  // Returns "'a', 'b'", or "one without a name".
   static std::string listed(const auto& names) {
     std::string all;
     for (const std::string& name : names)
@@ -263,7 +264,7 @@ class Loader {
            (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0);
   }
 
-  // If a tensor is one in the model but several in the checkpoint, these must be equal.
+  // If several tensors of the checkpoint are one tensor in the model, they must be equal.
   void check_tied() const {
     Misfits misfits;
     for (const auto& [own, other, value, other_value] : tied_values_)
@@ -341,7 +342,7 @@ class Loader {
       if (!left_out_.contains(name)) differs(group + " had " + name);
   }
 
-  // Returns a sentence if the groups are equal but for their order; else "".
+  // Returns a sentence if only the order of the groups differs; else "".
   static std::string other_order(const std::vector<std::set<std::string>>& own,
                                  const std::vector<std::set<std::string>>& saved) {
     const auto sorted = [](std::vector<std::set<std::string>> groups) {
@@ -398,7 +399,7 @@ class Loader {
     }
   }
 
-  // Block-quantized state depends on the order of elements in memory, and cannot be reordered without rounding.
+  // Block-quantized state depends on the memory order of elements, so it cannot be reordered without rounding.
   void match_order(const std::string& state, const std::string& parameter) {
     const SavedTensor& saved = saved_.tensors.at(parameter);
     const auto own = orders_.find(parameter);
@@ -628,7 +629,7 @@ void load_state(const Manifest& manifest, const StateObjects& objects, const Loa
   Communicator& comm = *objects.model.comm();
   on_all_ranks(comm, what, [&] { loader.emplace(manifest, objects, options).read(); });
   loader->apply();
-  // Ranks that are threads share generators: a rank that continued would find its generator reset by a slower one.
+  // Ranks that are threads share generators: without the barrier, a slow rank would reset a fast one's.
   comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();

@@ -28,7 +28,7 @@ StateObjects state_objects_of(const TrainingState& state);
 
 // Loads a checkpoint's state into the objects. Reads this rank's part into host memory and verifies it. Changes the
 // objects only after all ranks have read their parts. Collective. On a mismatch or a read error, throws CheckpointError
-// on all ranks, which starts with `what` and lists all problems.
+// on all ranks. Its text starts with `what` and lists all problems.
 void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what);
 

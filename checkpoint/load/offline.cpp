@@ -73,7 +73,7 @@ void compare_header(const InputFile& file, const SlicesByName& slices, std::vect
 }
 
 void compare_block(TensorDifference& difference, const at::Tensor& a, const at::Tensor& b, double tolerance) {
-  // Compares bits, so that a NaN equals itself.
+  // Compares bits, so that a NaN is equal to itself.
   auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1, 1}).view(at::kByte); };
   at::Tensor differs = bytes(a).ne(bytes(b)).any(1);
   if (!differs.any().item<bool>()) return;
@@ -105,7 +105,7 @@ TensorDifference compare(const std::string& name, const std::vector<int64_t>& sh
 
 SavedTensors find_tensors(const fs::path& path) {
   if (is_checkpoint(path)) return with_every_slice(read_manifest(path).saved);
-  // Rank files can be read as full files, but the lack of the optimizer, of `extra` or of a rank would go unnoticed.
+  // Rank files could be read as full files, but a missing optimizer, `extra` or rank would not be detected.
   if (has_rank_files(path))
     throw CheckpointError(path.string() + ": has the files of a checkpoint's ranks, but no " + kManifestName +
                           ": it is not a whole checkpoint");

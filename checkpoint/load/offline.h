@@ -32,7 +32,7 @@ struct TensorDifference {
   std::string name;
   std::string reason;           // "only in <a>", "shape [2] and [3]", ... ; empty: values differ
   int64_t different_numel = 0;  // number of elements that differ
-  double max_difference = 0;    // largest difference of two values; NaN if one is not a number
+  double max_difference = 0;    // largest difference of two values; NaN if a value is NaN
 };
 
 struct DiffOptions {
@@ -40,8 +40,8 @@ struct DiffOptions {
   bool only_parameters = false;  // ignores buffers, optimizer, Stateful objects and `extra`
 };
 
-// Compares two checkpoints or full files. Returns the tensors that differ, by name, then optimizer and `extra` as
-// entries with a reason. Holds one block of each in memory, a few MiB.
+// Compares two checkpoints or full files. Returns an entry for each tensor that differs, by name, and one with a reason
+// for a differing optimizer or `extra`. Holds a block of each tensor in memory, a few MiB.
 std::vector<TensorDifference> diff_checkpoints(const std::filesystem::path& a, const std::filesystem::path& b,
                                                const DiffOptions& options = {}, const Progress& progress = {});
 

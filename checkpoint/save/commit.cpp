@@ -14,8 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns the absolute target of a local path, as a reader resolves it. ".." cannot be removed textually, because after
-// a symbolic link it is the parent of the link's target.
+// Returns the absolute target of a local path, as readers resolve it. ".." cannot be removed from the text: after a
+// symbolic link, it is the parent of the link's target.
 fs::path where_it_leads(const fs::path& path) {
   const fs::path whole = fs::absolute(path);
   if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();

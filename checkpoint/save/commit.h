@@ -17,13 +17,13 @@ namespace tessera::internal {
 // A checkpoint that is being written.
 class PartialCheckpoint {
  public:
-  // Creates the folder for the ranks' files, and removes leftovers of killed saves of this target; calls `progress` for
+  // Creates the folder for the ranks' files. Removes leftovers of killed saves of this target, and calls `progress` for
   // each removed file. On a local path, the folder is beside the target, whose parents are created; on other storage it
   // is in the target. Throws if an existing local target is neither a checkpoint (damaged or not) nor an empty
   // directory, or if its file system cannot replace it.
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
-  // Removes the files if not committed, otherwise the replaced checkpoint; keeps a local one that is being read.
+  // If committed, removes the replaced checkpoint, except one that is being read; otherwise removes its own files.
   virtual ~PartialCheckpoint() = default;
   PartialCheckpoint(const PartialCheckpoint&) = delete;
   PartialCheckpoint& operator=(const PartialCheckpoint&) = delete;
@@ -79,7 +79,7 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem:
                                                           const std::function<void()>& progress);
 std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target,
                                                            const std::function<void()>& progress);
-// A no-op if another job has replaced the checkpoint, so that it has another `sequence` (nullopt: it is damaged).
+// A no-op if another job has replaced the checkpoint, which then has another `sequence` (nullopt: a damaged one).
 void remove_local_checkpoint(const std::filesystem::path& checkpoint, std::optional<int64_t> sequence);
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);

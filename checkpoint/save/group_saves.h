@@ -42,8 +42,8 @@ struct GroupSaves {
   at::Tensor host;                   // staging buffer of the next asynchronous save
 };
 
-// Makes the end of the program wait for removals. Must be called after a save has used the storage of that scheme. Exit
-// handlers run in reverse order, so those of the storage (its TLS library's) then run later.
+// Makes the end of the program wait for removals. Must be called after a save has used the storage of that scheme: exit
+// handlers run in reverse order, so those of the storage (its TLS library's) then run after this wait.
 void await_removals_at_exit(const std::string& scheme);
 
 // Calls `visit` with the state of a group under a lock; `visit` must return soon.

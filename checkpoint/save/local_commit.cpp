@@ -1,4 +1,4 @@
-// Checkpoints in local folders: written to a temporary folder, which a rename then gives the checkpoint's name.
+// Checkpoints in local folders. A save writes to a temporary folder, and commits by renaming it to the final name.
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -23,7 +23,7 @@ constexpr auto kMakingTakes = std::chrono::minutes(5);
 // On a file system without locks, a directory without writes for this long is abandoned.
 constexpr auto kWithoutLocks = std::chrono::hours(24);
 
-// The start of a target's temporary directory names: hidden, beside the target.
+// The prefix of a target's temporary directories, which are hidden, beside the target.
 std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
 fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
@@ -56,7 +56,7 @@ bool is_left_in_the_making(const fs::path& directory) {
 // Returns whether no process writes or reads the hidden directory. `lock` then keeps others out.
 bool is_abandoned(const fs::path& directory, FileLock& lock) {
   std::error_code error;
-  // In this order: a draft becomes the manifest, but not the reverse.
+  // Checks in this order, because a draft becomes the manifest, but not the reverse.
   const bool is_draft = fs::exists(directory / kDraftName, error);
   const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
   if (!fs::exists(manifest, error)) return !is_draft;
@@ -166,7 +166,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
   clear_leftovers(folder, hidden_prefix(target_), progress);
-  // Renamed once it is locked, because other jobs remove unlocked directories with the final hidden name.
+  // Gets its final hidden name once it is locked, because other jobs remove unlocked directories with such names.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {
@@ -208,7 +208,7 @@ void LocalPartial::commit(Manifest manifest) {
     rename_entry(path_, target_, fs::is_directory(target_, error));
   }
   is_committed_ = true;
-  lock_.release();  // readers need not wait
+  lock_.release();  // so that readers need not wait
   sync_directory(target_.parent_path());
   bring_back_own(path_);  // even if the replaced checkpoint is still being read
 }

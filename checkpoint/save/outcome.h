@@ -55,20 +55,20 @@ Outcome attempt(const std::function<std::string()>& part);
 // Otherwise returns the results in rank order. Collective.
 std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what);
 
-// As gather_results() without results: gathers texts only if a rank failed.
+// Like gather_results() without results: gathers texts only if a rank failed.
 void require_success(Communicator& comm, const Outcome& own, const std::string& what);
 
 // Runs a part without a result; throws on all ranks if it fails on one.
 void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part);
 
-// As on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs the part, which must
+// Like on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs the part, which must
 // not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the others throw CommError
 // when their own parts end. If a rank is silent for kMostTimeouts times the group's timeout, all throw a
 // CheckpointError that names it; that rank still waits for its part.
 void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 
-// Throws as gather_results() does, if any outcome is a failure.
+// Throws like gather_results() if any outcome is a failure.
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what);
 
 }  // namespace tessera::internal

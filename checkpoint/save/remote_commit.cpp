@@ -1,4 +1,4 @@
-// Checkpoints in object stores, which have no renames or locks: each save writes to its own folder "<target>/<id>/",
+// Checkpoints in object stores, which have no renames or locks. Each save writes to its own folder "<target>/<id>/",
 // and commits by writing the manifest, which names that folder.
 #include <chrono>
 #include <cstdlib>
@@ -23,7 +23,7 @@ int64_t now_seconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Returns whether no process writes there. The draft has two lines: its process, and its start time.
+// Returns whether no process writes to the folder. The draft has two lines: its process, and its start time.
 bool is_abandoned(const fs::path& save) {
   const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);
   if (draft.empty()) return true;
@@ -89,7 +89,7 @@ class RemotePartial : public PartialCheckpoint {
     try {
       storage.put(target_ / kManifestName, format_manifest(manifest), /*durable=*/true);
     } catch (const CheckpointError&) {
-      // The manifest may have been written even so; its files must not be removed.
+      // The manifest may have been written nevertheless. Then its files must not be removed.
       if (named_folder(target_) != manifest.folder) throw;
     }
     is_committed_ = true;

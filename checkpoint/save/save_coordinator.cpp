@@ -16,8 +16,8 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kSmallWorld = 4;     // up to this world size rank 0 reads every rank's description
-constexpr int kMostMissed = 5;     // silent beats; then looks for ended ranks, and gives up after hurry()
-constexpr double kLateBeat = 1.2;  // silent beats; then looks after hurry(), and gives up if all ranks leave
+constexpr int kMostMissed = 5;     // missing beats; then checks for ended ranks, and gives up after hurry()
+constexpr double kLateBeat = 1.2;  // missing beats; then checks after hurry(), and gives up if all ranks leave
 
 }  // namespace
 
@@ -57,7 +57,7 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
       if (heartbeat.is_older_than(Heartbeat::kMostTimeouts * comm_->timeout())) continue;
       try {
         notes_.add("alive", 1);
-      } catch (const CommError&) {  // the store is lost; this rank finds out after its part
+      } catch (const CommError&) {  // the store is lost; this rank fails after its part
         return;
       }
     }
@@ -129,7 +129,7 @@ Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<vo
   });
 }
 
-// The store usually lives in rank 0's process, so that rank waits until all have read. Lost ranks no longer matter.
+// The store is usually in rank 0's process, so rank 0 waits until all ranks have read. Does not wait for lost ranks.
 void SaveCoordinator::remove_notes() {
   notes_.remove("ended/" + std::to_string(comm_->rank()));
   notes_.remove("outcome/" + std::to_string(comm_->rank()));

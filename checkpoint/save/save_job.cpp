@@ -36,8 +36,8 @@ void check_options(const SaveOptions& options) {
                                 ", expected a multiple of 16 up to 1 GiB");
 }
 
-// Handles the previous save: throws its error, and waits for a removal in flight that may involve this save's name.
-// Rank 0 decides for all.
+// Handles the previous save: throws its error, and waits for a removal in flight, which may involve this save's name.
+// Rank 0's state applies to all ranks.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
                    const fs::path& dir, Heartbeat& heartbeat) {
   constexpr char kFailed = 'F', kRemoves = 'R';
@@ -115,7 +115,7 @@ void SaveJob::hurry_save_of(const std::shared_ptr<Communicator>& comm) {
 SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();
-  if (is_untold) {  // there may be no next save to throw it
+  if (is_untold) {  // there may be no next save that throws it
     warn(c10::str(what_, " failed, and nobody has waited for it: ", result_.error));
   }
   with_group_saves(comm_, [&](GroupSaves& saves) {
@@ -195,7 +195,7 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
     check_extra(plan_.extra);
-    // The writing thread has another current stream.
+    // Waits here, because the writing thread has another current stream.
     await_current_stream(comm_->device());
   });
   on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] { write_part(); });
@@ -218,7 +218,7 @@ void SaveJob::start(const std::function<SavePlan()>& plan) {
       check_extra(plan_.extra);
       copied_ = plan_.watched.empty();
       copies_.begin(plan_, comm_->device());
-      // One rank may fail to start its thread.
+      // The save begins only if all ranks could start their threads.
       thread_ = std::thread([this, agreed = agreement.get_future()]() mutable {
         if (agreed.get()) background();
       });

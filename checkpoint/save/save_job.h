@@ -51,7 +51,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void hurry(bool all_ranks_leave = false) {
     if (coordinator_) coordinator_->hurry(all_ranks_leave);
   }
-  // Calls hurry() for the save in flight of a broken group that all ranks leave. Its handle may live longer.
+  // Calls hurry() for the save in flight of a broken group that all ranks leave. The save's handle may live longer.
   static void hurry_save_of(const std::shared_ptr<Communicator>& comm);
 
  private:
@@ -80,7 +80,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   HostCopies copies_;  // used by an asynchronous save
   std::atomic<bool> copied_ = true;
   std::optional<SaveCoordinator> coordinator_;
-  std::mutex joining_;  // Serializes join(), called by the training loop's thread and by one that waits for this save.
+  std::mutex joining_;  // Serializes join(), which several threads may call.
   std::thread thread_;
   std::atomic<bool> done_ = false;
   Outcome result_;                       // equal on all ranks after a background save

@@ -36,8 +36,8 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
 }
 
 // Returns the view's current elements, protected by libtorch's copy-on-write: a later writer gets new memory. Undefined
-// for device memory, and if no plain allocator owns the memory. The tensor's data pointers must not be kept beyond a
-// step.
+// for device memory, and if no plain allocator owns the memory. Pointers to the tensor's data must not be kept longer
+// than a step.
 at::Tensor frozen(const at::Tensor& view) {
   if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
   auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
@@ -88,7 +88,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
-  const NoGradNoInferenceGuard quiet;  // no inference tensors: the thread and the next save write to them
+  const NoGradNoInferenceGuard quiet;  // makes ordinary tensors, to which the thread and the next save write
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];

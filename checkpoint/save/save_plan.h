@@ -53,8 +53,8 @@ class HostCopies {
   // which copy-on-write freezes. Copies from a device (the model's) are ordered between earlier and later work of the
   // current stream.
   void begin(SavePlan& plan, at::Device device);
-  // Copies the rest and waits for all copies; may run on any thread. Throws std::invalid_argument if a watched tensor
-  // was modified since begin(). Calls `progress` after each copy.
+  // Copies the remaining pieces and waits for all copies; may run on any thread. Throws std::invalid_argument if a
+  // watched tensor was modified since begin(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
   // Returns the memory for reuse. Call after end() or instead of it.

@@ -10,12 +10,12 @@
 namespace tessera::internal {
 
 // The description of files written by some ranks (one, a subgroup or all), in the form that ranks exchange. Runs of
-// ranks are merged, so its size grows with the tensors and hardly with the ranks. A value.
+// ranks are merged, so its size grows with the tensors, but hardly with the ranks. A value type.
 class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);
 
-  // Sets the files written by this rank and its optimizers, of which only the numbers are specific to this rank.
+  // Sets the files written by this rank, and its optimizers. Of these, only the numbers are specific to this rank.
   void set(SavedTensors saved, const SavedOptimizers& optimizers);
   // Adds the description `text` of other ranks. Throws CheckpointError, naming `who`, if the ranks differ where they
   // must agree.

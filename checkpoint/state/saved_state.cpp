@@ -25,12 +25,12 @@ namespace {
 // Tensors smaller than this are written by one replica.
 constexpr int64_t kSplitBytes = int64_t{4} << 20;
 
-// A tensor without holes, as [numel] in memory order.
+// Returns a tensor without holes as [numel], in memory order.
 at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
 
-// The tensor, or a copy if its memory does not hold the values that operators see (lazy conjugation, negation, zeros).
+// Returns the tensor, or a copy if its memory lacks the values that operators see (lazy conjugation, negation, zeros).
 at::Tensor with_values_in_memory(const at::Tensor& tensor) {
   return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
 }
@@ -66,7 +66,7 @@ at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
   return part(flat_elements(hold.values(), local)).clone();
 }
 
-// The elements of a segment, in the shape of its box.
+// Returns the elements of a segment, in the shape of its box.
 at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Segment& segment) {
   const auto order = memory_order(local.sizes, local.strides);
   std::vector<int64_t> strides(order.size());
@@ -78,7 +78,7 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
   if (std::is_sorted(order.begin(), order.end())) order.clear();
-  // Without a view, so that a save copies the values at once: the next step overwrites them on disk.
+  // Has no view if on disk, so that a save copies the values at once, before the next step overwrites them.
   const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
   const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
   return {local.fqn,
@@ -93,8 +93,8 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           is_read_at_once ? std::function<at::Tensor()>() : view};
 }
 
-// The part of a tensor that replica `index` writes: equal numbers of slowest rows, so that a few runs describe all
-// parts.
+// Returns the part of a tensor that replica `index` writes: equal numbers of slowest rows, so that a few runs describe
+// all parts.
 Range part_of_replica(const LocalTensor& local, int index) {
   const auto order = memory_order(local.sizes, local.strides);
   const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];
@@ -231,7 +231,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
   for (const NamedShard& shard : shards) {
     LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kParameter});
     local.tensor = flat_elements(shard.tensor, shard);
-    // The owner in a sharded optimizer has the exact values; those sent to other ranks may be rounded.
+    // The owner in a sharded optimizer has the exact values; other ranks may have rounded ones.
     if (const auto* optimizer = optimizer_of(shard); optimizer != nullptr && optimizer->sharded())
       local.replica = 0, local.replica_count = optimizer->keeps(shard) ? 1 : 0;
   }
@@ -281,7 +281,7 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
                                     reason);
   }
   for (const NamedShard& shard : shards) {
-    // A rank without elements of the parameter may not have counted its steps, so its numbers are skipped.
+    // Skips the numbers of a rank without elements of the parameter, which perhaps has not counted its steps.
     if (shard.held.numel() == 0 && numel_of(shard.sizes) > 0) continue;
     if (const auto* state = optimizer.state(shard))
       for (const auto& [key, number] : read_state(*state).numbers) saved.numbers[shard.fqn][key] = number;

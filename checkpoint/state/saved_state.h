@@ -17,8 +17,8 @@
 namespace tessera::internal {
 
 // This rank's part of one tensor of the training state. `fqn` is its name in the checkpoint. `tensor` has held.numel()
-// elements in memory order, and is a view of the live tensor if possible; for a tensor on disk, it is that tensor,
-// unchanged. replica_count 0: another rank saves it.
+// elements in memory order, and is a view of the live tensor if possible. A tensor on disk is passed unchanged.
+// replica_count 0: another rank saves it.
 struct LocalTensor : NamedShard {
   TensorKind kind = TensorKind::kParameter;
 };
@@ -84,7 +84,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
                                        const std::vector<std::shared_ptr<Stateful>>& beside = {});
 // Returns the tensors of the Stateful objects under their names in the checkpoint: "beside.<state_name>.<fqn>".
 std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful>>& beside);
-// Returns the optimizer without its tensors; `numbers` only of states kept on this rank.
+// Returns the optimizer without its tensors. `numbers` has only those of states on this rank.
 SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptimizer& optimizer);
 
 // Returns the pieces that this rank must write. Each element is written by one replica; replicas share the work evenly.

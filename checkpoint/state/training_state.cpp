@@ -48,7 +48,7 @@ class SchedulerState : public Stateful {
   }
 
  private:
-  // libtorch exposes the count to derived classes only.
+  // Gives access to the count, which libtorch exposes to derived classes only.
   struct Steps : torch::optim::LRScheduler {
     static unsigned& of(torch::optim::LRScheduler& scheduler) { return scheduler.*(&Steps::step_count_); }
   };
@@ -65,7 +65,7 @@ class EmaState : public Stateful {
     return {{"updates", ema_.updates()}};
   }
   void check_state_values(const StateValues& values) const override {
-    // Loaded values would be lost when the swap ends.
+    // Loaded values would be lost when the scope of the averages ends.
     if (ema_.is_swapped_in()) throw std::invalid_argument(kSwapped);
     require_same_form(values, {{"updates", int64_t{0}}}, "averages");
     if (std::get<int64_t>(values.at("updates")) < 0)

@@ -26,8 +26,8 @@ class LocalInput : public InputFile {
   const File file_;
 };
 
-// Writes large blocks and starts write-back of each at once, so that the disk works while the next is copied and
-// hashed. Allocates a large file's blocks first: allocating during the writes takes a third longer and reports a full
+// Writes large blocks, and starts write-back of each at once, so that the disk works while the next block is copied and
+// hashed. Allocates a large file's blocks first: allocation during the writes takes a third longer, and reports a full
 // disk late.
 class LocalOutput : public OutputFile {
  public:

@@ -31,7 +31,7 @@ void set(const fs::path& path, std::string text) {
   files().by_name[path.native()] = std::make_shared<const std::string>(std::move(text));
 }
 
-// "memory://run/step-1/" for a folder, with or without trailing slashes.
+// Returns "memory://run/step-1/" for a folder, with or without trailing slashes.
 std::string prefix_of(const fs::path& folder) {
   std::string prefix = folder.native();
   while (prefix.ends_with('/') && !prefix.ends_with("://")) prefix.pop_back();

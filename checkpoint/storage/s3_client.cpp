@@ -95,7 +95,7 @@ bool may_pass(CURLcode code) {
   }
 }
 
-// "503 SlowDown: Please reduce your request rate."
+// Returns the service's error: "503 SlowDown: Please reduce your request rate."
 std::string told(const S3Response& response) {
   auto first = [&](const char* tag) {
     const auto texts = xml_texts(response.body, tag);
@@ -234,7 +234,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, 15L);
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
-  // The service needs time to assemble a large file.
+  // The service may need a long time to assemble a large file.
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, request.method == "POST" ? 10 * stall_seconds_ : stall_seconds_);
   curl_easy_setopt(handle, CURLOPT_BUFFERSIZE, 512L << 10);
   curl_easy_setopt(handle, CURLOPT_AWS_SIGV4, ("aws:amz:" + region_ + ":s3").c_str());
@@ -256,7 +256,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);
 }
 
-// One attempt. Sets `fault` for a failure that may be transient.
+// Makes one attempt. Sets `fault` for a failure that may be transient.
 S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
   Connection own(*connections_);
   CURL* const handle = own.handle;
@@ -273,7 +273,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &answer.response.status);
   if (code != CURLE_OK) {
     const std::string reason = *detail != '\0' ? detail : curl_easy_strerror(code);
-    // On a reused connection an answer may start with the rest of an earlier one ("HTTP/0.9").
+    // On a reused connection, an answer may start with the rest of the previous one ("HTTP/0.9").
     long connections_made = 0;
     curl_easy_getinfo(handle, CURLINFO_NUM_CONNECTS, &connections_made);
     const bool is_left_over = code == CURLE_UNSUPPORTED_PROTOCOL && connections_made == 0;

@@ -83,7 +83,7 @@ class S3Client {
 
 // Returns the text of each <tag>...</tag>, with entities resolved.
 std::vector<std::string> xml_texts(const std::string& xml, const std::string& tag);
-// "%20" is ' '.
+// Decodes escapes: "%20" is ' '.
 std::string percent_decoded(std::string text);
 
 }  // namespace tessera::internal

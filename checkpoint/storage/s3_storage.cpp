@@ -23,7 +23,7 @@ constexpr size_t kWindows = 8;             // kept
 
 std::string range_text(int64_t begin, int64_t end) { return std::to_string(begin) + "-" + std::to_string(end - 1); }
 
-// Adds the action and the file to errors.
+// Runs `work`, and adds the action and the file to its errors.
 template <class Work>
 auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work work) {
   try {

@@ -51,8 +51,8 @@ class Storage {
   Storage& operator=(const Storage&) = delete;
 
   virtual std::unique_ptr<InputFile> open(const std::filesystem::path& path) const = 0;
-  // Creates a file of `bytes` bytes whose first `start_bytes` are written last. Fails if it exists; in an object store
-  // replaces it.
+  // Creates a file of `bytes` bytes whose first `start_bytes` are written last. If it exists, fails, or in an object
+  // store replaces it.
   virtual std::unique_ptr<OutputFile> create(const std::filesystem::path& path, int64_t start_bytes,
                                              int64_t bytes) const = 0;
   // Writes a small file; treats an existing one like create(). Unless `durable`, a power cut may lose a local file.
@@ -61,7 +61,7 @@ class Storage {
   virtual std::string beginning(const std::filesystem::path& path, int64_t max_bytes) const = 0;
   virtual bool exists(const std::filesystem::path& file) const = 0;
   // Returns the sorted names in a folder, subfolders with a trailing '/'; none if there is no such folder. exists(),
-  // beginning() and list() fail if the storage cannot answer.
+  // beginning() and list() fail if the storage does not answer.
   virtual std::vector<std::string> list(const std::filesystem::path& folder) const = 0;
   // A no-op if the file does not exist.
   virtual void remove(const std::filesystem::path& file) const = 0;
