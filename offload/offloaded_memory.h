@@ -21,8 +21,8 @@ struct ShardSource {
   CountedBuffers* staging = nullptr;
 };
 
-// The host and disk memory of shards and gradients with FsdpOptions::offload, and the engine that copies them to the
-// device and back. Empty without offload.
+// The host and disk memory of shards and gradients with FsdpOptions::offload, and the engine that copies them to and
+// from the device. Empty without offload.
 class OffloadedMemory {
  public:
   // Throws std::invalid_argument if parameters and gradients would be on different devices.

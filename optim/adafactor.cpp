@@ -94,7 +94,7 @@ struct Adafactor::Work {
     const double least = eps1();
     return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
   }
-  // Applies the step. Takes the sums of squares of the whole parameter and of its whole direction.
+  // Applies the step, given the sums of squares of the whole parameter and of its whole direction.
   void change(double parameter_squares, double direction_squares) const {
     const auto numel = static_cast<double>(whole_numel);
     const double step_size = std::min(options->lr(), 1 / std::sqrt(static_cast<double>(state->step())));

@@ -125,7 +125,7 @@ struct AdamW8bit::Work {
   struct Moments {
     at::Tensor average, square;
     Range own;     // the blocks' elements, as a range of this rank's part
-    int64_t lead;  // elements of the first block that another rank holds
+    int64_t lead;  // number of elements of the first block that another rank holds
 
     at::Tensor part(const at::Tensor& blocks) const { return blocks.view({-1}).narrow(0, lead, own.numel()); }
     std::array<at::Tensor, 2> scales() const { return {average.abs().amax(1), square.amax(1)}; }
@@ -255,7 +255,7 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
     const Work& work = all[i];
     if (work.state == nullptr) continue;
     if (work.held.numel() == 0) {
-      note_write(parameters[i]);  // ranks compare their writes: all must count this one
+      note_write(parameters[i]);  // ranks compare their writes, so all must count this one
       continue;
     }
     if (!work.is_quantized) {

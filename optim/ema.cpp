@@ -22,8 +22,8 @@ namespace {
 // Cuts are multiples of this where possible: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
-// torch::load() may have given the module's parameters other data, which FullyShardedDataParallel copies into the
-// shards in named_shards().
+// Calls named_shards(), in which FullyShardedDataParallel copies data that torch::load() gave the module's parameters
+// into the shards.
 void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
 
 }  // namespace

@@ -84,7 +84,7 @@ at::Tensor Lamb::step(LossClosure closure) {
   if (checked_groups_ != param_groups().size()) check();
   for (const auto& group : param_groups())
     for (const at::Tensor& parameter : group.params()) require_steppable(parameter);
-  // One entry for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
+  // Has an entry for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
   // parameters have no norm and may be integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;
@@ -96,7 +96,7 @@ at::Tensor Lamb::step(LossClosure closure) {
       rates.push_back(options.lr());
     }
   }
-  auto is_stepped = [&](size_t i) {  // on some rank; this rank may have no element of it
+  auto is_stepped = [&](size_t i) {  // on any rank; this rank may have no element of it
     return directions[i].defined() || (parts_.are_cut() && parameters[i].requires_grad());
   };
   std::vector<at::Tensor> parts;  // this rank's part of each parameter, then of each direction

@@ -350,8 +350,8 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // Takes the numbers from the rank whose parameter was trained longest: this rank may own only frozen parameters, or
-  // none.
+  // Copies the numbers from the rank whose parameter was trained longest, because this rank may own only frozen
+  // parameters, or none.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
     exchange(none, longest, nullptr);

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Number of rounds after the current round whose parts are in flight.
+// Number of rounds beyond the current one whose parts are in flight.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 
@@ -32,7 +32,7 @@ int64_t product(const std::vector<int64_t>& sizes, size_t from) {
                          std::multiplies<>());
 }
 
-// Converts between elements in memory order and the matrix.
+// Views elements in memory order as the matrix.
 at::Tensor as_matrix(const at::Tensor& elements, const NamedShard& shape) {
   return elements.as_strided(shape.sizes, shape.strides).reshape({shape.sizes[0], product(shape.sizes, 1)});
 }
@@ -64,7 +64,8 @@ at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
                                          matrix.scalar_type(), ", expected a floating-point matrix"));
   const bool is_tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = is_tall ? matrix.t() : matrix;
-  // The norm must not be in bf16: its rounding could leave a singular value above 1, where the iteration diverges.
+  // Computes the norm in higher precision: bf16 could round it so that a singular value is above 1, where the iteration
+  // diverges.
   x = x / x.norm(2, at::toOpMathType(x.scalar_type())).clamp_min(kSmallestNorm).to(x.scalar_type());
   for (int64_t step = 0; step < ns_steps; ++step) {
     const at::Tensor gram = at::mm(x, x.t());
@@ -112,7 +113,7 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 }
 
 // Note [One matrix for each rank at a time]. Each rank has a list of matrices, the most expensive first. In each round,
-// every rank works on the next matrix of its list: one all-to-all brings the parts, another returns the results. Parts
+// every rank works on the next matrix of its list: one all-to-all sends the parts, another returns the results. Parts
 // of the next rounds are requested before the work, and results are awaited at the end. So no rank waits for the
 // slowest rank in each round.
 class Muon::Rounds {
@@ -287,7 +288,7 @@ at::Tensor Muon::step(LossClosure closure) {
   orthogonalize(matrices);
   for (const Matrix& matrix : matrices) {
     if (matrix.shape.held.numel() == 0) {
-      note_write(matrix.parameter);  // ranks compare their writes: all must count this one
+      note_write(matrix.parameter);  // ranks compare their writes, so all must count this one
       continue;
     }
     const at::Tensor own = in_memory_order(matrix.parameter.detach());

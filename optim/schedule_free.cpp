@@ -44,7 +44,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.lr_max(std::max(lr, state.lr_max()));
       const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
       state.weight_sum(state.weight_sum() + weight);
-      // weight of this step in the average
+      // the weight of this step in the average
       const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;
       if (note_write_if_empty(y)) continue;
 
@@ -52,7 +52,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
       at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // Moves y with z and with the average, which is not stored.
+      // Moves y with z and with the average, which is implicit in y and z.
       y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }

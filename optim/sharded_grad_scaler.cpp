@@ -59,7 +59,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);
   if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
   at::NoGradGuard no_grad;
-  // One call for each dtype and device.
+  // Groups gradients for one call for each dtype and device.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
   std::unordered_set<const c10::TensorImpl*> seen;  // groups may list a tied parameter more than once
   for (auto& group : optimizer.param_groups())

@@ -37,7 +37,7 @@ std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimiz
   return steps;
 }
 
-// An overridden step() would be bypassed.
+// Throws if the optimizer overrides step(), which would be bypassed.
 void require_no_own_step(const PartialStep& optimizer) {
   const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
   if (whole != nullptr && may_have_own_step(*whole))
@@ -83,7 +83,7 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             [this] { speculation_ ? abandon() : arrived_.clear(); }));
-  // A step uses as many threads as the caller has, or one for each of `processors`.
+  // The worker uses as many threads as the caller has, or one for each of `processors`.
   worker_
       ->add([&processors = options_.processors, threads = at::get_num_threads()] {
         if (!processors.empty()) run_on(processors);
@@ -107,7 +107,7 @@ void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-// An exception fails the backward, which then calls abandon().
+// An exception makes backward fail, which then calls abandon().
 void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   if (must_be_taken_back_)
     throw std::logic_error(

@@ -19,7 +19,8 @@ using namespace internal;
 
 static constexpr size_t kMaxLeaving = 2;
 
-// Must be called after the current stream waits for the copy. The memory may belong to another stream.
+// Must be called after the current stream waits for the copy. Records the stream's use, because the memory may belong
+// to another stream.
 static void let_go(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();
@@ -48,14 +49,14 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> copies_;
   std::deque<std::shared_ptr<Kept>> leaving_;  // the oldest first
-  std::shared_ptr<Kept> latest_;               // of those alive
+  std::shared_ptr<Kept> latest_;               // the newest that still exists
 };
 
-// A list in the order of forward, which backward walks from its end.
+// A node of a list in the order of forward, which backward walks from its end.
 struct ActivationOffload::Pipeline::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat
-  at::Tensor device;  // flat: until copied to the host, and again once fetched
+  at::Tensor device;  // flat; defined until copied to the host, and again once fetched
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;
@@ -108,7 +109,7 @@ ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& ten
 }
 
 void ActivationOffload::Pipeline::start_fetch(Kept& kept) {
-  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // it has not gone yet, and is here
+  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // its device memory is not freed yet
   if (kept.device.defined() || !kept.host.defined()) return;
   kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
   kept.copy = copies_->to_device(kept.device, kept.host);
@@ -120,13 +121,13 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   start_fetch(kept);
   kept.copy.wait_on_device();
   kept.copy = Copy();                                                             // the handle would hold device memory
-  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // maybe allocated on another stream
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // it may belong to another stream
   const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
   if (auto next = kept.before.lock()) start_fetch(*next);
   return values;
 }
 
-// The graph is freed, or backward has passed this tensor. Backward has freed the later ones before.
+// Called when the graph is freed, or backward has passed this tensor. Backward has freed the later tensors before.
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();

@@ -43,7 +43,7 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
   return devices;
 }
 
-// Adds all accelerators that this process has used: only the outputs may tell which one a function draws on.
+// Adds all accelerators that this process has used: only the outputs may show on which device a function draws.
 std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   std::vector<at::Device> devices = devices_of(tensors);
   if (!at::globalContext().hasCUDA()) return devices;
@@ -54,11 +54,11 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   return devices;
 }
 
-// The state that a computation depends on besides its inputs: default generators and autocast.
+// The state on which a computation depends in addition to its inputs: default generators and autocast.
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
-    // Recorded work draws no numbers here: the eager step before was refused if it did.
+    // Recorded work draws no numbers: the previous eager step would have thrown.
     const bool is_recorded = std::ranges::any_of(
         devices, [](const at::Device& device) { return CapturedWork::recording_on(device) != nullptr; });
     for (const at::Device& device : devices) {
@@ -71,8 +71,8 @@ class ExecutionState {
     }
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
-  // Keeps only generators that the first call advanced. The recomputation must not touch others, e.g. of other ranks'
-  // devices.
+  // Keeps only generators that the first call advanced. The recomputation must not change others, such as those of
+  // other ranks' devices.
   void keep_used_generators(const std::vector<at::Device>& devices) {
     std::erase_if(generators_, [&](State& entry) {
       if (std::ranges::find(devices, entry.device) == devices.end()) return true;
@@ -129,7 +129,7 @@ struct Part : torch::CustomClassHolder {
     ExecutionState present(devices);
     if (!first_state->draws()) present.forget_generators();
     const auto back = c10::make_scope_exit([&] { present.restore(); });
-    // The end of the outermost scope frees the cast copies of weights. The next forward must not find them.
+    // Ends the outermost autocast scope, which frees the cast copies of weights: the next forward must not find them.
     at::autocast::increment_nesting();
     const auto uncached = c10::make_scope_exit([] {
       if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
@@ -141,8 +141,8 @@ struct Part : torch::CustomClassHolder {
     return again;
   }
 
-  // Autograd detects changes only of tensors that it keeps, without naming the input. A copy elsewhere may have raced
-  // with the change.
+  // Autograd checks only tensors that it keeps, and does not name the input. A copy to the host may have raced with the
+  // change.
   void check_versions() const {
     for (size_t i = 0; i < versions.size(); ++i)
       if (versions[i].now() != versions[i].then)
@@ -191,7 +191,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     return outputs;
   }
 
-  // Leaves stay alive anyway, parameters among them.
+  // Saves leaves, such as parameters, directly: they stay alive anyway.
   static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
     Tensors saved = inputs.vec();
     part.kept.resize(inputs.size());

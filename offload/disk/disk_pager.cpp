@@ -82,7 +82,7 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   return tensor;
 }
 
-// Vacates entries whose tensors have been released.
+// Frees entries whose tensors have been released.
 void DiskPager::reclaim() {
   const auto is_gone = [](const Entry* entry) {
     return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
@@ -293,7 +293,7 @@ bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
-  Hold hold;  // destroyed after `lock`: its release takes the mutex if reading ahead throws
+  Hold hold;  // destroyed after `lock`, because its release locks the mutex if reading ahead throws
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;

@@ -57,7 +57,7 @@ class DiskPager : public Pager {
   // Returns the tensor's pager; null if the tensor is not on disk.
   static DiskPager* of(const at::Tensor& tensor);
 
-  // Keeps the data in memory while it is alive. Move-only.
+  // Keeps the data in memory while it exists. Move-only.
   class Hold {
    public:
     // Returns the elements as an ordinary tensor.

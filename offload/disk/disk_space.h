@@ -32,8 +32,8 @@ class DiskSpace {
 
  private:
   std::optional<File> file_;
-  int64_t claimed_bytes_ = 0;                   // the file's size
-  std::vector<std::shared_ptr<void>> counted_;  // counts these bytes for the memory report
+  int64_t claimed_bytes_ = 0;                   // the size of the file
+  std::vector<std::shared_ptr<void>> counted_;  // while it exists, the memory report counts these bytes
   std::map<int64_t, int64_t> free_bytes_;       // by offset in the file; neighbours are merged
 };
 

@@ -18,7 +18,7 @@ struct SimulatedLink {
   std::function<void(CopyDirection direction, int64_t bytes)> before_copy;
 };
 
-// While it is alive, every CopyEngine made on this thread, e.g. by a wrapper's constructor, keeps this link for the
+// While it exists, every CopyEngine made on this thread, e.g. by a wrapper's constructor, keeps this link for the
 // engine's lifetime. Making an engine for a device other than the CPU throws std::invalid_argument.
 class SimulatedLinkScope {
  public:

@@ -9,9 +9,9 @@
 namespace tessera::internal {
 namespace {
 
-// Note [Streams of a copy]. The copy's stream first waits for the caller's current stream. So a copy cannot overtake
-// kernels that produce its source or still use its destination. `end` is recorded on the copy's stream. After a stream
-// has waited for `end`, the device memory may be freed or written on that stream. If the handle is destroyed first, the
+// Note [Streams of a copy]. The copy's stream first waits for the caller's current stream. So a copy runs after kernels
+// that produce its source or still use its destination. `end` is recorded on the copy's stream. After a stream has
+// waited for `end`, the device memory may be freed or written on that stream. If the handle is destroyed first, the
 // current stream waits for `end`. HostMemoryInUse keeps the host memory alive until `end`.
 class EventEnd : public CopyEnd {
  public:

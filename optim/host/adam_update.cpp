@@ -40,7 +40,7 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Fills in the parameter's state and counts the step. A parameter without elements on this rank needs no gradient.
+// Sets the parameter's state and counts the step. A parameter without elements on this rank needs no gradient.
 template <class State>
 void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;
@@ -83,7 +83,7 @@ struct Batch {
       at::_fused_adam_(parameters, gradients, averages, squares, maxima, steps, rule.lr, rule.beta1, rule.beta2,
                        rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
     }
-    // The fused operators do not bump versions, by which writes are detected.
+    // Bumps the versions, by which writes are detected, because fused operators do not.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 };

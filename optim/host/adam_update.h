@@ -26,7 +26,7 @@ struct AdamUpdate {
 
 struct AdamPlacement {
   const char* name;  // for errors, e.g. "a fused optimizer"
-  // Returns why a parameter cannot be stepped, as words that follow its shape, or "".
+  // Returns why a parameter cannot be stepped, as words that follow its shape; "" if it can.
   std::string (*problem)(const at::Tensor& parameter);
   // `zeros` returns a new state tensor; `placed` returns `state`, or a copy of it in the right place and layout.
   at::Tensor (*zeros)(const at::Tensor& parameter);
@@ -35,7 +35,7 @@ struct AdamPlacement {
 
 // Calls take(update) for each parameter, or each of `chosen`, that has a gradient, in the order of the groups. Creates
 // missing states and counts the step. Throws std::invalid_argument, with nothing changed, if the optimizer lacks a
-// parameter of `chosen`, or if a parameter is not dense, is not of floating-point type, has a sparse gradient, or is
+// parameter of `chosen`, or if a parameter is not dense, not of floating-point type, has a sparse gradient, or is
 // refused by `placement`. That error names the shape.
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);

@@ -32,7 +32,7 @@ std::string problem_of(const at::Tensor& parameter) {
   return "";
 }
 
-// State of a parameter on disk is also on disk.
+// Returns zeros for a parameter's state: on disk if the parameter is.
 at::Tensor zeros_beside(const at::Tensor& parameter, const char* what) {
   DiskPager* disk = DiskPager::of(parameter);
   if (disk == nullptr || parameter.numel() == 0) return at::zeros_like(parameter);
@@ -59,7 +59,7 @@ struct Before {
   bool has_state = false, has_maximum = false;
   bool is_stepped = false;  // the last step is neither kept nor rolled back
   bool is_copied = false;   // the tensors hold the previous values
-  // `values` holds the previous parameter; the others hold the new state until exchange(), then the previous state
+  // `values` has the previous parameter; the other tensors have the new state until exchange(), then the previous one
   bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {
@@ -78,12 +78,12 @@ struct Before {
   }
 };
 
-// Work of one call: tensors to keep alive, and the parts to divide among threads.
+// The work of one call: the tensors to keep alive, and the parts to divide among threads.
 struct Pass {
   struct Part {
     AdamSpan span;
     AdamFactors factors;
-    AdamSpan beside;  // no parameter: the step is in place
+    AdamSpan beside;  // null parameter: the step is in place
   };
   std::vector<at::Tensor> kept;
   std::vector<Part> parts;
@@ -145,7 +145,7 @@ struct Pass {
         other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);
       }
     });
-    // The pass writes without an operator, so it must bump the versions, by which writes are detected.
+    // The pass writes without an operator, so bumps the versions, by which writes are detected.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
       if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // otherwise hold() has counted it
@@ -171,7 +171,7 @@ void step_on_host(
   pass.run();
 }
 
-// Writes the values as a step does: also to the low-precision copy.
+// Writes the values as a step does, also to the low-precision copy.
 void write_back(const at::Tensor& parameter, const at::Tensor& values) {
   parameter.detach().copy_(values);
   const LowPrecisionPart* copy = low_precision_copy_of(parameter);

@@ -27,7 +27,7 @@ at::Tensor flat(const at::Tensor& tensor) {
 }
 
 // Returns [kSums] kLong on the parameter's device: sums of the values' bits, one for each column of rows of kColumns
-// values, and one for the rest. A sum differs if one value has changed, or moved to another column.
+// values, and one for the rest. A sum changes if one value has changed, or was moved to another column.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
@@ -78,7 +78,7 @@ HostStep::~HostStep() {
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  // The number of groups is compared, too: this rank may own no parameter of an added group.
+  // Compares the number of groups too, because this rank may own no parameter of an added group.
   if (host_optimizer_ && count == host_copies_.size() &&
       host_optimizer_->param_groups().size() == optimizer.param_groups().size()) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
@@ -171,8 +171,8 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
-// Copies in memory order if both tensors have the same strides and no conjugate or negative bit, which set_data() may
-// have changed.
+// Copies in memory order if both tensors have equal strides and no conjugate or negative bit; set_data() may have
+// changed these.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
   const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);
@@ -202,7 +202,7 @@ void HostStep::step_all(const std::vector<HostCopy*>& work) {
 // Note [Three at once]. While parameter i is stepped, the next two gradients and the last two parameters' values are in
 // flight.
 void HostStep::step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial) {
-  if (is_limited_) {  // a step beyond the limit must throw before it changes the first parameter
+  if (is_limited_) {  // a step that exceeds the limit must throw before it changes a parameter
     std::deque<at::Tensor> in_flight;
     for (const HostCopy* copy : work) {
       in_flight.push_back(memory_of_gradient(*copy));
@@ -226,7 +226,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   rebuild(optimizer);
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
-    // A failed step has left them.
+    // These copies were left by a failed step.
     copy.arriving.wait_on_host();
     copy.arriving = {};
     copy.host.mutable_grad().reset();

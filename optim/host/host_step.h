@@ -24,9 +24,9 @@ struct HostStepOptions {
 
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
 // which a second optimizer of the same class steps. A step first renews the copies of parameters that were written to.
-// On a device, writes that bypass the version (through .data()) are detected by sums of the values after one step and
-// before the next. The second optimizer holds the states during a step only. Between steps, the first optimizer holds
-// them, for state dictionaries and checkpoints.
+// On a device, writes through .data(), which do not change the version, are detected by sums of the values after one
+// step and before the next. The second optimizer holds the states during a step only. Between steps, the first
+// optimizer holds them, for state dictionaries and checkpoints.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;

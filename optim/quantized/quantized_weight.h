@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-// A stand-in for a Linear's weight that decodes its values on use. Operators with handle() as an argument receive
-// values decoded for that call alone; at::linear decodes again in backward instead of saving them. The bytes are a
+// A stand-in for a Linear's weight that decodes its values on use. Operators with handle() as an argument get values
+// that are decoded for that call only; at::linear decodes again in backward instead of saving them. The bytes are a
 // parameter of the module, which wrappers shard, gather and save like others.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
@@ -59,7 +59,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   const LoraOptions lora_;
   const std::vector<int64_t> sizes_;
   const at::ScalarType dtype_;
-  at::Tensor bytes_;   // the parameter
+  at::Tensor bytes_;   // the registered parameter
   at::Tensor a_, b_;   // [rank, columns], [rows, rank]
   at::Tensor merged_;  // merged values; undefined if not merged
 };

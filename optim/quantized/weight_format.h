@@ -19,7 +19,7 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight);
 
 // Encodes a deferred weight; the result is deferred, too. If deferred() recorded the weight, must be called inside that
 // deferred(). If the weight is read from a source, a rank that needs a part of the bytes reads all of it. Materializing
-// the result throws as encoded() does.
+// the result throws like encoded().
 at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight);
 
 // Decodes [encoded_bytes()] uint8 to [numel] of `dtype`, on its device. Rounds once, from fp32; bit-equal everywhere.
