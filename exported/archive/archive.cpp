@@ -75,7 +75,7 @@ Directory find_directory(ZipReader& zip) {
   if (zip.bytes() < kEndBytes) zip.refuse("it is too short to be a zip archive");
   uint64_t end = zip.bytes() - kEndBytes;
   const uint64_t first = end > kMaxCommentBytes ? end - kMaxCommentBytes : 0;
-  zip.part(first, zip.bytes() - first);  // one read
+  zip.part(first, zip.bytes() - first);  // reads the directory at once
   while (zip.number<uint32_t>(end) != kEnd) {
     if (end == first) zip.refuse("it is not a zip archive, or is truncated: it has no end of a directory");
     --end;
@@ -98,7 +98,7 @@ struct CentralEntry {
   uint32_t crc32 = 0;
 };
 
-// The extra field has the numbers that exceed 32 bits, in this order.
+// Reads the numbers that exceed 32 bits, which the extra field has in this order.
 void read_zip64(ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);

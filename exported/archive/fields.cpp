@@ -14,7 +14,7 @@ using nlohmann::json;
 
 namespace {
 
-// Nested graphs are deeper than a checkpoint's manifest.
+// Nested graphs are nested deeper than a checkpoint's manifest.
 constexpr int kMaxArchiveDepth = 400;
 
 [[noreturn]] void refuse_field(const char* name, const std::string& reason) {

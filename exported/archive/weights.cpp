@@ -31,7 +31,7 @@ std::vector<int64_t> fixed_numbers(const json& list) {
   return numbers;
 }
 
-// The number of elements from the first to the last in the storage, or nullopt if it reaches 2^62.
+// Returns the distance from the first to the last element in the storage, inclusive; nullopt if it reaches 2^62.
 std::optional<int64_t> extent_of(const ExportedTensor& tensor) {
   constexpr int64_t kLimit = int64_t{1} << 62;
   int64_t extent = 1;

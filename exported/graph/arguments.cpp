@@ -27,7 +27,7 @@ c10::TypePtr element_type(const c10::TypePtr& list) {
 }
 
 bool is_kind(const c10::TypePtr& type, TypeKind kind) { return type && kind_of(type) == kind; }
-// In schemas a SymInt is another name for int.
+// SymInt and int are equivalent in schemas.
 bool is_int(const c10::TypePtr& type) {
   return is_kind(type, TypeKind::IntType) || is_kind(type, TypeKind::SymIntType);
 }

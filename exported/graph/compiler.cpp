@@ -27,7 +27,7 @@ std::string metadata_of(const json& node, const char* name) {
   return found != metadata->end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-// The last frame of a stack of:   File "/a/model.py", line 12, in forward\n    return self.fc(x)
+// Returns the last frame of a stack of lines:   File "/a/model.py", line 12, in forward\n    return self.fc(x)
 std::string line_of(const std::string& stack) {
   const size_t file = stack.rfind("File \"");
   if (file == std::string::npos) return "";
@@ -51,7 +51,7 @@ void for_each_inner_graph(const json& node, Visit visit) {
 
 }  // namespace
 
-// "key,path,class;key,path,class": the key of a second or later call ends with its number, "@1".
+// Parses "key,path,class;key,path,class". The key of a second or later call ends with its number, "@1".
 std::vector<ModuleCall> module_calls(const json& node) {
   const std::string stack = metadata_of(node, "nn_module_stack");
   std::vector<ModuleCall> calls;
@@ -145,8 +145,8 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
   Description description{
       "node " + (own.empty() ? "" : "'" + own + "' ") + "(" + target + ")" + line_of(metadata_of(node, "stack_trace")),
       calls.empty() ? "" : calls.back().fqn};
-  // Skipped: it asserts Python's dtypes and devices, which mixed precision and other devices change. Operators check
-  // their arguments.
+  // Skipped, because it asserts Python's dtypes and devices, which mixed precision and other devices change. Operators
+  // check their arguments themselves.
   if (target == "torch.ops.aten._assert_tensor_metadata.default") return nullptr;
   const std::string where = description.text;
   try {
@@ -352,7 +352,7 @@ struct Compiler::CallReader {
   GraphStep::Call call;
   std::shared_ptr<Graph> last_graph;
 
-  // Each returns a count: results of the graph, or operands so far.
+  // These functions return a count: results of the graph, or operands so far.
   size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
   size_t take_graph(const json& graph, const StateNames& state) {
     last_graph = compiler.compile_graph(graph, state, false);
@@ -377,7 +377,7 @@ struct Compiler::CallReader {
     add(read_arguments(arguments.next_any(), find_slot));
     return call.operands.size();
   }
-  // Takes the remaining operands, which the graphs receive, except for the first few.
+  // Takes the remaining operands for the graphs, which receive all but the `first` ones.
   void take_rest(size_t first = 0) {
     add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)
@@ -452,7 +452,7 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   return mode;
 }
 
-// Passes parameters to the nested graph as its state, not as inputs, because recomputation would save inputs.
+// Passes parameters to the nested graph as its state, because recomputation would save inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;
@@ -475,7 +475,7 @@ struct Compiler::Segment {
   size_t first, last;  // steps, inclusive
 };
 
-// A module call is a run of steps: those between its first and its last.
+// Makes the steps of each checkpointed module call, from the first to the last, one segment.
 void Compiler::fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls) {
   std::vector<Segment> segments;
   for (size_t i = 0; i < calls.size(); ++i) {

@@ -15,7 +15,7 @@ namespace tessera::internal {
 
 constexpr int kNoSlot = -1;
 
-// The inputs of a forward besides the caller's. Recomputation in backward keeps it alive.
+// The inputs of a forward other than the caller's. Recomputation in backward keeps it alive.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
   std::vector<uint8_t> training;  // by module that train() and eval() switch: whether it is training

@@ -14,7 +14,7 @@ namespace tessera::internal {
 
 // ---- reading ------------------------------------------------------------------------------------
 
-// The subset of Python's expression grammar that guards on shapes use; each function reads one level of precedence.
+// Parses the subset of Python's expressions that guards on shapes use. Each function parses one level of precedence.
 class Guard::Parser {
  public:
   Parser(const std::string& text, const FindInput& find_input) : whole_(text), text_(text), find_input_(find_input) {}

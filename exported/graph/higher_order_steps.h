@@ -44,16 +44,16 @@ class ConditionStep : public GraphStep {
   void run(Frame& frame) const override;
 };
 
-// torch.while_loop: while graph 0 returns true, graph 1 replaces the first operands; both graphs receive all operands.
+// torch.while_loop: while graph 0 returns true, graph 1 replaces the first operands. Both graphs get all operands.
 class LoopStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-// torch map and scan: runs the graph for each element of the first dimension of the scanned operands. Operands:
-// `carried`, then `scanned`, then those passed whole. The first results are carried to the next element, starting with
-// the first operands; the other results are stacked.
+// torch map and scan: runs the graph for each element of the first dimension of the scanned operands. Operands are
+// `carried` ones, then `scanned` ones, then those passed whole. The first results replace the carried operands for the
+// next element; the other results are stacked.
 class ScanStep : public GraphStep {
  public:
   ScanStep(Call call, size_t carried, size_t scanned)

@@ -18,7 +18,7 @@ using ReturnLengths = std::vector<int>;
 // A node that calls an operator through the dispatcher.
 class OperatorStep : public Step {
  public:
-  // The argument that train() and eval() change.
+  // The argument that train() and eval() change, and its module.
   struct Switch {
     TrainingArgument argument;
     size_t module = 0;         // index in Execution::training

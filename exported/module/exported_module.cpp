@@ -174,7 +174,7 @@ void ExportedProgram::move_hidden(at::Device to) {
     if (own.kind == Kind::kHidden) own.tensor = own.tensor.to(device);
 }
 
-// Converts buffers that are not persistent, as Python's Module.to() does, but not the constants of the code.
+// Converts non-persistent buffers, as Python's Module.to() does, but not the constants of the code.
 void ExportedProgram::convert_hidden(at::ScalarType to) {
   for (StateTensor& own : state)
     if (own.kind == Kind::kHidden && !own.is_constant && own.tensor.is_floating_point()) own.tensor = own.tensor.to(to);
@@ -229,7 +229,7 @@ class ProgramBuilder {
     return program;
   }
 
-  // Decomposition loses Python's stop-gradients: no_grad() disappears, detach() becomes alias().
+  // Decomposition loses Python's stop-gradients: no_grad() disappears, detach() becomes alias(). So warns or throws.
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
@@ -246,7 +246,7 @@ class ProgramBuilder {
     warn(c10::str(archive_.where(), ": ", what));
   }
 
-  // The graph's description of a state's value must be that of the tensor in the archive.
+  // Checks that the graph's description of a state's value is that of the tensor in the archive.
   static void check_described(const json& graph, const std::string& value, const ExportedTensor& tensor) {
     const json& meta = object_field(object_field(graph, "tensor_values"), value.c_str());
     std::vector<int64_t> sizes;
@@ -257,7 +257,7 @@ class ProgramBuilder {
                           c10::toString(dtype_of_export(field(meta, "dtype"))));
   }
 
-  // The signature's entries must be the graph's inputs or outputs, in order.
+  // Checks that the signature's entries are the graph's inputs or outputs, in order.
   static void check_names(const json& entries, const json& values, const char* what) {
     if (entries.size() != values.size())
       throw ExportedError("its signature has another number of " + std::string(what) + " than its graph");
@@ -303,7 +303,7 @@ class ProgramBuilder {
 
   // ---- modules
 
-  // libtorch refuses names that are duplicate, empty or contain dots.
+  // Calls `act`, which may throw: libtorch refuses names that are duplicate, empty or contain dots.
   template <class Register>
   static void registering(const std::string& fqn, Register act) {
     try {
@@ -373,7 +373,7 @@ class ProgramBuilder {
     for (auto& own : program_->state) register_tensor(own);
   }
 
-  // Tensors without values share no memory that would show ties.
+  // Warns if ties are unknown: tensors without values share no memory that would show them.
   void warn_of_unknown_ties() const {
     for (size_t i = 0; i < tensors_.size(); ++i)
       for (size_t other = 0; other < i; ++other)
@@ -577,7 +577,7 @@ class ProgramBuilder {
     throw ExportedError("it changes the input '" + name + "', which it does not have");
   }
 
-  // Sets outer modules first, because train() recurses.
+  // Sets outer modules first, because train() also sets all inner ones.
   void set_modes() {
     const auto trains = [](const auto& m) { return m.was_training; };
     modules_.at("")->train(record_.modes ? record_.modes->training

@@ -43,8 +43,8 @@ std::string constant_text(const ExportedValue& value) {
   return value.is_double() ? c10::str(value.to_double()) : value.kind();
 }
 
-// The width of floating-point and complex numbers may differ, because of mixed precision. Integer types must match:
-// bytes are masks but longs are indices, and sums of ints overflow.
+// The width of floating-point and complex numbers may differ, because of mixed precision. Integer types must match: as
+// an index, bytes are a mask but longs are positions, and sums of ints overflow.
 bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
   return given == exported || (at::isFloatingType(given) && at::isFloatingType(exported)) ||
          (at::isComplexType(given) && at::isComplexType(exported));
@@ -174,8 +174,8 @@ void InputSignature::read_guards(const json& program, bool may_leave_guards) {
   }
 }
 
-// Elements of *args and **kwargs are separate inputs: "xs[0]" is "xs_0", "kwargs['mask']" is "mask". A strict export
-// numbers the leaves: "flat_args[2]".
+// Finds the leaf of a label. Elements of *args and **kwargs are separate inputs: "xs[0]" is "xs_0", "kwargs['mask']" is
+// "mask". A strict export numbers the leaves: "flat_args[2]".
 std::optional<size_t> InputSignature::leaf_labelled(const std::string& label) const {
   const size_t open = label.find('['), close = label.find(']');
   std::vector<std::string> names{label};
@@ -289,7 +289,7 @@ class ShapeCheck {
                                   (most ? std::to_string(*most) : "any"));
   }
 
-  // A size that is linear in its only unknown symbol determines that symbol.
+  // Solves for a symbol: a size that is linear in its only unknown symbol determines that symbol.
   void solve(const Derived& size) {
     std::optional<std::string> unknown;
     for (const std::string& symbol : size.expected->symbols()) {

@@ -70,7 +70,7 @@ class Bench {
     return speed;
   }
 
-  // Between ranks that share no memory: wall-clock latency; bytes a second of all threads of the process.
+  // Measures the link of ranks that share no memory: wall-clock latency, and bytes a second of all threads together.
   LinkSpeed tcp() const {
     const auto process_s = [&](const std::function<void()>& call) {
       return timer_.processor_seconds_of(call, &process_processor_s) / comm_->size();
@@ -82,7 +82,7 @@ class Bench {
   }
 
  private:
-  // Subtracts the fixed cost of an operator from the points of a class. Makes them monotonic: larger work that was
+  // Subtracts the fixed cost of an operator from the points of a class. Makes times monotonic: larger work that was
   // faster, by noise, gets the time of smaller work.
   SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
     std::vector<std::pair<double, double>> points;
@@ -143,7 +143,8 @@ class Bench {
   }
 
   // Fits the latency and the two speeds to the times of collectives of least_bytes or more. Minimizes relative errors
-  // of seconds = operations L + copied g + summed (r - g), with the counts of work_of().
+  // of seconds = operations * latency + copied * g + summed * (r - g). The counts are those of work_of(); g and r are
+  // the seconds of a copied and a reduced byte.
   LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
     std::vector<double> rows, ones;
     for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
@@ -162,7 +163,7 @@ class Bench {
     }
     const auto count = static_cast<int64_t>(ones.size());
     const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3}), b = at::tensor(ones, at::kDouble);
-    // Scales the columns: seconds and seconds a byte differ by orders of magnitude.
+    // Scales the columns, because seconds and seconds a byte differ by orders of magnitude.
     const at::Tensor scale = a.norm(2, {0}, false);
     const at::Tensor found = std::get<0>(at::linalg_lstsq(a / scale, b.unsqueeze(1))).squeeze(1) / scale;
     const auto at_least = [&](int64_t i, double least) { return std::max(found[i].item<double>(), least); };
@@ -170,7 +171,7 @@ class Bench {
     return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
   }
 
-  // The time from rank 0's arrival, which is late, until a sleeping rank continues.
+  // Measures the time from the arrival of rank 0, which is late, until a sleeping rank continues.
   double wake() const {
     timer_.say("how long a rank takes to wake up");
     constexpr double kLateSeconds = 5e-4;

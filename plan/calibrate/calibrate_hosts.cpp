@@ -28,14 +28,14 @@ struct Exchanged {
 
 constexpr int kCalls = 15, kQuickCalls = 5;  // enough to average out a link's token bucket and packets
 
-// The median of several calls, averaged over ranks.
+// Returns the median of several calls, averaged over ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {
   std::vector<double> seconds;
   for (int i = 0; i < (timer.options().quick ? kQuickCalls : kCalls); ++i) seconds.push_back(timer.once_s(call));
   return timer.mean(median_of(std::move(seconds)));
 }
 
-// Processor time of a rank for a byte that it sends and receives.
+// Returns a rank's processor time for a byte that it sends and receives.
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});
@@ -46,12 +46,12 @@ double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) 
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };
-  // Measures in pairs: on a slow link the effect is a small part of either time.
+  // Measures in pairs, because on a slow link the effect is a small part of either time.
   std::vector<double> slower_s;
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
     const double alone_s = timer.once_s(multiply);
-    // The rank's share of a core. If one machine simulates more hosts than it has cores, others' messages slow it too.
+    // The rank's share of a core, which is below 1 if one machine simulates more hosts than it has cores.
     const double share = std::min((thread_processor_s() - began_s) / alone_s, 1.0);
     const double both_s = timer.once_s([&] {
       Pending pending = exchanged.start();

@@ -104,8 +104,8 @@ double spread_of(std::vector<double> seconds) {
   return kOfNormal * median_of(std::move(seconds));
 }
 
-// The mean without the largest and the smallest. Some calls of a kernel take longer, because its memory is new. That is
-// rare for one kernel, but frequent in a step. So a sum of medians would be less than the step.
+// The mean without the largest and the smallest. Some calls of a kernel take longer because its memory is new. That is
+// rare for one kernel but frequent in a step, so a sum of medians would be shorter than the step.
 double mean_of_most(std::vector<double> seconds) {
   std::ranges::sort(seconds);
   const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;

@@ -32,7 +32,7 @@ void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int6
   }
 }
 
-// Copies the elements of consecutive pieces from `begin` on to `to`.
+// Copies elements of the concatenated pieces, from `begin` on, to `to`.
 void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int64_t begin) {
   int64_t done = 0;
   for (const at::Tensor& piece : pieces) {
@@ -50,7 +50,7 @@ int only_receiver(const Collective& collective) {
   return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
 }
 
-// Completes at once; records the wait, which determines the possible overlap.
+// Completes at once. Records the wait, which limits the overlap.
 class WaitedOperation : public AsyncOperation {
  public:
   WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
@@ -84,7 +84,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
   for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
 }
 
-// As in gloo, where shared rounds carry small operations, which are not lazy.
+// As in gloo: shared rounds carry small operations, which are not lazy.
 bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }

@@ -13,7 +13,8 @@ namespace tessera::internal {
 // the thread's current Recorder, and moves no data. Results are as if every rank had this rank's values, because
 // agreements and counts need results. A gathered tensor repeats this rank's part in each place (with zeros where parts
 // are longer); a sum is size() times the value. Results of void floating-point inputs are void. traffic() counts the
-// minimum that a rank sends. It is each element once to each rank that needs it; if reduced, once up and once down.
+// least bytes that a rank can send: each element once to each rank that needs it, and twice if it is reduced for all
+// ranks.
 //
 // Throws std::invalid_argument for operations that need other ranks' values: split() by color, because only split_by()
 // knows all colors. After abort(), every operation throws CommError with its reason.

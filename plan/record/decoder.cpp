@@ -189,14 +189,14 @@ DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, const std::s
   options.layers = config.number("num_hidden_layers");
   options.width = config.number("hidden_size");
   options.heads = config.number("num_attention_heads");
-  // Required in the file if transformers' default is that of one published size.
+  // Must be in the file if transformers' default is that of one published size.
   options.key_value_heads =
       is_qwen ? config.number("num_key_value_heads") : config.number("num_key_value_heads", is_mistral ? 8 : 0);
   options.head_dim = config.number("head_dim", kind == "qwen3" ? 128 : 0);
   options.mlp_width = config.number("intermediate_size");
   options.sequence = sequence > 0 ? sequence : config.number("max_position_embeddings");
   options.tie = config.flag("tie_word_embeddings", false);
-  // Always set in Mistral and Qwen2, whatever the file says.
+  // Mistral and Qwen2 ignore this field of the file.
   options.attention_bias = (kind == "llama" || kind == "qwen3") && config.flag("attention_bias", false);
   options.mlp_bias = kind == "llama" && config.flag("mlp_bias", false);
   options.input_bias = kind == "qwen2";

@@ -51,10 +51,10 @@ struct Traits {
   std::vector<bool> writes;    // by argument
 };
 
-// Registered as composite, but compute by pointer.
+// Operators that are registered as composite, but compute by pointer.
 const std::unordered_set<std::string> kKernelsAtHeart = {
     "aten::copy_", "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_nnpack_spatial_convolution"};
-// Only change metadata, although they have CPU kernels.
+// Operators that only change metadata, although they have CPU kernels.
 const std::unordered_set<std::string> kMetadata = {"aten::set_", "aten::resize_", "aten::_fused_sdp_choice",
                                                    "aten::is_set_to", "aten::_reshape_alias"};
 const std::unordered_set<std::string> kValues = {"aten::_local_scalar_dense", "aten::equal"};
@@ -164,7 +164,7 @@ bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   return true;
 }
 
-// Advances the generator even without a draw: checkpointed() detects draws this way.
+// Advances the generator even if no number is drawn, because checkpointed() detects draws this way.
 void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (schema.arguments()[i].name() != "generator" && (i > 0 || traits.name != "aten::native_dropout")) continue;
@@ -251,7 +251,7 @@ void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
 struct Touched {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int64_t selected_from = 0;  // bytes of a tensor of which it reads only as much as it produces
+  int64_t selected_from = 0;  // bytes of a tensor of which it reads as much as it produces
 };
 
 // Counts elements repeated by a stride of 0 once.
@@ -263,13 +263,13 @@ int64_t touched_bytes(const at::Tensor& tensor) {
   return bytes;
 }
 
-// Only write to their first argument.
+// Operators that only write to their first argument.
 const std::unordered_set<std::string> kOverwriting = {"aten::copy_",   "aten::fill_",    "aten::zero_",
                                                       "aten::normal_", "aten::uniform_", "aten::random_"};
-// Read some rows or elements of their first argument.
+// Operators that read some rows or elements of their first argument.
 const std::unordered_set<std::string> kSelecting = {"aten::embedding", "aten::index_select", "aten::index",
                                                     "aten::gather", "aten::take"};
-// Allocate memory without writing to it.
+// Operators that allocate memory without writing to it.
 const std::unordered_set<std::string> kUnwritten = {"aten::empty", "aten::empty_strided", "aten::empty_like",
                                                     "aten::new_empty", "aten::new_empty_strided"};
 
@@ -313,7 +313,7 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
 struct Given {
   bool any_void = false, all_cpu = true;
 };
-// Inspects an operator's arguments, and tells the recorder the unit and module that they belong to.
+// Inspects an operator's arguments, and sets the recorder's current unit and module by them.
 Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
   Given given;
   for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {

@@ -51,7 +51,7 @@ const std::unordered_map<std::string, FlopRule> kFlopRules = {
      [](const Arguments& a, const Tensors&) {
        return flop_of_attention(at_index(a, 0), at_index(a, 1), at_index(a, 2));
      }},
-    // Recomputes the scores, then two products for each of the two in forward.
+    // Counts recomputing the scores, then two products for each of the two in forward.
     {"aten::_scaled_dot_product_flash_attention_for_cpu_backward",
      [](const Arguments& a, const Tensors&) {
        return flop_of_attention(at_index(a, 1), at_index(a, 2), at_index(a, 3)) * 5 / 2;

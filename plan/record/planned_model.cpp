@@ -158,7 +158,7 @@ class PlannedArchive : public PlannedModel {
     const auto make = [&] {
       if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
       auto model = load(choice.checkpointed);
-      // Reading the archive wrote to pages, which thereby use memory. Clones have no values, and release these pages.
+      // Reading the archive wrote to pages, which then use memory. Clones have no values, and free these pages.
       for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().clone());
       return model;
     };

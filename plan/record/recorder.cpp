@@ -24,7 +24,7 @@ thread_local std::shared_ptr<Recorder> current_recorder;
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// Every recorded block, by address. Never destroyed: tensors may outlive all other objects.
+// All recorded blocks, by address. Never destroyed, because tensors may outlive all other objects.
 struct Table {
   struct Entry {
     size_t bytes = 0;

@@ -31,7 +31,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   static std::shared_ptr<Recorder> make(bool with_data);
   static Recorder* current();  // null: none
 
-  class Current {  // sets the thread's recorder; throws std::logic_error if it has one
+  class Current {  // sets the thread's recorder; throws std::logic_error if one is set
    public:
     explicit Current(std::shared_ptr<Recorder> recorder);
     ~Current();

@@ -41,12 +41,12 @@ ShapeRule pair_like(size_t index) {
     return Tensors{at::empty_like(tensor(arguments, index)), at::empty_like(tensor(arguments, index))};
   };
 }
-// Broadcast, with the promoted dtype.
+// Shapes of an operator on two tensors: broadcast, with the promoted dtype.
 ShapeRule both(size_t a, size_t b) {
   return [=](const MetaArguments& arguments) { return Tensors{at::add(tensor(arguments, a), tensor(arguments, b))}; };
 }
 Tensors scalar(const MetaArguments& arguments) { return {of({}, tensor(arguments, 0))}; }
-// By a loss's reduction: 0 is none.
+// Shape of a loss, by its reduction: 0 is none.
 ShapeRule loss(size_t reduction) {
   return [=](const MetaArguments& arguments) {
     const at::Tensor whole = at::add(tensor(arguments, 0), tensor(arguments, 1));
@@ -71,7 +71,7 @@ Tensors layer_norm(const MetaArguments& a) {
   return {contiguous_like(input), of(shape, input, dtype), of(shape, input, dtype)};
 }
 
-// grad_out, input, ..., and which of the three gradients are wanted.
+// Arguments start with grad_out and input. `wanted`: which of the three gradients are needed.
 Tensors norm_backward(const at::Tensor& input, const Sizes& parameter, at::ScalarType dtype,
                       const c10::List<bool>& wanted) {
   return {wanted.get(0) ? at::empty_like(input) : at::Tensor(),
@@ -196,7 +196,7 @@ Tensors nll_loss2d(const MetaArguments& a) {
   return {a[3].toInt() == 0 ? of(tensor(a, 1).sizes().vec(), self) : of({}, self), of({}, self)};
 }
 
-// By name, with the overload if there are several.
+// The rules by name, with the overload if there are several.
 const std::unordered_map<std::string, ShapeRule> kShapeRules = {
     {"aten::relu", like(0)},
     {"aten::hardswish", like(0)},
@@ -274,7 +274,7 @@ const std::unordered_map<std::string, ShapeRule> kShapeRules = {
     {"aten::reflection_pad2d_backward", like(1)},
     {"aten::nll_loss2d_forward", nll_loss2d},
     {"aten::nll_loss2d_backward", like(1)},
-    // With results passed by the caller.
+    // Operators whose results are passed by the caller.
     {"aten::abs.out", like(0)},
     {"aten::angle.out", like(0)},
     {"aten::logical_not.out", like(0)},

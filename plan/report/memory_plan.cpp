@@ -38,7 +38,8 @@ bool fits(const PlannedTraining& plan, const Machines& machines) {
          fits_host(plan, machines);
 }
 
-// Less is better. The time of plans with offload is unknown, so they are after all others and are not compared by time.
+// Returns a key by which plans are sorted; less is better. Plans with offload have no known time, so they come last and
+// are not compared by time.
 auto cost_of(const PlannedTraining& plan) {
   const TrainingChoice &choice = plan.choice, usual;
   const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
@@ -135,7 +136,7 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   return row;
 }
 
-// Lists choices that cannot run, with the reason, and the unknowns of the others.
+// Lists choices that cannot run, with the reason, and quantities that are not known.
 std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& machines, int best,
                      const std::function<std::string(int64_t)>& text_of) {
   std::string text;
@@ -269,7 +270,7 @@ int64_t bytes_of_text(const std::string& text) {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   const auto bytes = quantity_of_text(text, units);
-  // A bare 8 most likely means GiB.
+  // A number without a unit is refused if small: 8 most likely means GiB.
   const bool lacks_unit = bytes && *bytes < 0x1p20 && text.find_first_not_of("0123456789.eE+- ") == std::string::npos;
   if (!bytes || *bytes == 0 || *bytes > 0x1p62 || lacks_unit)
     throw std::invalid_argument("memory '" + text + "', expected a number of bytes with a unit, as 80GiB");

@@ -34,10 +34,10 @@ std::vector<int> group_of(const RecordedCollective& collective, int rank);
 struct CollectiveWork {
   double operations = 0, copied_bytes = 0, summed_bytes = 0;
 
-  // LinkSpeed includes the copy in its time of a reduced byte.
+  // LinkSpeed's time of a reduced byte includes its copy.
   double seconds(const LinkSpeed& link) const;
 };
-// Throws as flow_of(). Zero for a group of one.
+// Throws like flow_of(). Zero for a group of one.
 CollectiveWork work_of(const RecordedCollective& collective);
 
 // Number of LinkSpeed::latency_s in each exchange: log2 of the group's size, rounded up.

@@ -18,7 +18,7 @@ namespace tessera::internal {
 class CoreTurns {
  public:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
-  static constexpr double kSliceSeconds = 3e-3;  // Linux's, for a thread with others waiting
+  static constexpr double kSliceSeconds = 3e-3;  // Linux's time slice while other threads wait
 
   // Starts with `threads` sleeping threads on `cores` cores, 1 or more. Calls go_on(thread) at the end of its burst or
   // sleep; go_on() must call burst() or sleep() for that thread.
@@ -28,9 +28,9 @@ class CoreTurns {
   bool sleeps(size_t thread) const { return threads_[thread].state == State::kAsleep; }
   // Starts a burst of work as soon as a core is free.
   void burst(size_t thread, double seconds);
-  // Releases the core, at most until then.
+  // Releases the core, at most until `until_s`.
   void sleep(size_t thread, double until_s = kNever);
-  // If the thread sleeps, wakes it at that time at the latest.
+  // If the thread sleeps, wakes it at `at_s` or earlier.
   void wake(size_t thread, double at_s);
 
   // Advances time to the next event. Throws std::logic_error if there is none.
@@ -43,7 +43,7 @@ class CoreTurns {
     double left_s = 0;   // of its burst, if ready
     double taken_s = 0;  // time on cores, until it last got one
     double wakes_s = kNever;
-    double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // if running
+    double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // set while it runs
   };
   using Order = std::set<std::pair<double, size_t>>;
 

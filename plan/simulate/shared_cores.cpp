@@ -23,11 +23,10 @@ namespace {
 constexpr double kNever = CoreTurns::kNever;
 constexpr double kSpinSeconds = std::chrono::duration<double>(PeerMemory::kSpin).count();
 constexpr int kMostRanks = 256;  // of a host
-// Repeats the step, because ranks drift apart until they wait for each other: as often as this number of operators
-// allows.
+// Repeats the step, because ranks drift apart until they wait for each other. This limits the operators of all repeats.
 constexpr size_t kMostOperators = 2'000'000;
 constexpr size_t kLeastRepeats = 2, kMostRepeats = 8;
-// Messages to other hosts are split: one piece is on the link while the next is prepared.
+// Messages to other hosts are split into pieces: one is on the link while the next is prepared.
 constexpr double kPieceBytes = 1 << 20;
 constexpr int kMostPieces = 64;
 
@@ -87,11 +86,11 @@ Moves moves_of(const RunRecord& record, int step) {
 struct Exchange {
   struct Side {
     bool has_begun = false;
-    bool receives = false;              // has announced it; messages to send are announced from the start
+    bool receives = false;              // has announced that it receives; sends are announced from the start
     bool is_done = false;               // has copied all announced messages
     double sent_bytes = 0;              // to other hosts
     double got_bytes = 0;               // from other hosts
-    double sent_s = kNever, got_s = 0;  // times when these complete
+    double sent_s = kNever, got_s = 0;  // times at which both complete
   };
   std::vector<Side> sides;  // in the order of the group
   bool goes_out = false;    // messages between hosts are in flight
@@ -132,7 +131,7 @@ struct Messenger {
     bool is_last;
   };
   std::deque<Piece> pieces;
-  double out_free_s = 0, in_free_s = 0;  // when the link is free, in either direction
+  double out_free_s = 0, in_free_s = 0;  // times from which the link is free, in each direction
 };
 
 class CoreSimulation {
@@ -334,7 +333,7 @@ class CoreSimulation {
       if (view.sends_to(peer)) view.side().sent_bytes += view.message_bytes();
       if (view.gets_from(peer)) view.side().got_bytes += view.message_bytes();
     }
-    bool all_have_begun = true;  // a receiver exists only then
+    bool all_have_begun = true;  // only then can a message have a receiver
     for (size_t peer = 0; peer < view.group.size(); ++peer)
       all_have_begun = all_have_begun && (!is_simulated(view.group[peer]) || view.exchange.sides[peer].has_begun);
     if (all_have_begun) send_to_hosts(view);
@@ -460,7 +459,7 @@ class CoreSimulation {
 
   // ---- the result -----------------------------------------------------------------------------
 
-  // The mean of the repeats, with the intervals of the last one.
+  // Returns the mean of the repeats, with the intervals of the last one.
   StepTime finish() {
     const std::vector<double>& began_s = all_[0].repeats_s;
     const double last_began_s = began_s[began_s.size() - 2];

@@ -10,9 +10,9 @@ namespace tessera::internal {
 
 // Implements predict_step() if MachineSpeed::cores is set: a discrete-event simulation of all ranks of a host, with the
 // scheduler of core_turns.h and the messages of collective_flow.h. A rank computes, copies and adds up on a core, and
-// releases it while it waits. Within a host the second of two ranks to arrive copies their message, and waits add up
-// sums, so compute and communication do not overlap. Between hosts a thread of each rank sends and receives; it shares
-// the cores, and the link in either direction. All hosts are assumed to be alike. Operators' times vary by
+// releases it while it waits. Within a host, the second of two ranks to arrive copies their message, and sums are added
+// up in waits, so compute and communication do not overlap. Between hosts a thread of each rank sends and receives; it
+// shares the cores, and the link in either direction. All hosts are assumed to be alike. Operators' times vary by
 // MachineSpeed::jitter, with a fixed seed. Returns the mean of several repeats of the step.
 //
 // `records`: by rank of the host, or one for all. `step`: of the records, from 1. Throws std::invalid_argument for

@@ -46,7 +46,7 @@ class Simulation {
   }
 
  private:
-  // The step begins with its first action.
+  // Begins the step at its first action.
   void enter(int step) {
     if (step != step_ || has_begun_) return;
     has_begun_ = true;
@@ -77,7 +77,7 @@ class Simulation {
         {op.name, Lane::kCompute, begin, now_, unit < record_.units.size() ? record_.units[unit] : "", op.in_backward});
   }
 
-  // Advances by this many seconds of work, which slows down during communication.
+  // Advances by `work_s` seconds of work, which takes longer during communication.
   void advance(double work_s) {
     std::erase_if(busy_, [&](const auto& interval) { return interval.second <= now_; });
     while (work_s > 0) {
