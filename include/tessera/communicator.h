@@ -88,7 +88,7 @@ class CommunicatorBackend {
 
   void count_sent(int64_t bytes) noexcept;
   void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
-  // Of this group, then of the groups that it was split from.
+  // The counters of this group, then of the groups that it was split from.
   std::vector<std::shared_ptr<TrafficCounter>> counters_;
 
  private:

@@ -36,7 +36,7 @@ struct DdpOptions {
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
   // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
-  // std::runtime_error, naming the first that differs. 0: as TESSERA_DEBUG=replicas or replicas:N sets, else never.
+  // std::runtime_error, naming the first that differs. 0: as set by TESSERA_DEBUG=replicas or replicas:N; else never.
   int64_t compare_replicas_every = 0;
 
   // true: the backend's own all-reduce, in its own order of additions. false: Tessera's, in rank order.

@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-// Collectives whose results the host needs at once. They return tensors in host memory, and throw as Communicator does.
+// Collectives whose results the host needs at once. They return tensors in host memory, and throw like Communicator.
 
 // Returns op over ranks of `own`, which must have one shape on all ranks, and may be on any device. Leaves `own`
 // unspecified.

@@ -22,17 +22,17 @@ class Store;
 namespace tessera {
 
 // The changes to the whole process that init() and run_ranks() make, one field each; false leaves the process as it is.
-// Each change is undone when the last group that was made with it is destroyed. Loading Tessera, wrapping a module, or
-// a group over the program's own store makes none of them. docs/launch.md has the table.
+// Each change is undone when the last group that was made with it is destroyed. Loading Tessera, wrapping a module, and
+// groups over the program's own store change nothing. docs/launch.md has the table.
 struct ProcessSetup {
   // Replaces libtorch's CPU allocator by a cache, so that large CPU tensors reuse freed memory (memory_cache.h).
   // TESSERA_MEMORY_CACHE=0 in the environment switches it off. Tensors that outlive the cache stay valid.
   bool cache_memory = true;
   // Sets a handler of std::terminate() that first sends the text of the uncaught exception to the other ranks, so that
-  // their errors name it. init() with several ranks only.
+  // their errors name it. Only in init() with several ranks.
   bool terminate_handler = true;
-  // Permits processes that descend from the ranks' launcher to read and write this process's memory under Yama's
-  // ptrace_scope 1 (prctl PR_SET_PTRACER), for InitOptions::peer_memory. init() with several gloo ranks on a host only.
+  // Permits descendants of the ranks' launcher to read and write this process's memory under Yama's ptrace_scope 1
+  // (prctl PR_SET_PTRACER), for InitOptions::peer_memory. Only in init() with several gloo ranks on a host.
   bool permit_tracing = true;
   // Raises the soft limit of open descriptors (RLIMIT_NOFILE) if the group's connections need more.
   bool raise_descriptor_limit = true;
@@ -41,8 +41,8 @@ struct ProcessSetup {
   bool open_standard_descriptors = true;
   // Sets the number of intra-operator threads (at::set_num_threads) to this host's cores divided by its ranks, at least
   // 1. Never raises it, and keeps a number from OMP_NUM_THREADS, MKL_NUM_THREADS, or an earlier call of
-  // at::set_num_threads() with another number than the default. A no-op if a launcher has bound the rank to cores.
-  // init() with several ranks on a host only.
+  // at::set_num_threads() with another number than the default. A no-op if a launcher has bound the rank to cores. Only
+  // in init() with several ranks on a host.
   bool share_cores = true;
   // Sets the signal handlers of stop_requested() in init(), not at its first call.
   bool stop_signals = false;
@@ -78,10 +78,10 @@ struct InitOptions {
 
 // Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
 // Open MPI's (OMPI_COMM_WORLD_RANK, ...), those of other launchers of MPI programs (MPICH's and Intel MPI's PMI_RANK,
-// MVAPICH2, JSM, Flux, Cray PALS, PMIx), or Slurm's (SLURM_PROCID, SLURM_NTASKS, ...). The first in this order counts.
-// Without a launcher it is a world of one. docs/launch.md lists the variables. Collective; once in a process. Throws
-// std::invalid_argument with the names of variables that are incomplete or contradict each other. Throws CommError with
-// the missing ranks if the ranks do not meet within the timeout.
+// MVAPICH2, JSM, Flux, Cray PALS, PMIx), or Slurm's (SLURM_PROCID, SLURM_NTASKS, ...). Uses the first of these that is
+// set. Without a launcher it is a world of one. docs/launch.md lists the variables. Collective; once in a process.
+// Throws std::invalid_argument with the names of variables that are incomplete or contradict each other. Throws
+// CommError with the missing ranks if the ranks do not meet within the timeout.
 std::shared_ptr<Communicator> init(InitOptions options = {});
 
 // Options of communicator_from() and communicator_from_mpi(). Must be equal on all ranks, except for the index of the
@@ -98,7 +98,7 @@ struct GroupOptions {
   // See InitOptions.
   bool peer_memory = true;
   bool registered_memory = false;
-  bool rank_order_sums = false;  // not for a process group of CPUs, whose sums are its own
+  bool rank_order_sums = false;  // must be off for a process group of CPUs, which adds in its own order
 };
 
 // Makes a group of the ranks that pass the same store: any c10d::Store that they share. The ranks meet in the store,
@@ -156,7 +156,7 @@ class MessageLibrary {
   virtual std::string host() const = 0;
   // Gives every rank the texts of all ranks. Collective.
   virtual std::vector<std::string> exchange(const std::string& own) = 0;
-  // Starts to send or receive so many bytes. The memory must stay valid until the request is complete.
+  // Starts to send or receive `bytes` bytes. The memory must stay valid until the request is complete.
   virtual std::unique_ptr<Request> start(void* data, int bytes, int peer, int tag, bool is_send) = 0;
 };
 

@@ -33,7 +33,7 @@ struct SdpOptions {
   bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
 
   // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
-  // std::runtime_error, naming the first that differs. 0: as TESSERA_DEBUG=replicas or replicas:N sets, else never.
+  // std::runtime_error, naming the first that differs. 0: as set by TESSERA_DEBUG=replicas or replicas:N; else never.
   // Never with OssOptions::broadcast_dtype, which rounds replicas.
   int64_t compare_replicas_every = 0;
   // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the

@@ -32,7 +32,7 @@ struct OssOptions {
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
   // For debugging: compares the parameters of all ranks after every N-th step, and throws std::runtime_error, naming
-  // the first that differs. 0: as TESSERA_DEBUG=replicas or replicas:N sets, else never. Never with broadcast_dtype.
+  // the first that differs. 0: as set by TESSERA_DEBUG=replicas or replicas:N; else never. Never with broadcast_dtype.
   int64_t compare_replicas_every = 0;
 
   // Steps in host memory: gradients are copied to the host and new values back. HostAdam and HostAdamW overlap the
@@ -82,7 +82,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;  // whether such a scope is open
 
-  // The owners, by parameter, counted through all groups. Frozen parameters weigh nothing.
+  // The owner of each parameter, in the order of the groups. Frozen parameters are balanced separately.
   const internal::Partition& partition() const { return *partition_; }
   // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;

@@ -67,8 +67,8 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 };
 
 // AdamW or Adam with 8-bit states (Dettmers et al., 2022; bitsandbytes' AdamW8bit). Each block of 256 elements is
-// scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. The state of a
-// parameter element is 2 bytes and 1/32 instead of 8.
+// scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. The state of an
+// element takes 2 1/32 bytes instead of 8.
 //
 // Blocks divide the whole parameter in memory order, wherever the parameter is cut; lay_out_as() follows changed
 // strides. Ranks that share a block agree on its scale in one all-reduce a step, of two numbers for each cut. So with
