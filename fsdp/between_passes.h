@@ -35,7 +35,7 @@ class BetweenPasses {
   std::vector<Parameter> parameters_;
   bool gradients_changed_ = false;      // whether the set of parameters with gradients has changed
   std::optional<bool> all_ranks_step_;  // whether every rank has a trained element with a gradient
-  std::optional<uint64_t> writes_;      // the writes to all shards until the last pass began or ended
+  std::optional<uint64_t> writes_;      // count of writes to all shards when the last pass began or ended
 };
 
 }  // namespace tessera::internal

@@ -121,7 +121,7 @@ StoreClient::~StoreClient() {
   if (process_.is_this() && calls_->end(kEndGrace))
     thread_.join();
   else
-    thread_.detach();  // it is stuck in a call, or it is not in this process, a child of fork()
+    thread_.detach();  // it is stuck in a call, or missing in this child of fork()
 }
 
 // `act` must own the data that it uses: it may outlive this call.

@@ -40,7 +40,7 @@ Engine& engine_of_process() {
   return engine;  // a leak: its threads outlive main()
 }
 
-// Does nothing if another library, Python for one, has set an engine.
+// Does nothing if another library, such as Python, has set an engine.
 [[maybe_unused]] const bool kHasSetEngine = [] {
   const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
   if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine_of_process);

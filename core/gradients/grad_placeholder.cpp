@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// libtorch keeps it with the tensor, and copies it to tensors that detach() returns.
+// Attached to a tensor. libtorch copies this reference to tensors that detach() returns.
 struct GradPlaceholder::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : placeholder(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}

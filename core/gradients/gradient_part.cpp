@@ -16,7 +16,7 @@ namespace {
 #define TESSERA_PART_KEY DeferredInit
 constexpr auto kPartKey = c10::DispatchKey::TESSERA_PART_KEY;
 
-// libtorch keeps it with the tensor, and copies it to results of data() and detach().
+// Attached to a tensor. libtorch copies this reference to tensors that data() and detach() return.
 struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;

@@ -13,7 +13,7 @@ inline constexpr const char* kTorchrun = "torchrun";
 inline constexpr const char* kSpawnLocal = "spawn_local";
 inline constexpr const char* kByHand = "RANK and WORLD_SIZE";  // set without torchrun
 
-// The group of this process according to its launcher. A value, read once from the environment.
+// The group of this process according to its launcher. A value type, read once from the environment.
 struct LaunchEnvironment {
   std::string launcher;  // its name, for errors: "torchrun", "Slurm"; empty if none started this process
   int rank = 0;

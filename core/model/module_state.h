@@ -33,8 +33,8 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
 // Whether a parameter's `.grad` is a gradient from before wrapping. Wrappers keep such gradients.
 bool is_earlier_gradient(const at::Tensor& grad);
-// Describes earlier gradients by checksums, one line each. Each rank keeps its own gradients. They must be equal on all
-// ranks where a difference would make ranks diverge.
+// Describes earlier gradients by checksums, one line each. Each rank keeps its own gradients, so a wrapper compares
+// them if unequal ones would make ranks diverge.
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
 
 }  // namespace tessera::internal

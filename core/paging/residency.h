@@ -24,7 +24,7 @@ class StandIn;
 // every operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
 class Page {
  public:
-  // `pager` must live until detach_pager() is called. `id` identifies the page to the pager; `name` is for errors:
+  // `pager` must exist until detach_pager() is called. `id` identifies the page to the pager; `name` is for errors:
   // "unit 'blocks.3'".
   Page(Pager* pager, int id, std::string name, at::Device device);
   ~Page();

@@ -42,7 +42,7 @@ constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
                                        {"aten::mm", 0, 1, -1, true},
                                        {"aten::addmm", 1, 2, 0, true}};
 
-// The result of a stand-in that computes the operator itself; undefined if it does not.
+// Returns the result if a stand-in computes the operator itself; undefined otherwise.
 at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
   if (schema.name() == "aten::t") {
     const at::Tensor& tensor = arguments[0].toTensor();

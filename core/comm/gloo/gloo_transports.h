@@ -18,7 +18,7 @@ class GlooTransports {
  public:
   // For a world of one.
   GlooTransports() = default;
-  // Connects to the other ranks. Collective. `store` is where they meet. Throws std::exception.
+  // Connects to the other ranks. Collective. They meet in `store`. Throws std::exception.
   static GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                 const GlooOptions& options);
 

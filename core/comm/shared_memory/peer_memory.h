@@ -65,7 +65,7 @@ class PeerMemory {
 
   int rank() const { return rank_; }
   bool reaches(int peer) const { return local_[peer] >= 0; }
-  // Whether it reaches every rank of the group. The answer is the same on all ranks.
+  // Whether this object reaches every rank of the group. The answer is the same on all ranks.
   bool reaches_all() const { return board_->ranks() == static_cast<int>(local_.size()); }
 
   // Announces a message: the tensor's bytes are sent to, or received from, the peer's message with the same tag. The
@@ -82,7 +82,7 @@ class PeerMemory {
   using Deadline = SharedBoard::Deadline;
 
   // Blocks until the message is complete or the deadline passes. After any outcome but kDone the message is still
-  // announced, and close() must follow. Throws Unreachable, also for another message's peer.
+  // announced, and close() must follow. Throws Unreachable, whose rank may be another message's peer.
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
@@ -91,7 +91,7 @@ class PeerMemory {
   // Number of bytes that this rank has copied itself.
   uint64_t copied_bytes() const { return copied_bytes_; }
 
-  // Makes a wait() of another thread return kInterrupted, or the next one. Thread-safe.
+  // Makes another thread's current or next wait() return kInterrupted. Thread-safe.
   void interrupt();
   void clear_interrupt() { interrupted_.store(false); }
 

@@ -32,7 +32,7 @@ class WaitRegistry {
   };
   struct Progress {
     uint64_t started_count = 0;  // operations
-    uint64_t thread = 0;         // that made the group and started all of them; 0: several threads
+    uint64_t thread = 0;         // of the group's creation and all starts; 0: several threads
   };
   // A group of this rank. Its functions must be thread-safe.
   class Group {
@@ -60,7 +60,7 @@ class WaitRegistry {
   std::string find_cycle();  // publishes and returns cycle_text() of a cycle with this rank
   // The text of a cycle, published by another rank, that includes this rank's wait in a group; "" if there is none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
-  std::string wait_of(int other) const;  // wait_text() of that rank of all ranks; "" if it publishes none
+  std::string wait_of(int other) const;  // wait_text() of rank `other` of all ranks; "" if it publishes none
   int size() const noexcept { return size_; }
 
  private:

@@ -89,8 +89,8 @@ class Watchdog {
   // other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
   void leave() noexcept;
 
-  // Publishes that this rank has failed. The first reason counts. A no-op if explanation() has returned failures of
-  // other ranks, which are published already.
+  // Publishes that this rank has failed. Only the first reason is kept. A no-op if explanation() has returned failures
+  // of other ranks, which are published already.
   void publish_failure(const std::string& reason) noexcept;
 
   // Publishes the failure in all groups of this process, which is about to end. Does not close the groups, so the other
