@@ -121,7 +121,7 @@ class Graph {
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<Operand> outputs;
 
-  // Finds unused values and the last use of each other. Call after the last step was added.
+  // Finds unused values, and the last use of each other value. Call after the last step was added.
   void plan_lifetimes();
 
   // Frees values after their last use. An operator's error gets the node's description.

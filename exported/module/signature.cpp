@@ -248,7 +248,7 @@ class ShapeCheck {
     }
   }
 
-  // Checks the sizes that are more than a symbol; call after all sizes were added.
+  // Checks the sizes that are not a single symbol; call after all sizes were added.
   void finish() {
     for (const Derived& size : derived_) solve(size);
     for (const Derived& size : derived_) {

@@ -141,8 +141,8 @@ struct Part : torch::CustomClassHolder {
     return again;
   }
 
-  // Autograd checks only tensors that it keeps, and does not name the input. A copy to the host may have raced with the
-  // change.
+  // Autograd checks only tensors that it keeps, and its error does not name the input. If an input was copied to the
+  // host, a concurrent change may have corrupted the copy.
   void check_versions() const {
     for (size_t i = 0; i < versions.size(); ++i)
       if (versions[i].now() != versions[i].then)
