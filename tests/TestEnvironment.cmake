@@ -3,9 +3,11 @@
 set(TESSERA_TEST_ENVIRONMENT "")
 set(_suppressions "${PROJECT_SOURCE_DIR}/cmake/sanitizers")
 if(TESSERA_SANITIZE MATCHES "address")
-  # A failed allocation must throw, as without the sanitizer: tests catch libtorch's exception.
+  # A failed allocation must throw, as without the sanitizer: tests catch libtorch's exception. Tests start many threads.
+  # Each takes memory for its frames, by default frames of up to 1 MiB: with 64 KiB the kernel works half as long.
+  set(_of_frames "detect_stack_use_after_return=1:max_uar_stack_size_log=16:malloc_context_size=12")
   list(APPEND TESSERA_TEST_ENVIRONMENT
-    "ASAN_OPTIONS=suppressions=${_suppressions}/asan.supp:detect_stack_use_after_return=1:allocator_may_return_null=1"
+    "ASAN_OPTIONS=suppressions=${_suppressions}/asan.supp:${_of_frames}:allocator_may_return_null=1"
     "LSAN_OPTIONS=suppressions=${_suppressions}/lsan.supp:print_suppressions=0")
 endif()
 if("${TESSERA_SANITIZE},${TESSERA_SANITIZE_LIBRARIES}" MATCHES "undefined")
