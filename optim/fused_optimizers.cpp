@@ -6,18 +6,26 @@
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/StringUtil.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <tuple>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include <tessera/detail/listed_optimizer.h>
 #include "core/paging/residency.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/trace/trace.h"
 #include "optim/host/adam_update.h"
 #include "optim/host/fused_kernels.h"
+#include "optim/state/optimizer_state.h"
 
 namespace tessera {
 using namespace internal;
@@ -28,14 +36,145 @@ constexpr AdamPlacement kBesideTheParameter{kName, [](const at::Tensor&) { retur
                                             [](const at::Tensor& parameter) { return at::zeros_like(parameter); },
                                             &laid_out_as};
 
+[[noreturn]] void refuse_new_state(const at::Tensor& parameter) {
+  throw std::invalid_argument(c10::str("CapturedStep on ", parameter.device(),
+                                       ": since the last eager step the optimizer's state of a parameter of shape ",
+                                       parameter.sizes(),
+                                       " was removed or replaced, and a capture cannot create it: load a checkpoint "
+                                       "before the first call or after the capture"));
+}
+
+at::Tensor in_place(const at::Tensor& state, const at::Tensor& parameter) {
+  if (!laid_out_as(state, parameter).is_same(state)) refuse_new_state(parameter);
+  return state;
+}
+
+// Replays would create a state, or copy it to another layout, each time.
+constexpr AdamPlacement kInRecording{kName, kBesideTheParameter.problem,
+                                     [](const at::Tensor& parameter) -> at::Tensor { refuse_new_state(parameter); },
+                                     &in_place};
+
+// fp32 numbers in device memory that recorded kernels read. The host writes them between replays, by fills, which need
+// no wait.
+class DeviceNumbers {
+ public:
+  // Must be called in a recording. Each replay first adds `increment` to all numbers.
+  DeviceNumbers(CapturedWork& work, size_t count, float increment)
+      : values_(work.take_numbers(static_cast<int64_t>(count))),
+        on_device_(count, std::numeric_limits<float>::quiet_NaN()),
+        increment_(increment) {
+    if (increment != 0) values_.add_(increment);
+  }
+
+  at::Tensor number(size_t i) const { return values_.select(0, static_cast<int64_t>(i)); }
+
+  // Must be called before each replay, with the numbers that its kernels are to read.
+  void write(const std::vector<float>& wanted) {
+    std::vector<size_t> changed;
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (on_device_[i] + increment_ != wanted[i]) changed.push_back(i);
+    if (changed.size() > 1 && std::ranges::count(wanted, wanted[0]) == std::ssize(wanted)) {
+      values_.fill_(wanted[0] - increment_);
+    } else {
+      for (const size_t i : changed) number(i).fill_(wanted[i] - increment_);
+    }
+    on_device_ = wanted;
+  }
+
+ private:
+  const at::Tensor values_;
+  std::vector<float> on_device_;  // after the last replay
+  const float increment_;
+};
+
+// The groups of an optimizer in a recorded step: learning rates are followed, other options are scalars of kernels.
+class RecordedGroups {
+ public:
+  RecordedGroups(CapturedWork& work, torch::optim::Optimizer& optimizer)
+      : optimizer_(optimizer), rates_(work, optimizer.param_groups().size(), 0) {
+    for (const auto& group : optimizer.param_groups()) options_.push_back(read_options(group.options()));
+  }
+
+  at::Tensor rate(size_t group) const { return rates_.number(group); }
+
+  // Names an option that has changed; see RecordedStep.
+  std::string change() const {
+    if (const size_t count = optimizer_.param_groups().size(); count != options_.size())
+      return c10::str("the optimizer's groups have become ", count, " instead of ", options_.size());
+    for (size_t group = 0; group < options_.size(); ++group) {
+      const OptionList now = read_options(optimizer_.param_groups()[group].options());
+      for (size_t i = 0; i < now.size(); ++i)
+        if (const auto& [name, value] = options_[group][i]; name != "lr" && now[i].second != value)
+          return c10::str("the option ", name, " of the optimizer's group ", group, " has become ",
+                          text_of(now[i].second), " instead of ", text_of(value));
+    }
+    return "";
+  }
+
+  void write_rates() {
+    std::vector<float> rates;
+    for (const auto& group : optimizer_.param_groups()) rates.push_back(static_cast<float>(group.options().get_lr()));
+    rates_.write(rates);
+  }
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  std::vector<OptionList> options_;
+  DeviceNumbers rates_;
+};
+
+// Adam or AdamW in a recorded step.
+struct RecordedAdam {
+  RecordedAdam(CapturedWork& work, torch::optim::Optimizer& of, std::vector<AdamUpdate> all)
+      : optimizer(of), groups(work, of), counts(work, all.size(), 1), updates(std::move(all)) {
+    for (size_t i = 0; i < updates.size(); ++i) {
+      updates[i].rate = groups.rate(updates[i].group);
+      updates[i].count = counts.number(i);
+    }
+    fused_adam_update(updates);
+  }
+
+  void prepare_replay() {
+    at::NoGradGuard no_grad;
+    // The recording has counted the step of the first replay.
+    if (has_replayed)
+      for (AdamUpdate& update : updates) prepare_adam_replay(optimizer, update, kBesideTheParameter);
+    has_replayed = true;
+    std::vector<float> steps;
+    for (const AdamUpdate& update : updates) steps.push_back(static_cast<float>(update.step));
+    counts.write(steps);
+    groups.write_rates();
+  }
+
+  torch::optim::Optimizer& optimizer;
+  RecordedGroups groups;
+  DeviceNumbers counts;
+  std::vector<AdamUpdate> updates;
+  bool has_replayed = false;
+};
+
+// The step of a captured loop that runs on the parameters' device; null if none.
+CapturedWork* captured_work_of(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups())
+    if (!group.params().empty()) return CapturedWork::running_on(group.params()[0].device());
+  return nullptr;
+}
+CapturedWork* recording_of(const torch::optim::Optimizer& optimizer) {
+  CapturedWork* const work = captured_work_of(optimizer);
+  return work != nullptr && work->is_recording() ? work : nullptr;
+}
+
 // For Adam and AdamW.
 void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
 
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
+  CapturedWork* const work = recording_of(optimizer);
   std::vector<AdamUpdate> updates;
-  for_each_adam_update(optimizer, chosen, kBesideTheParameter,
+  for_each_adam_update(optimizer, chosen, work == nullptr ? kBesideTheParameter : kInRecording,
                        [&](AdamUpdate update) { updates.push_back(std::move(update)); });
-  fused_adam_update(updates);
+  if (work == nullptr || updates.empty()) return fused_adam_update(updates);
+  const auto recorded = std::make_shared<RecordedAdam>(*work, optimizer, std::move(updates));
+  work->add_step({[recorded] { return recorded->groups.change(); }, [recorded] { recorded->prepare_replay(); }});
 }
 
 void require_inputs(torch::optim::SGD& optimizer) {
@@ -48,11 +187,15 @@ struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
   std::vector<torch::optim::SGDParamState*> states;  // owners of the momenta
 
-  void step(const torch::optim::SGDOptions& options, bool is_first) const {
+  // `rate`: a number on the device, for a recorded step; undefined for an eager one.
+  void step(const torch::optim::SGDOptions& options, bool is_first, const at::Tensor& rate) const {
     if (!fused_sgd_is_right(parameters[0].scalar_type(), parameters[0].device().type()))
       return step_by_operators(options, is_first);
-    at::_fused_sgd_(parameters, gradients, momenta, options.weight_decay(), options.momentum(), options.lr(),
-                    options.dampening(), options.nesterov(), /*maximize=*/false, is_first);
+    const auto call = [&](const auto& lr) {
+      at::_fused_sgd_(parameters, gradients, momenta, options.weight_decay(), options.momentum(), lr,
+                      options.dampening(), options.nesterov(), /*maximize=*/false, is_first);
+    };
+    rate.defined() ? call(rate) : call(rate_of_kernels(options.lr(), parameters[0]));
     // The fused operators do not bump versions, by which writes are detected.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
@@ -99,6 +242,50 @@ void add_to(SgdBatches& batches, torch::optim::SGD& optimizer, torch::optim::Opt
   batch.states.push_back(state);
 }
 
+// SGD in a recorded step.
+struct RecordedSgd {
+  RecordedSgd(CapturedWork& work, torch::optim::SGD& of, SgdBatches all)
+      : optimizer(of), groups(work, of), batches(std::move(all)) {
+    for (const auto& [key, batch] : batches) {
+      const auto index = std::get<0>(key) - optimizer.param_groups().data();
+      const auto& options = static_cast<const torch::optim::SGDOptions&>(std::get<0>(key)->options());
+      for (size_t i = 0; i < batch.momenta.size(); ++i)
+        if (!batch.momenta[i].is_same(batch.states[i]->momentum_buffer())) refuse_new_state(batch.parameters[i]);
+      batch.step(options, /*is_first=*/false, groups.rate(static_cast<size_t>(index)));
+    }
+  }
+
+  const at::Tensor& momentum_of(const at::Tensor& parameter) const {
+    static const at::Tensor none;
+    const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    return state == optimizer.state().end()
+               ? none
+               : static_cast<const torch::optim::SGDParamState&>(*state->second).momentum_buffer();
+  }
+
+  std::string change() const {
+    for (const auto& [key, batch] : batches)
+      for (size_t i = 0; i < batch.momenta.size(); ++i)
+        if (!momentum_of(batch.parameters[i]).defined()) return "a momentum of the optimizer was removed";
+    return groups.change();
+  }
+
+  void prepare_replay() {
+    at::NoGradGuard no_grad;
+    for (const auto& [key, batch] : batches)
+      for (size_t i = 0; i < batch.momenta.size(); ++i) {
+        const at::Tensor& parameter = batch.parameters[i];
+        auto& state = static_cast<torch::optim::SGDParamState&>(*optimizer.state()[parameter.unsafeGetTensorImpl()]);
+        state.momentum_buffer(in_recorded_memory(laid_out_as(state.momentum_buffer(), parameter), batch.momenta[i]));
+      }
+    groups.write_rates();
+  }
+
+  torch::optim::SGD& optimizer;
+  RecordedGroups groups;
+  SgdBatches batches;
+};
+
 void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* chosen) {
   std::vector<std::pair<torch::optim::OptimizerParamGroup*, at::Tensor>> stepped;
   for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
@@ -107,20 +294,30 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
   });
   SgdBatches batches;
   for (const auto& [group, parameter] : stepped) add_to(batches, optimizer, *group, parameter);
+  if (CapturedWork* const work = recording_of(optimizer); work != nullptr && !batches.empty()) {
+    const auto recorded = std::make_shared<RecordedSgd>(*work, optimizer, std::move(batches));
+    return work->add_step({[recorded] { return recorded->change(); }, [recorded] { recorded->prepare_replay(); }});
+  }
   for (const auto& [key, batch] : batches) {
     const auto& options = static_cast<const torch::optim::SGDOptions&>(std::get<0>(key)->options());
-    batch.step(options, std::get<3>(key));
+    batch.step(options, std::get<3>(key), /*rate=*/{});
     for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
   }
 }
 
 }  // namespace
 
+bool internal::has_recordable_step(const torch::optim::Optimizer& optimizer) {
+  return typeid(optimizer) == typeid(Adam) || typeid(optimizer) == typeid(AdamW) || typeid(optimizer) == typeid(SGD);
+}
+
 template <class Base>
 at::Tensor FusedOptimizer<Base>::step(torch::optim::Optimizer::LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "a fused step");
+  if (CapturedWork* const work = captured_work_of(*this); work != nullptr && has_recordable_step(*this))
+    work->note_recordable(this);
   fused_step(*this, nullptr);
   return loss;
 }

@@ -21,8 +21,10 @@
 #include "core/model/replica_comparison.h"
 #include "core/model/shard_norm.h"
 #include "core/model/step_check.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/trace/trace.h"
+#include "optim/host/fused_kernels.h"
 #include "optim/host/host_step.h"
 #include "optim/state/optimizer_state.h"
 #include "oss/parameter_buckets.h"
@@ -326,6 +328,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   } else {
     take_gradients();
     step_owned();
+    if (CapturedWork* const work = CapturedWork::recording_on(comm_->device())) add_recorded_step(*work);
   }
   if (comparison_->every() > 0 && !rounds_copies()) comparison_->count_step(parameters_of(param_groups_), *comm_);
   return loss;
@@ -333,6 +336,8 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
 
 void ShardedOptimizer::step_owned() {
   copy_options(*local_);
+  if (CapturedWork* const work = CapturedWork::running_on(comm_->device()))
+    if (has_recordable_step(*local_) && host_ == nullptr && comparison_->every() == 0) work->note_recordable(this);
   ChosenStep* const chosen = host_ == nullptr && comm_->size() > 1 ? chosen_step_of(*local_) : nullptr;
   if (chosen != nullptr) {
     chosen->require_steppable();
@@ -349,6 +354,24 @@ void ShardedOptimizer::step_owned() {
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
   if (comm_->size() > 1) publish();
+}
+
+// The local optimizer's part of replays needs this rank's options and states.
+void ShardedOptimizer::add_recorded_step(CapturedWork& work) {
+  const auto parts = std::make_shared<std::vector<RecordedStep>>(work.take_steps());
+  work.add_step({[this, parts] {
+                   copy_options(*local_);
+                   const ScopeExit lent = lend_state();
+                   std::string change;
+                   for (const RecordedStep& part : *parts)
+                     if (change.empty()) change = part.change();
+                   return change;
+                 },
+                 [this, parts] {
+                   const ScopeExit lent = lend_state();
+                   for (const RecordedStep& part : *parts) part.prepare_replay();
+                   late_reports_->look();
+                 }});
 }
 
 // Publishes parameters after each move of the line search, so that all ranks compute the loss at the same point.
@@ -372,6 +395,10 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   for (const std::string& of_group : options) log.add("options", of_group, -1);
   std::vector<std::vector<ParameterBuckets::Flight>> flights;
   for (auto& buckets : buckets_) flights.push_back(buckets->publish(log, step_owned));
+  if (CapturedWork::recording_on(comm_->device()) != nullptr) {  // CapturedStep compares the recorded collectives
+    for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
+    return;
+  }
   ReducedReport report(*comm_, log.fingerprint(), {}, "the end of a step");
   for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
   report.finish();

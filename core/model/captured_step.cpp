@@ -1,11 +1,13 @@
 #include <tessera/model/data_parallel.h>
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -81,6 +83,8 @@ struct CapturedStep::State {
     std::vector<Mode> modes;
     size_t optimizer_parameters = 0;
     std::optional<double> divisor;
+    bool has_optimizer = false;  // whether the graph has the optimizer's step
+    std::vector<RecordedStep> steps;
     at::Tensor loss;
     GradNorm norm = GradNorm(0.0);
   };
@@ -90,6 +94,7 @@ struct CapturedStep::State {
   std::string where() const { return c10::str("CapturedStep on rank ", comm->rank(), ": "); }
   std::vector<at::Tensor> leaves() const;
   size_t optimizer_parameters() const;
+  bool has_recordable_parameters() const;
   void clear_gradients() const;
   void check(const std::vector<at::Tensor>& given) const;
   void record_state();
@@ -112,6 +117,15 @@ size_t CapturedStep::State::optimizer_parameters() const {
   size_t count = 0;
   for (const auto& of_group : optimizer.param_groups()) count += of_group.params().size();
   return count;
+}
+
+// Recorded kernels read the learning rate in fp32, which is too few digits for fp64.
+bool CapturedStep::State::has_recordable_parameters() const {
+  return std::ranges::all_of(optimizer.param_groups(), [&](const torch::optim::OptimizerParamGroup& of_group) {
+    return std::ranges::all_of(of_group.params(), [&](const at::Tensor& parameter) {
+      return parameter.device() == device() && parameter.scalar_type() != at::kDouble;
+    });
+  });
 }
 
 void CapturedStep::State::clear_gradients() const {
@@ -175,6 +189,8 @@ void CapturedStep::State::require_as_recorded() const {
     if (mode.module->is_training() != mode.trains)
       fail("a ", mode.module->name(), " was put into ", mode.trains ? "evaluation" : "training", " mode");
   if (wrapper.backward_pass().divisor() != recorded.divisor) fail("the divisor of gradients was changed");
+  for (const RecordedStep& step : recorded.steps)
+    if (const std::string change = step.change(); !change.empty()) fail(change);
 }
 
 at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
@@ -187,13 +203,14 @@ at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
 }
 
 at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given) {
-  const CapturedWork work(device(), /*is_recording=*/false);
+  CapturedWork work(device(), /*is_recording=*/false);
   std::vector<at::Tensor> here;
   for (const at::Tensor& input : given) here.push_back(input.to(device(), input.scalar_type(), /*non_blocking=*/true));
   if (recorded.inputs.empty()) recorded.inputs = here;
   clear_gradients();
   at::Tensor result = run(here);
   optimizer.step();
+  recorded.has_optimizer = work.is_recordable(&optimizer) && has_recordable_parameters();
   --eager_steps;
   return result;
 }
@@ -202,14 +219,19 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
 void CapturedStep::State::capture() {
   wrapper.backward_pass().prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);
+  // For each part of the optimizer's step, at most one for each parameter: learning rates, and step counts.
+  const auto room = static_cast<int64_t>((optimizer_parameters() + 1) * (optimizer.param_groups().size() + 1));
+  const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();
   stream.synchronize();
   std::vector<std::string> collectives;
   try {
     CapturedWork work(device(), /*is_recording=*/true);
+    work.give_numbers(numbers);
     recorder->begin();
     try {
       recorded.loss = run(recorded.inputs);
+      if (recorded.has_optimizer) optimizer.step();
     } catch (...) {
       const std::exception_ptr reason = std::current_exception();
       try {
@@ -220,6 +242,7 @@ void CapturedStep::State::capture() {
     }
     recorder->end();
     collectives = work.collectives();
+    recorded.steps = work.take_steps();
   } catch (const std::exception& error) {
     has_failed = true;
     comm->abort(where() + "the capture failed: " + error.what());
@@ -235,10 +258,17 @@ at::Tensor CapturedStep::State::replay(const std::vector<at::Tensor>& given) {
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < given.size(); ++i) recorded.inputs[i].copy_(given[i], /*non_blocking=*/true);
   }
+  for (const RecordedStep& step : recorded.steps) step.prepare_replay();
   group.enqueue_recorded("a captured step", [this] { recorder->replay(); });
   for (const Gradient& gradient : recorded.gradients)
     if (!gradient.leaf.grad().is_same(gradient.value)) gradient.leaf.mutable_grad() = gradient.value;
-  optimizer.step();
+  if (recorded.has_optimizer) {
+    // Graphs that saved the old values must be refused, and writes are detected by versions.
+    for (const Gradient& gradient : recorded.gradients)
+      if (gradient.trains) gradient.leaf.unsafeGetTensorImpl()->bump_version();
+  } else {
+    optimizer.step();
+  }
   return recorded.loss.clone();
 }
 

@@ -37,14 +37,23 @@ CapturedWork::CapturedWork(c10::Device device, bool is_recording) : device_(devi
 
 CapturedWork::~CapturedWork() { work_on(device_) = nullptr; }
 
+CapturedWork* CapturedWork::running_on(c10::Device device) {
+  return device.is_cpu() ? nullptr : work_on(device).load();
+}
+
 CapturedWork* CapturedWork::recording_on(c10::Device device) {
-  if (device.is_cpu()) return nullptr;
-  CapturedWork* const work = work_on(device);
-  return work != nullptr && work->is_recording_ ? work : nullptr;
+  CapturedWork* const work = running_on(device);
+  return work != nullptr && work->is_recording() ? work : nullptr;
+}
+
+at::Tensor CapturedWork::take_numbers(int64_t count) {
+  at::Tensor taken = numbers_.narrow(0, 0, count);
+  numbers_ = numbers_.narrow(0, count, numbers_.numel() - count);
+  return taken;
 }
 
 void CapturedWork::refuse(c10::Device device, const std::string& what, const std::string& instead) {
-  if (!device.is_cpu() && work_on(device).load() != nullptr)
+  if (running_on(device) != nullptr)
     throw std::invalid_argument("CapturedStep on " + device.str() + ": " + what + " cannot be captured: " + instead);
 }
 

@@ -42,6 +42,7 @@ struct OssOptions {
 
 class Lbfgs;
 namespace internal {
+class CapturedWork;
 class HostStep;
 class LateReports;
 class ParameterBuckets;
@@ -150,6 +151,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   ScopeExit lend_state();
   at::Tensor search(Lbfgs& lbfgs, const LossClosure& closure);
   void step_owned();
+  void add_recorded_step(internal::CapturedWork& work);
   void publish(const std::function<void(const std::vector<at::Tensor>& parameters)>& step_owned = nullptr);
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;

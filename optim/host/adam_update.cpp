@@ -17,7 +17,9 @@
 #include <tessera/optim/partial_step.h>
 #include "core/paging/residency.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/stream_uses.h"
 #include "offload/disk/disk_pager.h"
+#include "optim/host/fused_kernels.h"
 
 namespace tessera::internal {
 namespace {
@@ -40,9 +42,9 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Sets the parameter's state and counts the step. A parameter without elements on this rank needs no gradient.
+// Sets the parameter's state and counts the step.
 template <class State>
-void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
+State& begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;
   State& state = adam_state<State>(optimizer, parameter, placement.zeros);
   state.exp_avg(update.average = placement.placed(state.exp_avg(), parameter));
@@ -53,7 +55,17 @@ void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPla
                              known.defined() ? placement.placed(known, parameter) : placement.zeros(parameter));
   }
   state.step(update.step = state.step() + 1);
-  if (parameter.numel() > 0) update.gradient = laid_out_as(parameter.grad(), parameter);
+  return state;
+}
+
+template <class State>
+void prepare_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
+  AdamUpdate now{.rule = update.rule, .parameter = update.parameter};
+  State& state = begin<State>(optimizer, now, placement);
+  update.step = now.step;
+  state.exp_avg(in_recorded_memory(now.average, update.average));
+  state.exp_avg_sq(in_recorded_memory(now.square, update.square));
+  if (update.rule.amsgrad) state.max_exp_avg_sq(in_recorded_memory(now.maximum, update.maximum));
 }
 
 // Arguments of one call of a fused operator.
@@ -61,12 +73,16 @@ struct Batch {
   AdamRule rule;
   std::vector<at::Tensor> parameters, gradients, averages, squares, maxima, steps;
   std::map<int64_t, at::Tensor> step_tensors;  // one for all parameters with equal step counts
+  at::Tensor rate;
 
   void add(const AdamUpdate& update) {
     rule = update.rule;
-    at::Tensor& step = step_tensors[update.step];
+    rate = update.rate;
+    at::Tensor step = update.count;
+    if (!step.defined()) step = step_tensors[update.step];
     if (!step.defined())
-      step = at::full({}, update.step, at::TensorOptions().dtype(at::kFloat).device(update.parameter.device()));
+      step = step_tensors[update.step] =
+          at::full({}, update.step, at::TensorOptions().dtype(at::kFloat).device(update.parameter.device()));
     parameters.push_back(update.parameter);
     gradients.push_back(update.gradient);
     averages.push_back(update.average);
@@ -76,15 +92,20 @@ struct Batch {
   }
 
   void run() const {
-    if (rule.is_decoupled) {
-      at::_fused_adamw_(parameters, gradients, averages, squares, maxima, steps, rule.lr, rule.beta1, rule.beta2,
-                        rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
-    } else {
-      at::_fused_adam_(parameters, gradients, averages, squares, maxima, steps, rule.lr, rule.beta1, rule.beta2,
-                       rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
-    }
+    rate.defined() ? call(rate) : call(rate_of_kernels(rule.lr, parameters[0]));
     // Bumps the versions, by which writes are detected, because fused operators do not.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
+  }
+
+  template <class Rate>  // double, or a tensor
+  void call(const Rate& lr) const {
+    if (rule.is_decoupled) {
+      at::_fused_adamw_(parameters, gradients, averages, squares, maxima, steps, lr, rule.beta1, rule.beta2,
+                        rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
+    } else {
+      at::_fused_adam_(parameters, gradients, averages, squares, maxima, steps, lr, rule.beta1, rule.beta2,
+                       rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
+    }
   }
 };
 
@@ -106,10 +127,26 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
     updates.push_back({.group = index, .rule = rule_of(group.options()), .parameter = parameter});
   });
   for (AdamUpdate& update : updates) {
-    update.rule.is_decoupled ? begin<torch::optim::AdamWParamState>(optimizer, update, placement)
-                             : begin<torch::optim::AdamParamState>(optimizer, update, placement);
+    if (update.rule.is_decoupled)
+      begin<torch::optim::AdamWParamState>(optimizer, update, placement);
+    else
+      begin<torch::optim::AdamParamState>(optimizer, update, placement);
+    // A parameter without elements on this rank needs no gradient.
+    if (update.parameter.numel() > 0) update.gradient = laid_out_as(update.parameter.grad(), update.parameter);
     take(std::move(update));
   }
+}
+
+void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
+  update.rule.is_decoupled ? prepare_replay<torch::optim::AdamWParamState>(optimizer, update, placement)
+                           : prepare_replay<torch::optim::AdamParamState>(optimizer, update, placement);
+}
+
+at::Tensor in_recorded_memory(const at::Tensor& state, const at::Tensor& recorded) {
+  if (state.const_data_ptr() == recorded.const_data_ptr()) return recorded;
+  recorded.copy_(state);
+  state.record_stream(current_stream(state.device()));  // its owner may free it now
+  return recorded;
 }
 
 void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement) {

@@ -22,6 +22,8 @@ struct AdamUpdate {
   int64_t step = 0;  // from 1
   at::Tensor parameter, gradient, average, square;
   at::Tensor maximum;  // undefined without amsgrad
+  // On the device, of shape [], fp32: kernels read them in place of rule.lr and step. Undefined if they do not.
+  at::Tensor rate, count;
 };
 
 struct AdamPlacement {
@@ -39,6 +41,13 @@ struct AdamPlacement {
 // refused by `placement`. That error names the shape.
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
+
+// Counts a step of an update that a CUDA graph replays. If the states were replaced since the last one, copies them to
+// the update's tensors, which become the states.
+void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement);
+
+// Returns `recorded`, a state that a CUDA graph reads and writes, with the values of `state`.
+at::Tensor in_recorded_memory(const at::Tensor& state, const at::Tensor& recorded);
 
 // Throws if for_each_adam_update() would throw for any parameter; changes nothing.
 void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement);

@@ -1,5 +1,5 @@
-// A step whose forward, backward and clipping are recorded and replayed: bits as in the loop without, no host wait,
-// refusals.
+// A step whose forward, backward, clipping and optimizer are recorded and replayed: bits as in the loop without, no
+// host wait, refusals.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "tests/accelerator/simulated_training.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::captured_step_test {
 using namespace internal;
@@ -20,7 +21,7 @@ using testing_support::expect_contains;
 using testing_support::seeded;
 
 constexpr int64_t kFeatures = 16;
-constexpr int kSteps = 8;
+constexpr int kSteps = 12;
 
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(double dropout) : dropout_(dropout) {
@@ -54,18 +55,53 @@ struct Case {
   bool schedules = true;  // the learning rate changes from step to step
   bool evaluates = false;
   bool loads = false;  // gives the module's parameters other data, as torch::load() does, when steps are replayed
-  bool fused = false;  // tessera::AdamW
+  // Those of torch and of a derived class cannot be recorded, nor can any with fp64 parameters.
+  enum Stepper { kTorchAdamW, kAdamW, kAdam, kSgd, kSgdMomentum, kOwnStep } optimizer = kTorchAdamW;
+  bool interrupts = false;  // between replays: an eager step, a checkpoint saved and loaded, states replaced
+  bool is_fp64 = false;
   bool rank_order_sums = false;
 };
 
+// A program's own optimizer, whose step() replays must not bypass.
+struct OwnStep : tessera::AdamW {
+  using tessera::AdamW::FusedOptimizer;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    for (const auto& group : param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (parameter.grad().defined()) parameter.mutable_grad().mul_(1.0 / static_cast<double>(++steps));
+    return FusedOptimizer::step(std::move(closure));
+  }
+  int64_t steps = 0;
+};
+
+// Gives the optimizer other state tensors with other values, and other step counts, as a load does.
+void replace_states(torch::optim::Optimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  const auto of_adam = [](auto& state) {
+    state.step(state.step() + 5);
+    state.exp_avg(state.exp_avg() * 0.5);
+    state.exp_avg_sq(state.exp_avg_sq() * 2);
+    if (state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(state.max_exp_avg_sq() * 2);
+  };
+  for (auto& [parameter, state] : optimizer.state()) {
+    if (auto* decoupled = dynamic_cast<torch::optim::AdamWParamState*>(state.get())) of_adam(*decoupled);
+    if (auto* adam = dynamic_cast<torch::optim::AdamParamState*>(state.get())) of_adam(*adam);
+    if (auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(state.get()))
+      sgd->momentum_buffer(sgd->momentum_buffer() * 0.5);
+  }
+}
+
 // Trains, and returns the state. `captures`: by a CapturedStep.
 template <class Wrapper, class Optimizer>
-State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimizer, Communicator& comm) {
+State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimizer, Communicator& comm,
+            const std::filesystem::path& folder) {
   const at::Device device = comm.device();
   std::vector<std::pair<at::Tensor, at::Tensor>> batches;
   for (int step = 0; step < kSteps; ++step)
-    batches.push_back(seeded(100 * step + comm.rank(),
-                             [] { return std::pair(torch::randn({4, kFeatures}), torch::randn({4, kFeatures})); }));
+    batches.push_back(seeded(100 * step + comm.rank(), [&] {
+      const auto dtype = of.is_fp64 ? at::kDouble : at::kFloat;
+      return std::pair(torch::randn({4, kFeatures}, dtype), torch::randn({4, kFeatures}, dtype));
+    }));
   comm.barrier("batches");  // drawing them seeds the generators of all devices
   at::Generator generator = at::globalContext().defaultGenerator(device);
   generator.set_current_seed(7);
@@ -76,13 +112,17 @@ State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimize
   std::optional<LambdaLR> schedule;
   if (of.schedules) schedule.emplace(optimizer, [](int64_t step) { return 1.0 / static_cast<double>(1 + step); });
   std::vector<at::Tensor> losses;
-  for (const auto& [x, y] : batches) {
-    if (of.loads && losses.size() == kSteps - 2) {
+  for (size_t number = 0; number < batches.size(); ++number) {
+    const auto& [x, y] = batches[number];
+    if (of.interrupts && number == 6) save_checkpoint(folder, wrapper, optimizer);
+    if (of.interrupts && number == 8) load_checkpoint(folder, wrapper, optimizer);
+    if (of.interrupts && number == 10) replace_states(optimizer);
+    if (of.loads && number == kSteps - 2) {
       at::NoGradGuard no_grad;
       for (at::Tensor& parameter : wrapper.module()->parameters())
         parameter.set_data(torch::full(parameter.sizes(), 0.25, parameter.options()));
     }
-    if (captured) {
+    if (captured && !(of.interrupts && number == 5)) {
       losses.push_back((*captured)({x.to(device), y.to(device)}));
     } else {
       optimizer.zero_grad();
@@ -106,33 +146,68 @@ State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimize
 }
 
 template <class Optimizer, class Options>
-State train_with(const Case& of, bool captures, Options adam, std::shared_ptr<Communicator> comm) {
+State train_with(const Case& of, bool captures, const std::filesystem::path& folder,
+                 const std::shared_ptr<Communicator>& comm, Options options_of_optimizer) {
   Net net = seeded(5, [&] { return Net(of.dropout); });
+  if (of.is_fp64) net->to(at::kDouble);
   net->to(comm->device());
+  // The first parameters have a learning rate of their own.
+  const auto groups = [&](const std::vector<at::Tensor>& parameters) {
+    std::vector<torch::optim::OptimizerParamGroup> made;
+    const auto middle = parameters.begin() + 1;
+    made.emplace_back(std::vector<at::Tensor>(parameters.begin(), middle));
+    made.emplace_back(std::vector<at::Tensor>(middle, parameters.end()));
+    made[0].set_options(std::make_unique<Options>(Options(options_of_optimizer).lr(3e-2)));
+    made[1].set_options(std::make_unique<Options>(options_of_optimizer));
+    return made;
+  };
   if (of.wrapper == Case::kFsdp) {
     FsdpOptions options = of.fsdp;
     options.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
     FullyShardedDataParallel fsdp(net, comm, options);
-    Optimizer optimizer(fsdp.parameters(), adam);
-    return train(of, captures, fsdp, optimizer, *comm);
+    Optimizer optimizer(groups(fsdp.parameters()), options_of_optimizer);
+    return train(of, captures, fsdp, optimizer, *comm, folder);
   }
   if (of.wrapper == Case::kDdp) {
     DistributedDataParallel ddp(net, comm, of.ddp);
-    Optimizer optimizer(net->parameters(), adam);
-    return train(of, captures, ddp, optimizer, *comm);
+    Optimizer optimizer(groups(net->parameters()), options_of_optimizer);
+    return train(of, captures, ddp, optimizer, *comm, folder);
   }
-  OSS<Optimizer> optimizer(net->parameters(), adam, comm);
+  OSS<Optimizer> optimizer(groups(net->parameters()), options_of_optimizer, comm);
   ShardedDataParallel sdp(net, optimizer, comm);
-  return train(of, captures, sdp, optimizer, *comm);
+  return train(of, captures, sdp, optimizer, *comm, folder);
+}
+
+State train_with(const Case& of, bool captures, const std::filesystem::path& folder,
+                 const std::shared_ptr<Communicator>& comm) {
+  const auto train_by = [&]<class Optimizer>(const auto& options) {
+    return train_with<Optimizer>(of, captures, folder, comm, options);
+  };
+  const auto adamw = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
+  const auto sgd = torch::optim::SGDOptions(1e-1).weight_decay(0.01);
+  switch (of.optimizer) {
+    case Case::kTorchAdamW:
+      return train_by.template operator()<torch::optim::AdamW>(adamw);
+    case Case::kAdamW:
+      return train_by.template operator()<AdamW>(adamw);
+    case Case::kOwnStep:
+      return train_by.template operator()<OwnStep>(adamw);
+    case Case::kAdam:
+      return train_by.template operator()<Adam>(torch::optim::AdamOptions(1e-2).weight_decay(0.1).amsgrad(true));
+    case Case::kSgd:
+      return train_by.template operator()<SGD>(sgd);
+    case Case::kSgdMomentum:
+      return train_by.template operator()<SGD>(torch::optim::SGDOptions(sgd).momentum(0.9).dampening(0.2));
+  }
+  return {};
 }
 
 State train_on_devices(const Case& of, bool captures) {
+  const testing_support::TemporaryFolder folder;
   State state;
   accelerator::on_devices(of.world,
                           [&](std::shared_ptr<Communicator> comm) {
-                            const auto adam = torch::optim::AdamWOptions(1e-2);
-                            State own = of.fused ? train_with<AdamW>(of, captures, adam, comm)
-                                                 : train_with<torch::optim::AdamW>(of, captures, adam, comm);
+                            State own = train_with(of, captures, folder.path() / "saved", comm);
                             if (comm->rank() == 0) state = std::move(own);
                           },
                           {.timeout = std::chrono::seconds(60), .rank_order_sums = of.rank_order_sums});
@@ -155,15 +230,35 @@ std::vector<Case> cases() {
                    .clips = false});
   }
   const MixedPrecision bf16{.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
-  all.push_back({.name = "fsdp_bf16", .fsdp = {.mixed_precision = bf16}, .fused = true});
-  all.push_back({.name = "fsdp_bf16_alone", .world = 1, .fsdp = {.mixed_precision = bf16}, .fused = true});
-  all.push_back({.name = "fsdp_kept_gathered", .fsdp = {.reshard_after_forward = false, .prefetch = 2}, .fused = true});
+  all.push_back({.name = "fsdp_bf16", .fsdp = {.mixed_precision = bf16}, .optimizer = Case::kAdamW});
+  all.push_back({.name = "fsdp_bf16_alone", .world = 1, .fsdp = {.mixed_precision = bf16}, .optimizer = Case::kAdamW});
+  all.push_back({.name = "fsdp_kept_gathered",
+                 .fsdp = {.reshard_after_forward = false, .prefetch = 2},
+                 .optimizer = Case::kAdamW});
   all.push_back({.name = "fsdp_int8", .fsdp = {.wire = {WireFormat::kInt8Blocks, WireFormat::kInt8Blocks}}});
   all.push_back({.name = "fsdp_hybrid", .world = 4, .fsdp = {.hybrid = {.ranks_per_copy = 2}}});
   all.push_back({.name = "fsdp_secondary", .world = 4, .fsdp = {.hybrid = {.ranks_per_secondary_copy = 2}}});
   all.push_back({.name = "fsdp_rank_order", .world = 3, .rank_order_sums = true});
-  all.push_back({.name = "ddp_static", .wrapper = Case::kDdp, .ddp = {.static_graph = true}, .fused = true});
+  all.push_back(
+      {.name = "ddp_static", .wrapper = Case::kDdp, .ddp = {.static_graph = true}, .optimizer = Case::kAdamW});
   all.push_back({.name = "fsdp_loads", .loads = true});
+  const std::pair<std::string, Case::Wrapper> wrappers[] = {
+      {"fsdp", Case::kFsdp}, {"sdp", Case::kSdp}, {"ddp", Case::kDdp}};
+  const std::pair<std::string, Case::Stepper> optimizers[] = {{"adamw", Case::kAdamW},
+                                                              {"adam", Case::kAdam},
+                                                              {"sgd", Case::kSgd},
+                                                              {"sgd_momentum", Case::kSgdMomentum},
+                                                              {"own_step", Case::kOwnStep}};
+  for (const auto& [wrapper, kind] : wrappers)
+    for (const auto& [optimizer, steps] : optimizers)
+      all.push_back({.name = wrapper + "_" + optimizer,
+                     .wrapper = kind,
+                     .world = steps == Case::kAdamW ? 3 : 2,
+                     .evaluates = steps == Case::kAdam,
+                     .optimizer = steps,
+                     .interrupts = true});
+  all.push_back({.name = "sdp_adamw_alone", .wrapper = Case::kSdp, .world = 1, .optimizer = Case::kAdamW});
+  all.push_back({.name = "ddp_adamw_fp64", .wrapper = Case::kDdp, .optimizer = Case::kAdamW, .is_fp64 = true});
   all.push_back({.name = "ddp_bf16_wire", .wrapper = Case::kDdp, .ddp = {.compression = GradientCompression::kBf16}});
   return all;
 }
@@ -199,22 +294,46 @@ FsdpOptions in_units(FsdpOptions options = {}) {
 Inputs batch_on(const Communicator& comm) { return {torch::ones({4, kFeatures}, comm.device())}; }
 
 // The first capture synchronises once, and compares the ranks' collectives. Replays are one launch.
+template <class Wrapper>
+void expect_one_launch(Wrapper& wrapper, torch::optim::Optimizer& optimizer, Communicator& comm) {
+  CapturedStep step(wrapper, optimizer, [&](const Inputs& in) { return wrapper(in[0]).square().mean(); }, 0.5);
+  const Inputs inputs = batch_on(comm);
+  // A schedule's write of the learning rate is one launch more.
+  for (const bool schedules : {false, true}) {
+    for (int i = 0; i < 4; ++i) step(inputs);
+    const accelerator::Counts before = Simulation::counts(comm.rank());
+    for (int i = 0; i < 10; ++i) {
+      if (schedules) optimizer.param_groups()[0].options().set_lr(1e-3 * (i + 1));
+      step(inputs);
+    }
+    const accelerator::Counts after = Simulation::counts(comm.rank());
+    EXPECT_EQ(after.host_waits, before.host_waits);
+    // The copy of the input, the graph, the copy of the loss.
+    EXPECT_EQ(after.launches - before.launches, accelerator::on_gpus() ? 0 : 10 * (schedules ? 4 : 3));
+  }
+  EXPECT_TRUE(std::isfinite(step.norm()));
+}
+
 TEST(CapturedStep, ReplaysAreOneLaunchAndDoNotStopTheHost) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
+    const auto adam = torch::optim::AdamWOptions(1e-2);
+    {
+      Net net = net_on(*comm);
+      FullyShardedDataParallel fsdp(net, comm, in_units());
+      AdamW optimizer(fsdp.parameters(), adam);
+      expect_one_launch(fsdp, optimizer, *comm);
+    }
+    {
+      Net net = net_on(*comm);
+      OSS<AdamW> optimizer(net->parameters(), adam, comm);
+      ShardedDataParallel sdp(net, optimizer, comm);
+      expect_one_launch(sdp, optimizer, *comm);
+    }
     Net net = net_on(*comm);
-    FullyShardedDataParallel fsdp(net, comm, in_units());
-    SGD optimizer(fsdp.parameters(), 1e-2);
-    CapturedStep step(fsdp, optimizer, [&](const Inputs& in) { return fsdp(in[0]).square().mean(); }, 0.5);
-    const Inputs inputs = batch_on(*comm);
-    for (int i = 0; i < 4; ++i) step(inputs);
-    const accelerator::Counts before = Simulation::counts(comm->rank());
-    for (int i = 0; i < 10; ++i) step(inputs);
-    const accelerator::Counts after = Simulation::counts(comm->rank());
-    EXPECT_EQ(after.host_waits, before.host_waits);
-    // Of a step: the copy of the input, the graph, the optimizer's step, the copy of the loss.
-    EXPECT_LE(after.launches - before.launches, accelerator::on_gpus() ? 0 : 10 * 5);
-    EXPECT_TRUE(std::isfinite(step.norm()));
+    DistributedDataParallel ddp(net, comm);
+    SGD optimizer(net->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+    expect_one_launch(ddp, optimizer, *comm);
   });
 }
 
@@ -432,6 +551,65 @@ TEST(CapturedStep, ChangesThatReplaysWouldIgnoreAreRefused) {
     ddp.set_gradient_divide_factor(3.0);
     expect_contains(refusal(), "the divisor of gradients was changed since the capture");
   });
+}
+
+// The test undoes each change, and the next step succeeds.
+TEST(CapturedStep, OptionsAndStatesOfTheOptimizerThatReplaysCannotFollowAreRefused) {
+  const Simulation simulation;
+  accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
+    const auto expect_refusals = [&](auto& wrapper, auto& optimizer, auto& options) {
+      CapturedStep step(wrapper, optimizer, [&](const Inputs& in) { return wrapper(in[0]).square().mean(); });
+      for (int i = 0; i < 5; ++i) step(batch_on(*comm));
+      const double decay = options.weight_decay();
+      options.weight_decay(0.5);
+      expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }),
+                      "the option weight_decay of the optimizer's group 0 has become 0.5 instead of");
+      options.weight_decay(decay);
+      step(batch_on(*comm));
+      return step(batch_on(*comm));
+    };
+    const auto options_of = [](torch::optim::Optimizer& optimizer) -> auto& {
+      return optimizer.param_groups()[0].options();
+    };
+    {
+      Net net = net_on(*comm);
+      OSS<AdamW> optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2), comm);
+      ShardedDataParallel sdp(net, optimizer, comm);
+      expect_refusals(sdp, optimizer, static_cast<torch::optim::AdamWOptions&>(options_of(optimizer)));
+    }
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    SGD optimizer(net->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+    expect_refusals(ddp, optimizer, static_cast<torch::optim::SGDOptions&>(options_of(optimizer)));
+    CapturedStep step(ddp, optimizer, [&](const Inputs& in) { return ddp(in[0]).square().mean(); });
+    for (int i = 0; i < 5; ++i) step(batch_on(*comm));
+    auto states = std::exchange(optimizer.state(), {});
+    expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }),
+                    "a momentum of the optimizer was removed since the capture");
+    optimizer.state() = std::move(states);
+    step(batch_on(*comm));
+  });
+}
+
+// A recorded step would clear the state in each replay.
+template <class Optimizer, class Options>
+void expect_refusal_without_states(const Options& options) {
+  accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    Optimizer optimizer(net->parameters(), options);
+    CapturedStep step(ddp, optimizer, [&](const Inputs& in) { return ddp(in[0]).square().mean(); });
+    for (int i = 0; i < 3; ++i) step(batch_on(*comm));
+    optimizer.state().clear();
+    expect_contains(error_of<std::invalid_argument>([&] { step(batch_on(*comm)); }),
+                    "the optimizer's state of a parameter of shape [16, 16] was removed or replaced");
+  });
+}
+
+TEST(CapturedStep, AStateThatIsRemovedJustBeforeTheCaptureIsRefused) {
+  const Simulation simulation;
+  expect_refusal_without_states<AdamW>(torch::optim::AdamWOptions(1e-2));
+  expect_refusal_without_states<SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
 }
 
 TEST(CapturedStep, AScopeOfFullParametersIsRefusedAroundReplays) {

@@ -91,8 +91,9 @@ class DataParallel : public ModelShards {
   virtual const torch::nn::Module& wrapped_module() const = 0;
 };
 
-// A training step whose forward, backward and clipping the device replays as one CUDA graph, at the host's cost of one
-// launch. The optimizer's step follows eagerly, so any optimizer and schedule of the learning rate works.
+// A training step that the device replays as one CUDA graph, at the host's cost of one launch: forward, backward,
+// clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Steps of other optimizers follow eagerly.
+// Learning rates, step counts and loaded checkpoints are followed; docs/gpu.md lists what is not.
 //
 //   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
 //   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});
@@ -118,8 +119,8 @@ class CapturedStep {
   // Trains one step and returns its loss on the device, without waiting for it. Inputs are copied; they may be in host
   // memory, and must have the sizes, strides and dtypes of the first call. Collective. Throws std::invalid_argument if
   // they differ, or if a part of the step cannot be captured; std::logic_error if the model, its mode or the
-  // optimizer's parameters have changed since the capture so that replays would not follow, as docs/gpu.md lists. If
-  // the capture itself fails, its group is aborted with that reason.
+  // optimizer have changed since the capture so that replays would not follow, as docs/gpu.md lists. If the capture
+  // itself fails, its group is aborted with that reason.
   at::Tensor operator()(const std::vector<at::Tensor>& inputs);
 
   // Whether later calls replay.
