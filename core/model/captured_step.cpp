@@ -1,5 +1,6 @@
 #include <tessera/model/data_parallel.h>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/StreamGuard.h>
@@ -75,6 +76,10 @@ struct CapturedStep::State {
     std::shared_ptr<torch::nn::Module> module;
     bool trains = module->is_training();
   };
+  struct Autocast {
+    bool is_on;
+    at::ScalarType dtype;
+  };
   // The memory that replays read and write, and the state of the model and the optimizer in the capture.
   struct Recorded {
     std::vector<at::Tensor> inputs;  // before the capture those of the first call
@@ -83,6 +88,7 @@ struct CapturedStep::State {
     std::vector<Mode> modes;
     size_t optimizer_parameters = 0;
     std::optional<double> divisor;
+    Autocast autocast;
     bool has_optimizer = false;  // whether the graph has the optimizer's step
     std::vector<RecordedStep> steps;
     at::Tensor loss;
@@ -92,6 +98,9 @@ struct CapturedStep::State {
 
   at::Device device() const { return comm->device(); }
   std::string where() const { return c10::str("CapturedStep on rank ", comm->rank(), ": "); }
+  Autocast autocast() const {
+    return {at::autocast::is_autocast_enabled(device().type()), at::autocast::get_autocast_dtype(device().type())};
+  }
   std::vector<at::Tensor> leaves() const;
   size_t optimizer_parameters() const;
   bool has_recordable_parameters() const;
@@ -160,6 +169,7 @@ void CapturedStep::State::record_state() {
   for (const auto& module : wrapper.wrapped_module().modules()) recorded.modes.push_back({module});
   recorded.optimizer_parameters = optimizer_parameters();
   recorded.divisor = wrapper.backward_pass().divisor();
+  recorded.autocast = autocast();
 }
 
 std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
@@ -189,6 +199,10 @@ void CapturedStep::State::require_as_recorded() const {
     if (mode.module->is_training() != mode.trains)
       fail("a ", mode.module->name(), " was put into ", mode.trains ? "evaluation" : "training", " mode");
   if (wrapper.backward_pass().divisor() != recorded.divisor) fail("the divisor of gradients was changed");
+  const auto [is_on, dtype] = autocast();
+  if (is_on != recorded.autocast.is_on) fail("autocast around the call was switched ", is_on ? "on" : "off");
+  if (dtype != recorded.autocast.dtype)
+    fail("autocast's dtype has become ", dtype, " instead of ", recorded.autocast.dtype);
   for (const RecordedStep& step : recorded.steps)
     if (const std::string change = step.change(); !change.empty()) fail(change);
 }

@@ -612,6 +612,31 @@ TEST(CapturedStep, AStateThatIsRemovedJustBeforeTheCaptureIsRefused) {
   expect_refusal_without_states<SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
 }
 
+TEST(CapturedStep, AutocastAroundTheCallThatReplaysWouldIgnoreIsRefused) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    SGD optimizer(net->parameters(), 1e-2);
+    CapturedStep step(ddp, optimizer, [&](const Inputs& in) { return ddp(in[0]).square().mean(); });
+    const auto device = comm->device().type();
+    const auto autocast = [&](at::ScalarType dtype) { return std::make_unique<Autocast>(device, dtype); };
+    {
+      const auto scope = autocast(at::kBFloat16);
+      for (int i = 0; i < 5; ++i) step(batch_on(*comm));
+    }
+    expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }),
+                    "autocast around the call was switched off since the capture");
+    {
+      const auto scope = autocast(at::kHalf);
+      expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }),
+                      "autocast's dtype has become Half instead of BFloat16 since the capture");
+    }
+    const auto scope = autocast(at::kBFloat16);
+    step(batch_on(*comm));
+  });
+}
+
 TEST(CapturedStep, AScopeOfFullParametersIsRefusedAroundReplays) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {

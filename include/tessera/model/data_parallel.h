@@ -118,7 +118,7 @@ class CapturedStep {
 
   // Trains one step and returns its loss on the device, without waiting for it. Inputs are copied; they may be in host
   // memory, and must have the sizes, strides and dtypes of the first call. Collective. Throws std::invalid_argument if
-  // they differ, or if a part of the step cannot be captured; std::logic_error if the model, its mode or the
+  // they differ, or if a part of the step cannot be captured; std::logic_error if the model, its mode, autocast or the
   // optimizer have changed since the capture so that replays would not follow, as docs/gpu.md lists. If the capture
   // itself fails, its group is aborted with that reason.
   at::Tensor operator()(const std::vector<at::Tensor>& inputs);
