@@ -23,8 +23,10 @@ def run_once(hosts, victim, file):
                            LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT),
                            GLOO_SOCKET_IFNAME="veth0", TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1",
                            CUDA_VISIBLE_DEVICES="", TORCHELASTIC_USE_AGENT_STORE="False")
-        processes.append(subprocess.Popen(["ip", "netns", "exec", name, PROGRAM, "--victim", str(victim), "--file", file],
-                                          env=environment))
+        # Ranks with other host names do not share memory.
+        command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name,
+                   PROGRAM, "--victim", str(victim), "--file", file]
+        processes.append(subprocess.Popen(command, env=environment))
     hosts.processes = processes
     for rank, process in enumerate(processes):
         if process.wait() != 0 and rank != victim:

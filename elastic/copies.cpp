@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <set>
 #include <stdexcept>
 #include <utility>
-
-#include "checkpoint/format/checksum.h"
 
 namespace tessera::internal {
 
@@ -14,16 +13,31 @@ using nlohmann::json;
 
 int64_t block_count(int64_t bytes) { return (bytes + kCopyBlockBytes - 1) / kCopyBlockBytes; }
 
+std::string read_block(const CopiedFile& file, size_t index) {
+  const int64_t begin = static_cast<int64_t>(index) * kCopyBlockBytes;
+  std::string block(static_cast<size_t>(std::min(kCopyBlockBytes, file.bytes - begin)), '\0');
+  file.read(block.data(), static_cast<int64_t>(block.size()), begin);
+  return block;
+}
+
+void CopiedFile::add(std::shared_ptr<const void> owner, const char* data, int64_t count) {
+  if (count == 0) return;
+  if (!pieces.empty() && pieces.back().owner == owner && pieces.back().data + pieces.back().bytes == data)
+    pieces.back().bytes += count;
+  else
+    pieces.push_back({std::move(owner), data, bytes, count});
+  bytes += count;
+}
+
 void CopiedFile::read(void* data, int64_t count, int64_t position) const {
   if (position < 0 || count < 0 || position > bytes || count > bytes - position)
     throw std::out_of_range("a read of " + std::to_string(count) + " bytes at " + std::to_string(position) +
                             " of a file of " + std::to_string(bytes));
   char* to = static_cast<char*>(data);
-  while (count > 0) {
-    const std::string& block = *blocks[static_cast<size_t>(position / kCopyBlockBytes)];
-    const int64_t at = position % kCopyBlockBytes;
-    const int64_t part = std::min(count, static_cast<int64_t>(block.size()) - at);
-    std::memcpy(to, block.data() + at, static_cast<size_t>(part));
+  for (auto piece = std::ranges::upper_bound(pieces, position, {}, &Piece::begin); count > 0; ++piece) {
+    const Piece& from = *std::prev(piece);
+    const int64_t at = position - from.begin, part = std::min(count, from.bytes - at);
+    std::memcpy(to, from.data + at, static_cast<size_t>(part));
     to += part;
     position += part;
     count -= part;
@@ -133,53 +147,30 @@ void CopyStore::free_after(int64_t generation, int64_t step) {
 
 int64_t CopyStore::bytes() const {
   const std::lock_guard lock(mutex_);
-  std::set<const std::string*> seen;
+  std::set<const char*> seen;
   int64_t bytes = 0;
   for (const auto& [name, part] : parts_)
     for (const auto& [file, content] : part->files)
-      for (const auto& block : content.blocks)
-        if (seen.insert(block.get()).second) bytes += static_cast<int64_t>(block->size());
+      for (const auto& piece : content.pieces)
+        if (seen.insert(piece.data).second) bytes += piece.bytes;
   return bytes;
-}
-
-CopiedFileWriter::CopiedFileWriter(int64_t start_bytes, int64_t bytes) : bytes_(bytes) {
-  blocks_.reserve(static_cast<size_t>(block_count(bytes)));
-  const std::string zeros(static_cast<size_t>(start_bytes), '\0');
-  append(zeros.data(), start_bytes);
 }
 
 void CopiedFileWriter::append(const void* data, int64_t count) {
   const char* from = static_cast<const char*>(data);
-  while (count > 0) {
-    if (blocks_.empty() || static_cast<int64_t>(blocks_.back().size()) == kCopyBlockBytes) {
-      const int64_t left = bytes_ - static_cast<int64_t>(blocks_.size()) * kCopyBlockBytes;
-      blocks_.emplace_back().reserve(static_cast<size_t>(std::clamp(left, int64_t{0}, kCopyBlockBytes)));
-    }
-    std::string& block = blocks_.back();
-    const int64_t part = std::min(count, kCopyBlockBytes - static_cast<int64_t>(block.size()));
-    block.append(from, static_cast<size_t>(part));
-    from += part;
-    count -= part;
+  if (!memory_->contains(from, count)) {
+    char* const to = memory_->reserve(count);
+    std::memcpy(to, from, static_cast<size_t>(count));
+    from = to;
   }
+  rest_.add(memory_, from, count);
 }
 
-CopiedFile CopiedFileWriter::finish(std::string_view start, const CopiedFile* before) {
-  for (size_t at = 0; at < start.size();) {
-    std::string& block = blocks_[at / kCopyBlockBytes];
-    const size_t part = std::min<size_t>(start.size() - at, kCopyBlockBytes);
-    block.replace(0, part, start.substr(at, part));
-    at += part;
-  }
+CopiedFile CopiedFileWriter::finish(std::string_view start) {
+  const auto head = std::make_shared<const std::string>(start);
   CopiedFile file;
-  for (size_t i = 0; i < blocks_.size(); ++i) {
-    std::string& block = blocks_[i];
-    file.bytes += static_cast<int64_t>(block.size());
-    file.sums.push_back(checksum(block));
-    const bool is_unchanged = before != nullptr && i < before->blocks.size() && before->sums[i] == file.sums[i] &&
-                              *before->blocks[i] == block;
-    file.blocks.push_back(is_unchanged ? before->blocks[i] : std::make_shared<const std::string>(std::move(block)));
-  }
-  blocks_.clear();
+  file.add(head, head->data(), static_cast<int64_t>(head->size()));
+  for (CopiedFile::Piece& piece : rest_.pieces) file.add(std::move(piece.owner), piece.data, piece.bytes);
   return file;
 }
 

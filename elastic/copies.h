@@ -7,24 +7,37 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/runtime/guarded_by.h"
+#include "elastic/copy_memory.h"
 
 namespace tessera::internal {
 
 // Parts of the training state in this process's memory: its own, and copies of other ranks'.
 
-// A file in blocks of kCopyBlockBytes, the last of which may be shorter. Equal blocks of successive steps share memory.
+// A file in pieces of memory.
 struct CopiedFile {
-  std::vector<std::shared_ptr<const std::string>> blocks;
-  std::vector<uint64_t> sums;  // checksums of the blocks
+  struct Piece {
+    std::shared_ptr<const void> owner;  // of the memory
+    const char* data = nullptr;
+    int64_t begin = 0, bytes = 0;  // of the file
+  };
+  std::vector<Piece> pieces;
+  // Checksums, if the pieces are blocks that another host has sent. Equal blocks of successive steps share memory.
+  std::vector<uint64_t> sums;
   int64_t bytes = 0;
+  // Appends bytes of an owner's memory.
+  void add(std::shared_ptr<const void> owner, const char* data, int64_t count);
   // Copies a range. Throws std::out_of_range beyond the end.
   void read(void* data, int64_t count, int64_t position) const;
 };
+// Hosts send each other files in blocks of this size, the last of which may be shorter.
 inline constexpr int64_t kCopyBlockBytes = int64_t{1} << 20;
 int64_t block_count(int64_t bytes);
+// Returns the bytes of a block.
+std::string read_block(const CopiedFile& file, size_t index);
 
 // One rank's part of one committed step.
 struct PartName {
@@ -75,7 +88,7 @@ class CopyStore {
   // Frees the parts of all steps after this one, from which the ranks go on. Older ones stay until a copy of the new
   // group is complete, because the chosen step may have one holder of a part left.
   void free_after(int64_t generation, int64_t step);
-  // The bytes of distinct blocks.
+  // The bytes of distinct memory.
   int64_t bytes() const;
 
  private:
@@ -83,17 +96,17 @@ class CopyStore {
   std::map<PartName, std::shared_ptr<const CopiedPart>> parts_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// Builds a file from sequential writes. Blocks that equal those of `before`, if given, are shared with it.
+// Builds a file in a part's memory from sequential writes. Bytes that are there are not copied.
 class CopiedFileWriter {
  public:
-  explicit CopiedFileWriter(int64_t start_bytes, int64_t bytes);
+  explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory) : memory_(std::move(memory)) {}
   void append(const void* data, int64_t count);
-  // Writes the first bytes, which were left out.
-  CopiedFile finish(std::string_view start, const CopiedFile* before);
+  // Adds the first bytes, which were left out.
+  CopiedFile finish(std::string_view start);
 
  private:
-  std::vector<std::string> blocks_;
-  const int64_t bytes_;
+  const std::shared_ptr<CopyMemory> memory_;
+  CopiedFile rest_;
 };
 
 }  // namespace tessera::internal

@@ -248,7 +248,8 @@ PeerMessage ElasticState::answer(PartReceiver& receiver, PeerMessage&& request) 
     return {acceptor_.answer(request.fields), {}};
   if (op == "join") return {join_requests_.answer(request.fields), {}};
   if (op == "store") return stores_.answer(request);
-  if (op == "begin_part" || op == "block" || op == "end_part") return receiver.answer(std::move(request));
+  if (op == "share_part" || op == "begin_part" || op == "block" || op == "end_part")
+    return receiver.answer(std::move(request));
   const json& fields = request.fields;
   const auto part = copies_.find(
       {fields.at("generation").get<int64_t>(), fields.at("step").get<int64_t>(), fields.at("owner").get<int>()});
@@ -570,7 +571,7 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
     // A partner that is stopped or cut off must not keep this rank in a group that the others leave.
     while (!copy_->wait_for(kMemberCheck)) all_.require_members();
     error = copy_->wait();
-    all_.staging_memory() = copy_->take_memory();
+    all_.staging_memory() = copy_->take_staging();
     name = copy_->name();
     copy_.reset();
   }
@@ -612,9 +613,10 @@ void ElasticRunState::commit(const json& extra) {
 }
 
 void ElasticRunState::start_copy(const json& extra) {
-  copy_ = std::make_unique<PartCopy>(all_.copies(), PartName{generation(), step_, comm_->rank()}, comm_->size(),
-                                     id_of_step(all_.run_id(), generation(), step_), state_objects_of(*state_), extra,
-                                     partners_, all_.options().group.timeout, std::exchange(all_.staging_memory(), {}));
+  copy_ = std::make_unique<PartCopy>(all_.copies(), all_.memories(), PartName{generation(), step_, comm_->rank()},
+                                     comm_->size(), id_of_step(all_.run_id(), generation(), step_),
+                                     state_objects_of(*state_), extra, partners_, all_.options().group.timeout,
+                                     std::exchange(all_.staging_memory(), {}));
 }
 
 void ElasticRunState::finish() {

@@ -41,6 +41,7 @@ class ElasticState {
   // Whether a process waits to join and has a place.
   bool may_grow() const;
   CopyStore& copies() { return copies_; }
+  CopyMemories& memories() { return memories_; }
   const std::string& own_id() const { return self_.id; }
   // Equal on all ranks.
   const std::string& run_id() const { return run_id_; }
@@ -83,6 +84,7 @@ class ElasticState {
   const std::optional<ProcessEffects> effects_;
   const std::optional<RunFile> file_;
   bool is_joining_ = false;
+  CopyMemories memories_;
   CopyStore copies_;
   ServedStores stores_;
   Acceptor acceptor_;

@@ -1,6 +1,8 @@
 #include "elastic/part_copies.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
 
 #include <stdexcept>
 #include <utility>
@@ -10,6 +12,7 @@
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/shard_writer.h"
 #include "checkpoint/save/saved_part.h"
+#include "core/launch/local_address.h"
 #include "core/runtime/sigpipe_block.h"
 #include "elastic/part_storage.h"
 
@@ -20,9 +23,37 @@ using nlohmann::json;
 namespace {
 
 constexpr int64_t kBlockBytes = SaveOptions{}.block_bytes;
+constexpr int64_t kSent = -1;  // in place of an offset in shared memory: the bytes are in the request
 
 json to_json(const PartName& name) {
   return {{"generation", name.generation}, {"step", name.step}, {"owner", name.owner}};
+}
+
+PartName part_name_from_json(const json& fields) {
+  return {fields.at("generation").get<int64_t>(), fields.at("step").get<int64_t>(), fields.at("owner").get<int>()};
+}
+
+std::shared_ptr<CopiedPart> part_from_json(const json& fields) {
+  auto part = std::make_shared<CopiedPart>();
+  part->world = fields.at("world").get<int>();
+  part->description = fields.at("description").get<std::string>();
+  return part;
+}
+
+PeerMessage request_of(const char* op, const PartName& name, const CopiedPart& part) {
+  PeerMessage request{to_json(name), {}};
+  request.fields["op"] = op;
+  request.fields["world"] = part.world;
+  request.fields["description"] = part.description;
+  request.fields["files"] = json::object();
+  return request;
+}
+
+// The memory as a tensor, which no autograd mode of its creator restricts.
+at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory) {
+  const c10::InferenceMode ordinary(false);
+  return at::from_blob(
+      memory->data(), {memory->bytes()}, [memory](void*) {}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
 }
 
 // Returns the entries of the manifest for this rank's part. Rank 0's has also the values that belong to no rank, in a
@@ -71,30 +102,71 @@ Manifest assemble_manifest(const std::vector<std::string>& descriptions, uint64_
 }
 
 void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience) {
-  PeerMessage begin{to_json(name), {}};
-  begin.fields["op"] = "begin_part";
-  begin.fields["world"] = part.world;
-  begin.fields["description"] = part.description;
-  json& files = begin.fields["files"] = json::object();
-  for (const auto& [file, content] : part.files)
-    files[file] = {{"bytes", content.bytes}, {"sums", checksums_to_hex(content.sums)}};
+  PeerMessage begin = request_of("begin_part", name, part);
+  for (const auto& [file, content] : part.files) {
+    std::vector<uint64_t> sums;
+    for (int64_t i = 0; i < block_count(content.bytes); ++i) sums.push_back(checksum(read_block(content, i)));
+    begin.fields["files"][file] = {{"bytes", content.bytes}, {"sums", checksums_to_hex(sums)}};
+  }
   const PeerMessage answer = to.ask(std::move(begin), patience);
   for (const auto& [file, indices] : answer.fields.at("needed").items())
     for (const json& index : indices)
-      to.ask({{{"op", "block"}, {"file", file}, {"index", index}}, *part.files.at(file).blocks.at(index.get<size_t>())},
-             patience);
+      to.ask(
+          {{{"op", "block"}, {"file", file}, {"index", index}}, read_block(part.files.at(file), index.get<size_t>())},
+          patience);
   to.ask({{{"op", "end_part"}}, {}}, patience);
+}
+
+bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, const CopyMemory& memory,
+                std::chrono::milliseconds patience) {
+  PeerMessage request = request_of("share_part", name, part);
+  request.fields["memory"] = memory.notice();
+  if (request.fields["memory"].is_null()) return false;
+  for (const auto& [file, content] : part.files) {
+    json& pieces = request.fields["files"][file] = json::array();
+    for (const auto& piece : content.pieces) {
+      const bool is_shared = memory.contains(piece.data, piece.bytes);
+      if (!is_shared) request.bytes.append(piece.data, static_cast<size_t>(piece.bytes));
+      pieces.push_back({is_shared ? piece.data - memory.data() : kSent, piece.bytes});
+    }
+  }
+  return to.ask(std::move(request), patience).fields.at("held").get<bool>();
+}
+
+PeerMessage PartReceiver::map_part(const json& fields, std::string bytes) {
+  std::shared_ptr<const CopyMemory> memory;
+  try {
+    memory = std::make_shared<const CopyMemory>(fields.at("memory"));
+  } catch (const std::runtime_error&) {  // another container, or not permitted
+    return {{{"held", false}}, {}};
+  }
+  const auto sent = std::make_shared<const std::string>(std::move(bytes));
+  int64_t used = 0;
+  auto part = part_from_json(fields);
+  for (const auto& [name, pieces] : fields.at("files").items())
+    for (const json& piece : pieces) {
+      const auto begin = piece.at(0).get<int64_t>(), count = piece.at(1).get<int64_t>();
+      const bool is_sent = begin == kSent;
+      const int64_t end = is_sent ? static_cast<int64_t>(sent->size()) : memory->bytes();
+      const int64_t from = is_sent ? used : begin;
+      if (from < 0 || count < 0 || from > end || count > end - from)
+        throw std::runtime_error(name + " is not within its part's memory");
+      if (is_sent) used += count;
+      part->files[name].add(is_sent ? std::shared_ptr<const void>(sent) : memory,
+                            (is_sent ? sent->data() : memory->data()) + from, count);
+    }
+  store_.put(part_name_from_json(fields), std::move(part));
+  return {{{"held", true}}, {}};
 }
 
 PeerMessage PartReceiver::answer(PeerMessage&& request) {
   const json& fields = request.fields;
   const std::string op = fields.at("op").get<std::string>();
+  if (op == "share_part") return map_part(fields, std::move(request.bytes));
   PeerMessage answer;
   if (op == "begin_part") {
-    name_ = {fields.at("generation").get<int64_t>(), fields.at("step").get<int64_t>(), fields.at("owner").get<int>()};
-    part_ = std::make_shared<CopiedPart>();
-    part_->world = fields.at("world").get<int>();
-    part_->description = fields.at("description").get<std::string>();
+    name_ = part_name_from_json(fields);
+    part_ = part_from_json(fields);
     const auto before = store_.newest(name_.generation, name_.owner);
     json& needed = answer.fields["needed"] = json::object();
     for (const auto& [file, content] : fields.at("files").items()) {
@@ -103,13 +175,13 @@ PeerMessage PartReceiver::answer(PeerMessage&& request) {
       copied.sums = checksums_from_hex(content.at("sums").get<std::string>(), file);
       if (static_cast<int64_t>(copied.sums.size()) != block_count(copied.bytes))
         throw std::runtime_error(file + " has another number of blocks than checksums");
-      copied.blocks.resize(copied.sums.size());
+      copied.pieces.resize(copied.sums.size());
       const CopiedFile* old = nullptr;
       if (before)
         if (const auto found = before->files.find(file); found != before->files.end()) old = &found->second;
       for (size_t i = 0; i < copied.sums.size(); ++i)
         if (old != nullptr && i < old->sums.size() && old->sums[i] == copied.sums[i])
-          copied.blocks[i] = old->blocks[i];
+          copied.pieces[i] = old->pieces[i];
         else
           needed[file].push_back(i);
     }
@@ -122,19 +194,21 @@ PeerMessage PartReceiver::answer(PeerMessage&& request) {
     if (index >= file.sums.size() || checksum(request.bytes) != file.sums[index])
       throw std::runtime_error("block " + std::to_string(index) + " of " + fields.at("file").get<std::string>() +
                                " has another checksum than its sender has computed");
-    file.blocks[index] = std::make_shared<const std::string>(std::move(request.bytes));
+    const auto block = std::make_shared<const std::string>(std::move(request.bytes));
+    file.pieces[index] = {block, block->data(), static_cast<int64_t>(index) * kCopyBlockBytes,
+                          static_cast<int64_t>(block->size())};
     return answer;
   }
   for (const auto& [name, file] : part_->files)
-    for (const auto& block : file.blocks)
-      if (!block) throw std::runtime_error(name + " has not arrived whole");
+    for (const auto& piece : file.pieces)
+      if (!piece.owner) throw std::runtime_error(name + " has not arrived whole");
   store_.put(name_, std::move(part_));
   return answer;
 }
 
-PartCopy::PartCopy(CopyStore& store, const PartName& name, int world, uint64_t id, const StateObjects& state,
-                   const json& extra, std::vector<Member> partners, std::chrono::milliseconds patience,
-                   at::Tensor memory)
+PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, const PartName& name, int world, uint64_t id,
+                   const StateObjects& state, const json& extra, std::vector<Member> partners,
+                   std::chrono::milliseconds patience, at::Tensor staging)
     : store_(store),
       name_(name),
       world_(world),
@@ -143,7 +217,8 @@ PartCopy::PartCopy(CopyStore& store, const PartName& name, int world, uint64_t i
       partners_(std::move(partners)),
       patience_(patience),
       plan_(plan_save(state, extra, {})),
-      copies_(std::move(memory)) {
+      memory_(memories.take(HostCopies::bytes_for(plan_.pieces))),
+      copies_(device_.is_cpu() ? tensor_of(memory_) : std::move(staging)) {
   check_extra(plan_.extra);
   copies_.begin(plan_, device_);
   const SigpipeBlock no_sigpipe;  // in the thread, which inherits this
@@ -170,15 +245,17 @@ void PartCopy::run() {
     copies_.end(plan_, device_, [] {});
     auto part = std::make_shared<CopiedPart>();
     part->world = world_;
-    PartFolder folder(store_.newest(name_.generation, name_.owner));
+    PartFolder folder(memory_);
     SavedTensors saved = write_rank_files(folder.path(), {name_.owner, id_, kBlockBytes, plan_.rng}, plan_.pieces);
     part->files = folder.take_files();
     part->description = describe_part(std::move(saved), plan_, name_.owner, world_, id_);
     plan_.pieces.clear();
     store_.put(name_, part);
+    const std::string host = host_and_boot();
     for (const Member& partner : partners_) {
       PeerConnection connection(partner, patience_, &is_cancelled_);
-      send_part(connection, name_, *part, patience_);
+      if (partner.host != host || !share_part(connection, name_, *part, *memory_, patience_))
+        send_part(connection, name_, *part, patience_);
     }
   } catch (const std::exception& error) {
     error_ = error.what();

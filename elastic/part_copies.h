@@ -26,13 +26,19 @@ Manifest assemble_manifest(const std::vector<std::string>& descriptions, uint64_
 
 // Sends a part to a member, which holds blocks that it has already. Throws PeerError or std::runtime_error.
 void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
-// Receives the parts that one connection sends: the requests "begin_part", "block" and "end_part".
+// Lets a member of this host map a part, most of which is in this memory. Returns false if it cannot. The memory must
+// not change while the member may hold the part. Throws as send_part().
+bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, const CopyMemory& memory,
+                std::chrono::milliseconds patience);
+// Receives the parts that one connection sends: the requests "share_part", "begin_part", "block" and "end_part".
 class PartReceiver {
  public:
   explicit PartReceiver(CopyStore& store) : store_(store) {}
   PeerMessage answer(PeerMessage&& request);
 
  private:
+  PeerMessage map_part(const nlohmann::json& fields, std::string bytes);
+
   CopyStore& store_;
   PartName name_;
   std::shared_ptr<CopiedPart> part_;
@@ -41,10 +47,11 @@ class PartReceiver {
 // Copies this rank's part of one step: to its own memory, then to its partners. The copy runs on a thread.
 class PartCopy {
  public:
-  // Captures the state; device data leaves behind the work of the current stream. `memory` is reused, see HostCopies.
-  PartCopy(CopyStore& store, const PartName& name, int world, uint64_t id, const StateObjects& state,
-           const nlohmann::json& extra, std::vector<Member> partners, std::chrono::milliseconds patience,
-           at::Tensor memory);
+  // Captures the state; device data leaves behind the work of the current stream. `staging`, for the data of devices,
+  // is reused, see HostCopies.
+  PartCopy(CopyStore& store, CopyMemories& memories, const PartName& name, int world, uint64_t id,
+           const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
+           std::chrono::milliseconds patience, at::Tensor staging);
   // Cancels the copy, and waits for its thread.
   ~PartCopy();
   PartCopy(const PartCopy&) = delete;
@@ -55,7 +62,8 @@ class PartCopy {
   bool wait_for(std::chrono::milliseconds time);
   // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part.
   std::string wait();
-  at::Tensor take_memory() { return copies_.take_memory(); }
+  // Returns the staging memory for the next copy.
+  at::Tensor take_staging() { return device_.is_cpu() ? at::Tensor() : copies_.take_memory(); }
 
  private:
   void run();
@@ -68,6 +76,7 @@ class PartCopy {
   const std::vector<Member> partners_;
   const std::chrono::milliseconds patience_;
   SavePlan plan_;
+  const std::shared_ptr<CopyMemory> memory_;
   HostCopies copies_;
   std::atomic<bool> is_cancelled_ = false;
   std::string error_;  // of the thread, once it has ended

@@ -58,12 +58,10 @@ class PartInput : public InputFile {
 
 class PartOutput : public OutputFile {
  public:
-  PartOutput(PartFolder& folder, std::string name, int64_t start_bytes, int64_t bytes)
-      : folder_(folder), name_(std::move(name)), writer_(start_bytes, bytes) {}
+  PartOutput(PartFolder& folder, std::string name)
+      : folder_(folder), name_(std::move(name)), writer_(folder.memory()) {}
   void append(const void* data, int64_t bytes) override { writer_.append(data, bytes); }
-  void finish(std::string_view start) override {
-    folder_.add_file(name_, writer_.finish(start, folder_.file_before(name_)));
-  }
+  void finish(std::string_view start) override { folder_.add_file(name_, writer_.finish(start)); }
 
  private:
   PartFolder& folder_;
@@ -78,8 +76,8 @@ class PartStorage : public Storage {
   std::unique_ptr<InputFile> open(const fs::path& path) const override {
     return std::make_unique<PartInput>(path, folder_of(path), fail_);
   }
-  std::unique_ptr<OutputFile> create(const fs::path& path, int64_t start_bytes, int64_t bytes) const override {
-    return std::make_unique<PartOutput>(folder_of(path), path.filename(), start_bytes, bytes);
+  std::unique_ptr<OutputFile> create(const fs::path& path, int64_t, int64_t) const override {
+    return std::make_unique<PartOutput>(folder_of(path), path.filename());
   }
   void put(const fs::path& path, std::string_view, bool) const override { refuse_here(path); }
   std::string beginning(const fs::path&, int64_t) const override { return ""; }
@@ -104,7 +102,7 @@ class PartStorage : public Storage {
 
 }  // namespace
 
-PartFolder::PartFolder(std::shared_ptr<const CopiedPart> before) : before_(std::move(before)), path_(enter()) {}
+PartFolder::PartFolder(std::shared_ptr<CopyMemory> memory) : memory_(std::move(memory)), path_(enter()) {}
 
 PartFolder::PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
                        std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience)
@@ -138,12 +136,6 @@ std::map<std::string, CopiedFile> PartFolder::take_files() {
 void PartFolder::add_file(const std::string& name, CopiedFile file) {
   const std::lock_guard lock(mutex_);
   files_[name] = std::move(file);
-}
-
-const CopiedFile* PartFolder::file_before(const std::string& name) const {
-  if (!before_) return nullptr;
-  const auto found = before_->files.find(name);
-  return found == before_->files.end() ? nullptr : &found->second;
 }
 
 // "rank-00042-0.safetensors"

@@ -18,12 +18,14 @@
 namespace tessera::internal {
 namespace {
 
+int64_t padded(int64_t bytes) {
+  constexpr int64_t kAlignment = 64;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 // Returns the destination of each piece: in `host`, or in new memory if that is too small.
 std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& host, bool pinned) {
-  constexpr int64_t kAlignment = 64;
-  auto padded = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
-  int64_t total = 0;
-  for (const Piece& piece : pieces) total += padded(bytes_of(piece));
+  const int64_t total = HostCopies::bytes_for(pieces);
   if (!host.defined() || host.numel() < total)
     host = pinned ? page_locked(total) : at::empty({total}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   std::vector<at::Tensor> room;
@@ -76,6 +78,12 @@ void check_extra(const nlohmann::json& extra) {
 int64_t writes_to(const at::Tensor& tensor) {
   const Page* page = page_of(tensor);
   return static_cast<int64_t>(tensor._version()) + (page != nullptr ? page->writes() : 0);
+}
+
+int64_t HostCopies::bytes_for(const std::vector<Piece>& pieces) {
+  int64_t total = 0;
+  for (const Piece& piece : pieces) total += padded(bytes_of(piece));
+  return total;
 }
 
 // Copies from the live tensor. For a device, only starts the copy.

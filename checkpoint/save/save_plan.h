@@ -49,6 +49,9 @@ class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
 
+  // The bytes of memory that are enough for these pieces.
+  static int64_t bytes_for(const std::vector<Piece>& pieces);
+
   // Copies pieces that cannot wait for end(): all except watched tensors, and except optimizer state in host memory,
   // which copy-on-write freezes. Copies from a device (the model's) are ordered between earlier and later work of the
   // current stream.

@@ -113,13 +113,13 @@ class ElasticRun {
   // before the first commit(). Throws as load_checkpoint().
   nlohmann::json restore(const TrainingState& state);
 
-  // Ends a step. Every `copy_every` steps, stages this rank's part and starts to copy it; a thread sends it to the
-  // partners meanwhile. Waits first for the copy before. Blocks of the state that have not changed since are not sent
-  // again. `extra` is as in save_checkpoint(). Collective. Throws CommError if a rank is lost, or, after the copy of
+  // Ends a step. Every `copy_every` steps, stages this rank's part and starts to copy it; a thread gives it to the
+  // partners meanwhile. Waits first for the copy before. Other hosts are not sent blocks that have not changed since
+  // then. `extra` is as in save_checkpoint(). Collective. Throws CommError if a rank is lost, or, after the copy of
   // this step, if a process joins: the body must let it pass.
   void commit(const nlohmann::json& extra = nlohmann::json::object());
 
-  // The bytes of the copies and own parts in this process's memory.
+  // The bytes of the copies and own parts. Ranks of a host share memory, and each counts it.
   int64_t copied_bytes() const;
 
  private:

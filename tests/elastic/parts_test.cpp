@@ -1,19 +1,27 @@
 // The parts of elastic training, without ranks or with threads as members.
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <future>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <tessera/elastic.h>
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "elastic/copies.h"
+#include "elastic/copy_memory.h"
 #include "elastic/group_store.h"
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
@@ -100,11 +108,39 @@ TEST(ElasticQuorum, IsAMajorityOrAllThatAreNotDead) {
         }
 }
 
-CopiedFile file_of(const std::string& text, const CopiedFile* before = nullptr) {
-  CopiedFileWriter writer(4, static_cast<int64_t>(text.size()));
+CopiedFile file_of(const std::string& text, std::shared_ptr<CopyMemory> memory = nullptr) {
+  if (!memory) memory = std::make_shared<CopyMemory>(static_cast<int64_t>(text.size()));
+  CopiedFileWriter writer(std::move(memory));
   writer.append(text.data() + 4, static_cast<int64_t>(text.size()) - 4);
-  return writer.finish(text.substr(0, 4), before);
+  return writer.finish(text.substr(0, 4));
 }
+
+std::string text_of(const CopiedFile& file) {
+  std::string text(static_cast<size_t>(file.bytes), '\0');
+  file.read(text.data(), file.bytes, 0);
+  return text;
+}
+
+std::shared_ptr<CopiedPart> part_of(const std::string& description, CopiedFile file) {
+  auto part = std::make_shared<CopiedPart>();
+  part->world = 2;
+  part->description = description;
+  part->files["rank-00000-0.safetensors"] = std::move(file);
+  return part;
+}
+
+// A process that receives parts.
+struct Holder {
+  CopyStore store;
+  std::atomic<int> blocks = 0;  // received
+  PeerServer server{"127.0.0.1", "partner", [this]() -> PeerServer::Session {
+                      auto receiver = std::make_shared<PartReceiver>(store);
+                      return [this, receiver](PeerMessage&& request) {
+                        blocks += request.fields.at("op") == "block" ? 1 : 0;
+                        return receiver->answer(std::move(request));
+                      };
+                    }};
+};
 
 std::string random_bytes(size_t bytes, unsigned seed) {
   std::string text(bytes, '\0');
@@ -112,54 +148,107 @@ std::string random_bytes(size_t bytes, unsigned seed) {
   return text;
 }
 
-TEST(ElasticCopies, UnchangedBlocksShareMemoryAndAreSentOnce) {
+TEST(ElasticCopies, UnchangedBlocksAreSentAndHeldOnce) {
   const size_t bytes = 3 * kCopyBlockBytes + 100;
   std::string text = random_bytes(bytes, 1);
-  CopyStore own, partner;
-  const auto put = [&](CopyStore& store, int64_t step, CopiedFile file) {
-    auto part = std::make_shared<CopiedPart>();
-    part->world = 2;
-    part->description = "of step " + std::to_string(step);
-    part->files["rank-00000-0.safetensors"] = std::move(file);
-    store.put({0, step, 0}, part);
+  CopyStore own;
+  const auto put = [&](int64_t step, CopiedFile file) {
+    auto part = part_of("of step " + std::to_string(step), std::move(file));
+    own.put({0, step, 0}, part);
     return part;
   };
-  const auto first = put(own, 1, file_of(text));
+  const auto first = put(1, file_of(text));
   text[static_cast<size_t>(kCopyBlockBytes) + 7] ^= 1;
-  const auto second = put(own, 2, file_of(text, &first->files.begin()->second));
-  EXPECT_EQ(own.bytes(), static_cast<int64_t>(bytes) + kCopyBlockBytes);
+  const auto second = put(2, file_of(text));
 
   std::string received(bytes, '\0');
-  second->files.begin()->second.read(received.data(), static_cast<int64_t>(bytes), 0);
-  EXPECT_EQ(received, text);
+  EXPECT_EQ(text_of(second->files.begin()->second), text);
   EXPECT_THROW(second->files.begin()->second.read(received.data(), 2, static_cast<int64_t>(bytes) - 1),
                std::out_of_range);
 
-  int blocks = 0;
-  const PeerServer server("127.0.0.1", "partner", [&]() -> PeerServer::Session {
-    auto receiver = std::make_shared<PartReceiver>(partner);
-    return [&, receiver](PeerMessage&& request) {
-      blocks += request.fields.at("op") == "block" ? 1 : 0;
-      return receiver->answer(std::move(request));
-    };
-  });
-  PeerConnection connection({"partner", "127.0.0.1", server.port(), "host"}, milliseconds(5000));
+  Holder partner;
+  PeerConnection connection({"partner", "127.0.0.1", partner.server.port(), "host"}, milliseconds(5000));
   send_part(connection, {0, 1, 0}, *first, milliseconds(5000));
-  EXPECT_EQ(blocks, 4);
+  EXPECT_EQ(partner.blocks, 4);
   send_part(connection, {0, 2, 0}, *second, milliseconds(5000));
-  EXPECT_EQ(blocks, 5);
-  const auto copy = partner.find({0, 2, 0});
+  EXPECT_EQ(partner.blocks, 5);
+  const auto copy = partner.store.find({0, 2, 0});
   ASSERT_TRUE(copy);
   EXPECT_EQ(copy->description, "of step 2");
-  copy->files.begin()->second.read(received.data(), static_cast<int64_t>(bytes), 0);
-  EXPECT_EQ(received, text);
-  EXPECT_EQ(partner.bytes(), own.bytes());
-  partner.free_before(0, 2);
-  EXPECT_FALSE(partner.find({0, 1, 0}));
-  EXPECT_EQ(partner.bytes(), static_cast<int64_t>(bytes));
+  EXPECT_EQ(text_of(copy->files.begin()->second), text);
+  EXPECT_EQ(partner.store.bytes(), static_cast<int64_t>(bytes) + kCopyBlockBytes);
+  partner.store.free_before(0, 2);
+  EXPECT_FALSE(partner.store.find({0, 1, 0}));
+  EXPECT_EQ(partner.store.bytes(), static_cast<int64_t>(bytes));
   own.free_after(0, 1);
   EXPECT_TRUE(own.find({0, 1, 0}));
   EXPECT_FALSE(own.find({0, 2, 0}));
+}
+
+TEST(ElasticCopies, ASharedPartOutlivesItsOwner) {
+  const std::string text = random_bytes(3 * kCopyBlockBytes + 100, 3), next = random_bytes(text.size(), 4);
+  int port_pipe[2];
+  ASSERT_EQ(::pipe(port_pipe), 0);
+  const pid_t owner = ::fork();
+  if (owner == 0) {
+    int port = 0;
+    if (::read(port_pipe[0], &port, sizeof(port)) != sizeof(port)) ::_exit(1);
+    CopyMemories memories;
+    const auto memory = memories.take(static_cast<int64_t>(text.size()));
+    const auto part = part_of("shared", file_of(text, memory));
+    PeerConnection connection({"partner", "127.0.0.1", port, "host"}, milliseconds(60000));
+    if (!share_part(connection, {0, 1, 0}, *part, *memory, milliseconds(60000))) ::_exit(2);
+    // Dies while it writes the next part.
+    CopiedFileWriter writer(memories.take(static_cast<int64_t>(text.size())));
+    writer.append(next.data(), static_cast<int64_t>(next.size()) / 2);
+    ::kill(::getpid(), SIGKILL);
+  }
+  Holder partner;
+  const int port = partner.server.port();
+  ASSERT_EQ(::write(port_pipe[1], &port, sizeof(port)), static_cast<ssize_t>(sizeof(port)));
+  int status = 0;
+  ::waitpid(owner, &status, 0);
+  for (const int end : port_pipe) ::close(end);
+  ASSERT_TRUE(WIFSIGNALED(status)) << status;
+  EXPECT_EQ(partner.blocks, 0);
+  const auto copy = partner.store.find({0, 1, 0});
+  ASSERT_TRUE(copy);
+  EXPECT_EQ(copy->description, "shared");
+  EXPECT_EQ(text_of(copy->files.begin()->second), text);
+}
+
+TEST(ElasticCopies, MemoryThatCannotBeReachedIsNotHeld) {
+  Holder partner;
+  PeerConnection connection({"partner", "127.0.0.1", partner.server.port(), "host"}, milliseconds(5000));
+  const auto memory = std::make_shared<CopyMemory>(1000);
+  const auto part = part_of("", file_of(random_bytes(1000, 5), memory));
+  nlohmann::json other = memory->notice();
+  other["file"] = other.at("file").get<uint64_t>() + 1;
+  EXPECT_THROW(CopyMemory{other}, std::runtime_error);
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  rlimit limited = before;
+  limited.rlim_cur = 1;
+  ::setrlimit(RLIMIT_FSIZE, &limited);
+  const auto own = std::make_shared<CopyMemory>(1000);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_TRUE(own->notice().is_null());
+  EXPECT_FALSE(share_part(connection, {0, 1, 0}, *part, *own, milliseconds(5000)));
+  EXPECT_FALSE(partner.store.find({0, 1, 0}));
+  EXPECT_TRUE(share_part(connection, {0, 1, 0}, *part, *memory, milliseconds(5000)));
+  EXPECT_TRUE(partner.store.find({0, 1, 0}));
+}
+
+TEST(ElasticCopies, OnlyMemoryOfFreedPartsIsReused) {
+  CopyMemories memories;
+  auto first = memories.take(1000);
+  const CopyMemory* const address = first.get();
+  auto part = part_of("", file_of(random_bytes(1000, 6), std::exchange(first, nullptr)));
+  EXPECT_NE(memories.take(1000).get(), address);
+  const auto second = memories.take(1000);  // the one before was freed
+  part.reset();
+  EXPECT_EQ(memories.take(1000).get(), address);
+  EXPECT_EQ(memories.take(2000)->bytes(), 2000);
 }
 
 TEST(ElasticCopies, ADamagedOrIncompletePartIsNotHeld) {

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "core/runtime/guarded_by.h"
+
+namespace tessera::internal {
+
+// The memory of one part. Other processes of the host map it as their copy, so nothing is sent. The kernel keeps it
+// until all processes have unmapped it, also after the death of the process that wrote it.
+class CopyMemory {
+ public:
+  // Zeros. Private to the process if the system gives no memory to share. Throws std::system_error.
+  explicit CopyMemory(int64_t bytes);
+  // Maps the memory of another process for reading. Throws std::runtime_error if this process cannot reach it.
+  explicit CopyMemory(const nlohmann::json& notice);
+  ~CopyMemory();
+  CopyMemory(const CopyMemory&) = delete;
+  CopyMemory& operator=(const CopyMemory&) = delete;
+
+  // By which a process of the host finds the memory while this one lives; null if it is private.
+  nlohmann::json notice() const;
+  int64_t bytes() const { return bytes_; }
+  char* data() { return data_; }
+  const char* data() const { return data_; }
+  bool contains(const char* data, int64_t bytes) const;
+  // Returns the next bytes that were not reserved, for a writer whose data is not here yet. Throws std::out_of_range.
+  char* reserve(int64_t bytes);
+  void reserve_nothing() { reserved_ = 0; }
+
+ private:
+  void map(int access);
+
+  int descriptor_ = -1;
+  const int64_t bytes_;
+  int64_t reserved_ = 0;
+  char* data_ = nullptr;
+};
+
+// Reuses the memory of parts that are freed: fresh pages cost more time than the copies. Thread-safe.
+class CopyMemories {
+ public:
+  // Returns memory that no part refers to. It may be reused once the last reference is gone.
+  std::shared_ptr<CopyMemory> take(int64_t bytes);
+
+ private:
+  struct Unused {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<CopyMemory>> all TESSERA_GUARDED_BY(mutex);
+  };
+  const std::shared_ptr<Unused> unused_ = std::make_shared<Unused>();
+};
+
+}  // namespace tessera::internal
