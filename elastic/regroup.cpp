@@ -1,6 +1,8 @@
 #include "elastic/regroup.h"
 
 #include <algorithm>
+#include <future>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <utility>
@@ -136,30 +138,52 @@ Regroup::Regroup(const Decision& old_group, int rank, Acceptor& acceptor, Ask as
       options_(options),
       seen_(old_group.members.size()) {}
 
-// Returns the answer, or nullopt if the member does not answer. Updates the state of the member.
-std::optional<json> Regroup::request(int member, json fields) {
-  Seen& seen = seen_[static_cast<size_t>(member)];
-  if (seen.is_gone || RunClock::now() < seen.ask_again) return std::nullopt;
+std::map<int, json> Regroup::request(const std::vector<int>& members, json fields) {
   fields["generation"] = group_.generation;
-  try {
-    json answer = member == rank_ ? acceptor_.answer(fields)
-                                  : ask_(group_.members[static_cast<size_t>(member)], fields, kPromptAnswer);
-    seen.is_gone = answer.contains("retired");
-    // A process that has joined without learning so does not lead.
-    seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
-    seen.has_arrived = answer.at("arrived").get<bool>();
-    if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
-    if (answer.contains("decision")) found_ = answer.at("decision");
-    return answer;
-  } catch (const PeerError& error) {
-    seen.is_gone = error.is_gone();
-    seen.has_answered = seen.has_arrived = false;
-    if (!seen.is_gone) seen.ask_again = RunClock::now() + kSilentPause;
+  // Without a free thread, a member is asked by this one.
+  constexpr auto kOnThread = std::launch::async | std::launch::deferred;
+  std::map<int, std::future<json>> asked;
+  for (const int member : members) {
+    const Seen& seen = seen_[static_cast<size_t>(member)];
+    if (seen.is_gone || RunClock::now() < seen.ask_again) continue;
+    if (member == rank_)
+      asked[member] = std::async(std::launch::deferred, [&] { return acceptor_.answer(fields); });
+    else
+      asked[member] = std::async(
+          kOnThread, [&, member] { return ask_(group_.members[static_cast<size_t>(member)], fields, kPromptAnswer); });
   }
-  return std::nullopt;
+  for (const auto& [member, answer] : asked) answer.wait();
+  const auto ask_again = RunClock::now() + kSilentPause;  // silent members are asked at once the next time, too
+  std::map<int, json> answers;
+  for (auto& [member, pending] : asked) {
+    Seen& seen = seen_[static_cast<size_t>(member)];
+    try {
+      json answer = pending.get();
+      seen.is_gone = answer.contains("retired");
+      // A process that has joined without learning so does not lead.
+      seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
+      seen.has_arrived = answer.at("arrived").get<bool>();
+      if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
+      if (answer.contains("decision")) found_ = answer.at("decision");
+      answers[member] = std::move(answer);
+    } catch (const PeerError& error) {
+      seen.is_gone = error.is_gone();
+      seen.has_answered = seen.has_arrived = false;
+      if (!seen.is_gone) seen.ask_again = ask_again;
+    }
+  }
+  return answers;
 }
 
-void Regroup::look_at(int member) { request(member, {{"op", "look"}}); }
+std::vector<int> Regroup::first_members(int count) const {
+  std::vector<int> members(static_cast<size_t>(count));
+  std::iota(members.begin(), members.end(), 0);
+  return members;
+}
+
+int Regroup::first_that_answers() const {
+  return static_cast<int>(std::ranges::find(seen_, true, &Seen::has_answered) - seen_.begin());
+}
 
 std::set<int> Regroup::gone() const {
   std::set<int> gone;
@@ -188,25 +212,23 @@ Decision Regroup::run() {
   const auto start = RunClock::now();
   std::minstd_rand random(static_cast<unsigned>(rank_) + 1);
   bool has_waited = false;  // for members that answer and have not arrived
+  int leader = rank_;       // the first rank that answers
   while (!found_) {
     const auto waited = RunClock::now() - start;
     if (waited > options_.timeout) fail();
     found_ = acceptor_.decision(group_.generation);
-    // The first rank that answers leads.
-    int leader = -1;
-    for (int member = 0; member < size && leader < 0 && !found_; ++member) {
-      look_at(member);
-      if (seen_[static_cast<size_t>(member)].has_answered) leader = member;
-    }
+    if (found_) break;
+    // The leader asks all members, and the others those up to the leader. At first each rank takes itself for it.
+    const bool leads = leader == rank_;
+    request(first_members(leads ? size : leader + 1), {{"op", "look"}});
+    leader = first_that_answers();
     if (found_) break;
     const auto ended = std::ranges::count_if(seen_, [](const Seen& seen) { return seen.is_gone; });
     if (2 * ended >= size && was_stopped())
       throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size) + " was stopped, and " +
                       std::to_string(ended) + " of the other ranks have ended meanwhile; expected more than half of " +
                       "the ranks to live, because the others may have gone on without this one");
-    if (leader == rank_) {
-      for (int member = rank_ + 1; member < size && !found_; ++member) look_at(member);
-      if (found_) break;
+    if (leads && leader == rank_) {
       const bool all_are_here =
           std::ranges::all_of(seen_, [](const Seen& seen) { return seen.is_gone || seen.has_arrived; });
       has_waited = has_waited || waited > options_.stopped_after;
@@ -218,9 +240,10 @@ Decision Regroup::run() {
     if (!found_) std::this_thread::sleep_for(kPause);
   }
   Decision decision = decision_from_json(*found_);
-  for (int member = 0; member < size; ++member)
-    if (member != rank_ && seen_[static_cast<size_t>(member)].has_answered)
-      request(member, {{"op", "decided"}, {"value", *found_}});
+  std::vector<int> answering;
+  for (const int member : first_members(size))
+    if (member != rank_ && seen_[static_cast<size_t>(member)].has_answered) answering.push_back(member);
+  request(answering, {{"op", "decided"}, {"value", *found_}});
   acceptor_.answer({{"op", "decided"}, {"generation", group_.generation}, {"value", *found_}});
   return decision;
 }
@@ -272,19 +295,18 @@ std::optional<json> Regroup::propose() {
   std::set<int> agreeing;
   int64_t best = 0;
   json value;
-  for (int member = 0; member < size; ++member) {
-    const auto answer = request(member, {{"op", "prepare"}, {"ballot", ballot}});
-    if (!answer) continue;
-    if (found_) return found_;
-    if (!answer->value("agrees", false)) {
+  const auto promises = request(first_members(size), {{"op", "prepare"}, {"ballot", ballot}});
+  if (found_) return found_;
+  for (const auto& [member, answer] : promises) {
+    if (!answer.value("agrees", false)) {
       // The next ballot is above the one that this member has promised.
-      acceptor_.answer({{"op", "prepare"}, {"generation", group_.generation}, {"ballot", answer->at("promised")}});
+      acceptor_.answer({{"op", "prepare"}, {"generation", group_.generation}, {"ballot", answer.at("promised")}});
       continue;
     }
     agreeing.insert(member);
-    if (const auto accepted = answer->at("accepted_ballot").get<int64_t>(); accepted > best) {
+    if (const auto accepted = answer.at("accepted_ballot").get<int64_t>(); accepted > best) {
       best = accepted;
-      value = answer->at("accepted");
+      value = answer.at("accepted");
     }
   }
   if (!may_decide(agreeing)) return std::nullopt;
@@ -296,10 +318,9 @@ std::optional<json> Regroup::propose() {
     value = to_json(decision);
   }
   agreeing.clear();
-  for (int member = 0; member < size; ++member) {
-    const auto answer = request(member, {{"op", "accept"}, {"ballot", ballot}, {"value", value}});
-    if (answer && answer->value("agrees", false)) agreeing.insert(member);
-  }
+  for (const auto& [member, answer] :
+       request(first_members(size), {{"op", "accept"}, {"ballot", ballot}, {"value", value}}))
+    if (answer.value("agrees", false)) agreeing.insert(member);
   if (found_) return found_;
   if (!may_decide(agreeing)) return std::nullopt;
   return found_ ? found_ : std::optional(value);

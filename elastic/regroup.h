@@ -91,7 +91,8 @@ struct RegroupOptions {
 // Finds the next group of a member, on the training loop's thread.
 class Regroup {
  public:
-  // Sends a request to a member and returns the answer's fields. Throws PeerError, as ask_member().
+  // Sends a request to a member and returns the answer's fields. Throws PeerError, as ask_member(). Must be
+  // thread-safe: all members are asked at once, so that several silent ones cost one timeout.
   using Ask = std::function<nlohmann::json(const Member& member, const nlohmann::json& request,
                                            std::chrono::milliseconds patience)>;
   // Serves a store for a new group, if this member leads it: sets the decision's address and port.
@@ -112,7 +113,6 @@ class Regroup {
     std::vector<HeldStep> held;
     RunClock::time_point ask_again{};  // a silent member is asked less often
   };
-  void look_at(int member);
   std::optional<nlohmann::json> propose();
   // A group of the agreeing members and the processes that join.
   Decision compose(const std::set<int>& agreeing);
@@ -120,7 +120,10 @@ class Regroup {
   // ended may have formed a group with a process that this rank does not know. Throws CommError if they have gone on
   // without this rank while it could not reach them, and have ended since.
   bool may_decide(const std::set<int>& agreeing);
-  std::optional<nlohmann::json> request(int member, nlohmann::json fields);
+  // Returns the answers of the members that answer. Updates the states of the members.
+  std::map<int, nlohmann::json> request(const std::vector<int>& members, nlohmann::json fields);
+  std::vector<int> first_members(int count) const;
+  int first_that_answers() const;
   std::set<int> gone() const;
   bool was_stopped() const { return options_.was_stopped && options_.was_stopped(); }
   [[noreturn]] void fail() const;

@@ -9,8 +9,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -565,6 +567,51 @@ TEST(ElasticRegroup, ARetiredMemberCountsAsEndedAndFewerThanTheLeastAreRefused) 
   others.kill(0);
   const std::string error = others.regroup(1, milliseconds(500), 2);
   EXPECT_NE(error.find("at least 2 ranks"), std::string::npos) << error;
+}
+
+TEST(ElasticRegroup, SilentMembersAreAskedAtOnce) {
+  for (const auto& [world, silent] :
+       std::vector<std::pair<int, std::set<int>>>{{4, {0}}, {5, {0, 1}}, {5, {1, 3}}, {6, {0, 1}}, {6, {0, 5}}}) {
+    Decision group;
+    std::vector<Acceptor> acceptors(static_cast<size_t>(world));
+    for (int member = 0; member < world; ++member) {
+      group.members.push_back({std::to_string(member), "", 0, ""});
+      acceptors[static_cast<size_t>(member)].begin(0);
+    }
+    std::vector<int> alive;
+    for (int member = 0; member < world; ++member)
+      if (!silent.contains(member)) alive.push_back(member);
+    std::vector<std::future<std::vector<Member>>> decided;
+    for (const int member : alive)
+      decided.push_back(std::async(std::launch::async, [&, member] {
+        Acceptor& own = acceptors[static_cast<size_t>(member)];
+        own.arrive(0, {});
+        std::mutex mutex;
+        std::condition_variable changed;
+        size_t calls = 0;  // of silent members
+        // The call of a silent member ends when all of them have been asked: each time by the leader, and once by the
+        // others, which ask only the members up to the leader then.
+        const auto ask = [&](const Member& to, const nlohmann::json& request, milliseconds) {
+          const int asked = std::stoi(to.id);
+          if (!silent.contains(asked)) return acceptors[static_cast<size_t>(asked)].answer(request);
+          std::unique_lock lock(mutex);
+          const size_t round = calls++ / silent.size();
+          changed.notify_all();
+          const auto all_are_asked = [&] { return calls >= (round + 1) * silent.size(); };
+          if (round == 0 || member == alive[0]) {
+            EXPECT_TRUE(changed.wait_for(lock, std::chrono::seconds(20), all_are_asked)) << member << " of " << world;
+          }
+          throw PeerError("silent", false);
+        };
+        return Regroup(group, member, own, ask, [](Decision&) {},
+                       {.stopped_after = milliseconds(200), .timeout = milliseconds(60000)})
+            .run()
+            .members;
+      }));
+    std::vector<Member> expected;
+    for (const int member : alive) expected.push_back(group.members[static_cast<size_t>(member)]);
+    for (auto& members : decided) EXPECT_EQ(members.get(), expected);
+  }
 }
 
 // Reads late.

@@ -113,15 +113,16 @@ inline forget() { ballot = 0; acks = 0; value = 0; best = 0; ready = 0; other = 
 #define knower(g) (knows(g, 0) -> 1 : (knows(g, 1) -> 2 : (knows(g, 2) -> 3 : (knows(g, 3) -> 4 : 0))))
 inline learn() { known[at(g, me)] = known[at(g, knower(g) - 1)] }
 
-/* Asks members up to `end`. */
-inline ask_to_accept(end) {
+/* Asks these members. */
+inline ask_to_accept(set) {
+  other = 0;
   do
-  :: other < end ->
+  :: other < N ->
      if
 #ifdef OLD_BALLOT
-     :: has(members[g], other) && answers(other) ->
+     :: has((set) & members[g], other) && answers(other) ->
 #else
-     :: has(members[g], other) && answers(other) && promised[at(g, other)] <= ballot ->
+     :: has((set) & members[g], other) && answers(other) && promised[at(g, other)] <= ballot ->
 #endif
         promised[at(g, other)] = ballot;
         accepted_ballot[at(g, other)] = ballot; accepted[at(g, other)] = value;
@@ -129,7 +130,7 @@ inline ask_to_accept(end) {
      :: else
      fi;
      other++
-  :: other >= end -> break
+  :: other == N -> other = 0; break
   od
 }
 
@@ -300,18 +301,18 @@ regroup:
        fi;
        ready = 0; best = 0; other = 0
      };
-     /* Two bursts of requests, cut anywhere: others act, or this rank dies or stops, between them. */
+     /* Requests to all members at once: any of them arrive first. Others act, or this rank dies or stops, before the
+        rest. */
      atomic {
        runs ->
-       if
-       :: cut = 0
-       :: cut = 1
-       :: cut = 2
-       :: cut = 3
-       fi;
-       ask_to_accept(cut); cut = 0
+       do
+       :: other < N -> other++
+       :: other < N -> cut = cut | bit(other); other++
+       :: other == N -> break
+       od;
+       ask_to_accept(cut)
      };
-     atomic { runs -> ask_to_accept(N); other = 0 };
+     atomic { runs -> ask_to_accept(all & ~cut); cut = 0 };
      atomic {
        runs ->
        if
