@@ -70,8 +70,8 @@ class Recorder {
   }
   // After the commit of each step.
   void record_commit(int64_t step) {
-    if (elastic_ != nullptr && elastic_->change() && !std::exchange(has_resumed_, true))
-      record_event(ElasticEvent::Kind::kResumed, step);
+    const bool resumes = elastic_ != nullptr && elastic_->change() && elastic_->change()->seconds > 0;
+    if (resumes && !std::exchange(has_resumed_, true)) record_event(ElasticEvent::Kind::kResumed, step);
   }
 
   ~Recorder() { progress_->finish(); }
@@ -143,7 +143,8 @@ Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& o
         });
     checkpoints.finish();
   } catch (...) {
-    recorder.reset();  // an error must not be printed into the progress
+    if (recorder) recorder->record_commit(last_step);  // which throws if the group changes again
+    recorder.reset();                                  // an error must not be printed into the progress
     throw;
   }
   if (!shows) return {.result = {}, .signal = signal};
