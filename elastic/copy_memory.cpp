@@ -64,9 +64,8 @@ CopyMemory::~CopyMemory() {
 }
 
 void CopyMemory::map(int access) {
-  void* const mapped =
-      ::mmap(nullptr, static_cast<size_t>(std::max<int64_t>(bytes_, 1)), access,
-             descriptor_ >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, descriptor_, 0);
+  void* const mapped = ::mmap(nullptr, static_cast<size_t>(std::max<int64_t>(bytes_, 1)), access,
+                              descriptor_ >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, descriptor_, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
     if (descriptor_ >= 0) ::close(descriptor_);

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <future>
 #include <memory>
 #include <mutex>
@@ -187,43 +188,39 @@ TEST(ElasticCopies, UnchangedBlocksAreSentAndHeldOnce) {
   EXPECT_FALSE(own.find({0, 2, 0}));
 }
 
-TEST(ElasticCopies, ASharedPartOutlivesItsOwner) {
-  const std::string text = random_bytes(3 * kCopyBlockBytes + 100, 3), next = random_bytes(text.size(), 4);
-  int port_pipe[2];
-  ASSERT_EQ(::pipe(port_pipe), 0);
+TEST(ElasticCopies, SharedMemoryOutlivesItsOwner) {
+  const std::string text = random_bytes(3 * kCopyBlockBytes + 100, 3);
+  int to_owner[2], to_holder[2];
+  ASSERT_EQ(::pipe(to_owner) + ::pipe(to_holder), 0);
   const pid_t owner = ::fork();
   if (owner == 0) {
-    int port = 0;
-    if (::read(port_pipe[0], &port, sizeof(port)) != sizeof(port)) ::_exit(1);
     CopyMemories memories;
     const auto memory = memories.take(static_cast<int64_t>(text.size()));
-    const auto part = part_of("shared", file_of(text, memory));
-    PeerConnection connection({"partner", "127.0.0.1", port, "host"}, milliseconds(60000));
-    if (!share_part(connection, {0, 1, 0}, *part, *memory, milliseconds(60000))) ::_exit(2);
+    text.copy(memory->data(), text.size());
+    const std::string notice = memory->notice().dump();
+    char is_mapped = 0;
+    if (::write(to_holder[1], notice.data(), notice.size()) < 0 || ::read(to_owner[0], &is_mapped, 1) != 1) ::_exit(1);
     // Dies while it writes the next part.
-    CopiedFileWriter writer(memories.take(static_cast<int64_t>(text.size())));
-    writer.append(next.data(), static_cast<int64_t>(next.size()) / 2);
+    std::memset(memories.take(memory->bytes())->data(), 1, text.size() / 2);
     ::kill(::getpid(), SIGKILL);
   }
-  Holder partner;
-  const int port = partner.server.port();
-  ASSERT_EQ(::write(port_pipe[1], &port, sizeof(port)), static_cast<ssize_t>(sizeof(port)));
+  std::string notice(1000, '\0');
+  notice.resize(static_cast<size_t>(std::max<ssize_t>(::read(to_holder[0], notice.data(), notice.size()), 0)));
+  const CopyMemory held(nlohmann::json::parse(notice));
+  ASSERT_EQ(::write(to_owner[1], "", 1), 1);
   int status = 0;
   ::waitpid(owner, &status, 0);
-  for (const int end : port_pipe) ::close(end);
+  for (const int end : {to_owner[0], to_owner[1], to_holder[0], to_holder[1]}) ::close(end);
   ASSERT_TRUE(WIFSIGNALED(status)) << status;
-  EXPECT_EQ(partner.blocks, 0);
-  const auto copy = partner.store.find({0, 1, 0});
-  ASSERT_TRUE(copy);
-  EXPECT_EQ(copy->description, "shared");
-  EXPECT_EQ(text_of(copy->files.begin()->second), text);
+  EXPECT_EQ(std::string(held.data(), static_cast<size_t>(held.bytes())), text);
 }
 
 TEST(ElasticCopies, MemoryThatCannotBeReachedIsNotHeld) {
   Holder partner;
   PeerConnection connection({"partner", "127.0.0.1", partner.server.port(), "host"}, milliseconds(5000));
   const auto memory = std::make_shared<CopyMemory>(1000);
-  const auto part = part_of("", file_of(random_bytes(1000, 5), memory));
+  const std::string text = random_bytes(1000, 5);
+  const auto part = part_of("", file_of(text, memory));
   nlohmann::json other = memory->notice();
   other["file"] = other.at("file").get<uint64_t>() + 1;
   EXPECT_THROW(CopyMemory{other}, std::runtime_error);
@@ -238,7 +235,10 @@ TEST(ElasticCopies, MemoryThatCannotBeReachedIsNotHeld) {
   EXPECT_FALSE(share_part(connection, {0, 1, 0}, *part, *own, milliseconds(5000)));
   EXPECT_FALSE(partner.store.find({0, 1, 0}));
   EXPECT_TRUE(share_part(connection, {0, 1, 0}, *part, *memory, milliseconds(5000)));
-  EXPECT_TRUE(partner.store.find({0, 1, 0}));
+  const auto held = partner.store.find({0, 1, 0});
+  ASSERT_TRUE(held);
+  EXPECT_EQ(text_of(held->files.begin()->second), text);
+  EXPECT_EQ(partner.blocks, 0);
 }
 
 TEST(ElasticCopies, OnlyMemoryOfFreedPartsIsReused) {
