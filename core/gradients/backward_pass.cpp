@@ -89,7 +89,7 @@ void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
   failed_ = true;
-  failed_reducing_ = reduces_;
+  failed_reducing_ = reduces();
   fail();
 }
 
@@ -98,15 +98,14 @@ void BackwardPass::recover() {
 }
 
 ScopeExit BackwardPass::no_sync() {
-  const bool before = reduces_;
-  set_reduces(false);
-  return ScopeExit([self = shared_from_this(), before] { self->set_reduces(before); });
+  count_no_sync_scope(1);
+  return ScopeExit([self = shared_from_this()] { self->count_no_sync_scope(-1); });
 }
 
-void BackwardPass::set_reduces(bool reduces) {
+void BackwardPass::count_no_sync_scope(int change) {
   std::lock_guard lock(mutex_);
   if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
-  reduces_ = reduces;
+  no_sync_scopes_ += change;
 }
 
 }  // namespace tessera::internal

@@ -26,9 +26,9 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
  public:
   virtual ~BackwardPass() = default;
 
-  // While the scope exists, passes do not reduce. Opening or closing it in a backward throws std::logic_error.
+  // While a scope exists, passes do not reduce. Opening or closing it in a backward throws std::logic_error.
   ScopeExit no_sync();
-  bool reduces() const { return reduces_; }
+  bool reduces() const { return no_sync_scopes_ == 0; }
   // Sets the divisor of sums over ranks, from the next pass on.
   virtual void set_divisor(double divisor) = 0;
   virtual std::optional<double> divisor() const = 0;  // empty: the number of ranks
@@ -74,12 +74,12 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void ended();
   void finish_pass();
   void failed();
-  void set_reduces(bool reduces);
+  void count_no_sync_scope(int change);
 
   std::weak_ptr<Token> token_;  // the engine owns it until the pass ends
   bool failed_ = false;         // true until the failed pass is abandoned
   bool failed_reducing_ = false;
-  bool reduces_ = true;
+  int no_sync_scopes_ = 0;  // open ones, which may close in any order
 };
 
 }  // namespace tessera::internal

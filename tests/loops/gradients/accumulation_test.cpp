@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <limits>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -26,6 +27,21 @@ TEST_P(Accumulation, OtherNumbersOfMicroBatches) {
         if (part == 0 && outer) inner = std::make_unique<ScopeExit>(run.no_sync());
         (run.loss(step + part) / parts).backward();
         inner.reset();
+      }
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+    }
+  });
+}
+
+// emplace() opens the next scope before it closes the last one.
+TEST_P(Accumulation, ScopesThatCloseInTheOrderOfOpening) {
+  play(GetParam(), {}, [](Trainer& run) {
+    std::optional<ScopeExit> scope;
+    for (int step = 0; step < 3; ++step) {
+      for (int part = 0; part < 3; ++part) {
+        part < 2 ? static_cast<void>(scope.emplace(run.no_sync())) : scope.reset();
+        (run.loss(step + part) / 3).backward();
       }
       run.optimizer().step();
       run.optimizer().zero_grad();
