@@ -12,7 +12,12 @@ class [[nodiscard]] ScopeExit {
   // Calls `leave` once, when the scope ends.
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  ScopeExit& operator=(ScopeExit&&) = delete;
+  // Takes over `other`, then ends the scope held before; throws what that scope's `leave` throws.
+  ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): throws
+    ScopeExit ended(std::exchange(leave_, std::exchange(other.leave_, nullptr)));
+    ended.leave();
+    return *this;
+  }
   // Ends the scope now; throws what `leave` throws.
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();

@@ -34,13 +34,19 @@ TEST_P(Accumulation, OtherNumbersOfMicroBatches) {
   });
 }
 
-// emplace() opens the next scope before it closes the last one.
+// emplace() and assignments open the next scope before they close the last one.
 TEST_P(Accumulation, ScopesThatCloseInTheOrderOfOpening) {
   play(GetParam(), {}, [](Trainer& run) {
     std::optional<ScopeExit> scope;
     for (int step = 0; step < 3; ++step) {
       for (int part = 0; part < 3; ++part) {
-        part < 2 ? static_cast<void>(scope.emplace(run.no_sync())) : scope.reset();
+        if (part == 2) {
+          scope.reset();
+        } else if (step == 1) {
+          scope = run.no_sync();
+        } else {
+          scope.emplace(run.no_sync());
+        }
         (run.loss(step + part) / 3).backward();
       }
       run.optimizer().step();
