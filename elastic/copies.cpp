@@ -147,17 +147,22 @@ void CopyStore::free_after(int64_t generation, int64_t step) {
 
 int64_t CopyStore::bytes() const {
   const std::lock_guard lock(mutex_);
-  std::set<const char*> seen;
-  int64_t bytes = 0;
+  std::set<std::pair<const char*, const char*>> ranges;  // parts may share some of their memory
   for (const auto& [name, part] : parts_)
     for (const auto& [file, content] : part->files)
-      for (const auto& piece : content.pieces)
-        if (seen.insert(piece.data).second) bytes += piece.bytes;
+      for (const auto& piece : content.pieces) ranges.emplace(piece.data, piece.data + piece.bytes);
+  int64_t bytes = 0;
+  const char* counted = nullptr;
+  for (const auto& [begin, end] : ranges) {
+    bytes += std::max<int64_t>(end - std::max(begin, counted), 0);
+    counted = std::max(counted, end);
+  }
   return bytes;
 }
 
 void CopiedFileWriter::append(const void* data, int64_t count) {
   const char* from = static_cast<const char*>(data);
+  if (shared_ && shared_->contains(from, count)) return rest_.add(shared_, from, count);
   if (!memory_->contains(from, count)) {
     char* const to = memory_->reserve(count);
     std::memcpy(to, from, static_cast<size_t>(count));

@@ -50,6 +50,9 @@ struct CopiedPart {
   int world = 0;            // the size of the group
   std::string description;  // its entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
+  // Have most bytes of the files, unless another host has sent them. Successive parts share one with what has not
+  // changed.
+  std::vector<std::shared_ptr<const CopyMemory>> memories;
 };
 
 // The parts of one step that a process holds.
@@ -96,16 +99,19 @@ class CopyStore {
   std::map<PartName, std::shared_ptr<const CopiedPart>> parts_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// Builds a file in a part's memory from sequential writes. Bytes that are there are not copied.
+// Builds a file in a part's memory from sequential writes. Bytes that are there, or in memory that is shared with other
+// parts, are not copied.
 class CopiedFileWriter {
  public:
-  explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory) : memory_(std::move(memory)) {}
+  explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared = nullptr)
+      : memory_(std::move(memory)), shared_(std::move(shared)) {}
   void append(const void* data, int64_t count);
   // Adds the first bytes, which were left out.
   CopiedFile finish(std::string_view start);
 
  private:
   const std::shared_ptr<CopyMemory> memory_;
+  const std::shared_ptr<const CopyMemory> shared_;
   CopiedFile rest_;
 };
 

@@ -43,7 +43,7 @@ CopyMemory::CopyMemory(int64_t bytes) : descriptor_(create_file(std::max<int64_t
   map(PROT_READ | PROT_WRITE);
 }
 
-CopyMemory::CopyMemory(const json& notice) : bytes_(notice.at("bytes").get<int64_t>()) {
+CopyMemory::CopyMemory(const json& notice) : origin_(notice), bytes_(notice.at("bytes").get<int64_t>()) {
   const std::string path = "/proc/" + std::to_string(notice.at("process").get<int64_t>()) + "/fd/" +
                            std::to_string(notice.at("descriptor").get<int>());
   descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);

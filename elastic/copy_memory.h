@@ -24,6 +24,8 @@ class CopyMemory {
 
   // By which a process of the host finds the memory while this one lives; null if it is private.
   nlohmann::json notice() const;
+  // Whether this is a mapping of the memory of the notice.
+  bool is_of(const nlohmann::json& notice) const { return !notice.is_null() && origin_ == notice; }
   int64_t bytes() const { return bytes_; }
   char* data() { return data_; }
   const char* data() const { return data_; }
@@ -35,6 +37,7 @@ class CopyMemory {
  private:
   void map(int access);
 
+  const nlohmann::json origin_;  // the notice by which it is mapped
   int descriptor_ = -1;
   const int64_t bytes_;
   int64_t reserved_ = 0;

@@ -613,10 +613,10 @@ void ElasticRunState::commit(const json& extra) {
 }
 
 void ElasticRunState::start_copy(const json& extra) {
-  copy_ = std::make_unique<PartCopy>(all_.copies(), all_.memories(), PartName{generation(), step_, comm_->rank()},
-                                     comm_->size(), id_of_step(all_.run_id(), generation(), step_),
-                                     state_objects_of(*state_), extra, partners_, all_.options().group.timeout,
-                                     std::exchange(all_.staging_memory(), {}));
+  copy_ = std::make_unique<PartCopy>(all_.copies(), all_.memories(), all_.unchanged(),
+                                     PartName{generation(), step_, comm_->rank()}, comm_->size(),
+                                     id_of_step(all_.run_id(), generation(), step_), state_objects_of(*state_), extra,
+                                     partners_, all_.options().group.timeout, std::exchange(all_.staging_memory(), {}));
 }
 
 void ElasticRunState::finish() {

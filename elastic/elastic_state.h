@@ -17,6 +17,7 @@
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
 #include "elastic/regroup.h"
+#include "elastic/unchanged_pieces.h"
 
 namespace tessera::internal {
 
@@ -42,6 +43,7 @@ class ElasticState {
   bool may_grow() const;
   CopyStore& copies() { return copies_; }
   CopyMemories& memories() { return memories_; }
+  UnchangedPieces& unchanged() { return unchanged_; }
   const std::string& own_id() const { return self_.id; }
   // Equal on all ranks.
   const std::string& run_id() const { return run_id_; }
@@ -85,6 +87,7 @@ class ElasticState {
   const std::optional<RunFile> file_;
   bool is_joining_ = false;
   CopyMemories memories_;
+  UnchangedPieces unchanged_;
   CopyStore copies_;
   ServedStores stores_;
   Acceptor acceptor_;

@@ -1,9 +1,9 @@
 #include "elastic/part_copies.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -23,7 +23,7 @@ using nlohmann::json;
 namespace {
 
 constexpr int64_t kBlockBytes = SaveOptions{}.block_bytes;
-constexpr int64_t kSent = -1;  // in place of an offset in shared memory: the bytes are in the request
+constexpr int64_t kSent = -1;  // in place of the index of a memory: the bytes are in the request
 
 json to_json(const PartName& name) {
   return {{"generation", name.generation}, {"step", name.step}, {"owner", name.owner}};
@@ -49,11 +49,19 @@ PeerMessage request_of(const char* op, const PartName& name, const CopiedPart& p
   return request;
 }
 
-// The memory as a tensor, which no autograd mode of its creator restricts.
-at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory) {
-  const c10::InferenceMode ordinary(false);
-  return at::from_blob(
-      memory->data(), {memory->bytes()}, [memory](void*) {}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
+// Returns the former part's mapping of this memory, or else a new one. Throws as CopyMemory().
+std::shared_ptr<const CopyMemory> mapped(const json& notice, const CopiedPart* before) {
+  if (before != nullptr)
+    for (const auto& memory : before->memories)
+      if (memory->is_of(notice)) return memory;
+  return std::make_shared<const CopyMemory>(notice);
+}
+
+std::set<std::string> frozen_parameters(const ModelShards& model) {
+  std::set<std::string> names;
+  for (const NamedShard& shard : model.named_shards())
+    if (!shard.tensor.requires_grad()) names.insert(shard.fqn);
+  return names;
 }
 
 // Returns the entries of the manifest for this rank's part. Rank 0's has also the values that belong to no rank, in a
@@ -117,45 +125,53 @@ void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part,
   to.ask({{{"op", "end_part"}}, {}}, patience);
 }
 
-bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, const CopyMemory& memory,
-                std::chrono::milliseconds patience) {
+bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience) {
   PeerMessage request = request_of("share_part", name, part);
-  request.fields["memory"] = memory.notice();
-  if (request.fields["memory"].is_null()) return false;
+  json& notices = request.fields["memories"] = json::array();
+  for (const auto& memory : part.memories) {
+    notices.push_back(memory->notice());
+    if (notices.back().is_null()) return false;
+  }
   for (const auto& [file, content] : part.files) {
     json& pieces = request.fields["files"][file] = json::array();
     for (const auto& piece : content.pieces) {
-      const bool is_shared = memory.contains(piece.data, piece.bytes);
-      if (!is_shared) request.bytes.append(piece.data, static_cast<size_t>(piece.bytes));
-      pieces.push_back({is_shared ? piece.data - memory.data() : kSent, piece.bytes});
+      const auto memory =
+          std::ranges::find_if(part.memories, [&](const auto& one) { return one->contains(piece.data, piece.bytes); });
+      if (memory != part.memories.end()) {
+        pieces.push_back({memory - part.memories.begin(), piece.data - (*memory)->data(), piece.bytes});
+      } else {
+        pieces.push_back({kSent, request.bytes.size(), piece.bytes});
+        request.bytes.append(piece.data, static_cast<size_t>(piece.bytes));
+      }
     }
   }
   return to.ask(std::move(request), patience).fields.at("held").get<bool>();
 }
 
 PeerMessage PartReceiver::map_part(const json& fields, std::string bytes) {
-  std::shared_ptr<const CopyMemory> memory;
+  const PartName part_name = part_name_from_json(fields);
+  const auto before = store_.newest(part_name.generation, part_name.owner);
+  auto part = part_from_json(fields);
   try {
-    memory = std::make_shared<const CopyMemory>(fields.at("memory"));
+    for (const json& notice : fields.at("memories")) part->memories.push_back(mapped(notice, before.get()));
   } catch (const std::runtime_error&) {  // another container, or not permitted
     return {{{"held", false}}, {}};
   }
   const auto sent = std::make_shared<const std::string>(std::move(bytes));
-  int64_t used = 0;
-  auto part = part_from_json(fields);
   for (const auto& [name, pieces] : fields.at("files").items())
     for (const json& piece : pieces) {
-      const auto begin = piece.at(0).get<int64_t>(), count = piece.at(1).get<int64_t>();
-      const bool is_sent = begin == kSent;
-      const int64_t end = is_sent ? static_cast<int64_t>(sent->size()) : memory->bytes();
-      const int64_t from = is_sent ? used : begin;
-      if (from < 0 || count < 0 || from > end || count > end - from)
+      const auto index = piece.at(0).get<int64_t>(), begin = piece.at(1).get<int64_t>();
+      const auto count = piece.at(2).get<int64_t>();
+      const auto memory = index == kSent ? nullptr : part->memories.at(static_cast<size_t>(index));
+      const int64_t end = memory ? memory->bytes() : static_cast<int64_t>(sent->size());
+      if (begin < 0 || count < 0 || begin > end || count > end - begin)
         throw std::runtime_error(name + " is not within its part's memory");
-      if (is_sent) used += count;
-      part->files[name].add(is_sent ? std::shared_ptr<const void>(sent) : memory,
-                            (is_sent ? sent->data() : memory->data()) + from, count);
+      if (memory)
+        part->files[name].add(memory, memory->data() + begin, count);
+      else
+        part->files[name].add(sent, sent->data() + begin, count);
     }
-  store_.put(part_name_from_json(fields), std::move(part));
+  store_.put(part_name, std::move(part));
   return {{{"held", true}}, {}};
 }
 
@@ -206,20 +222,23 @@ PeerMessage PartReceiver::answer(PeerMessage&& request) {
   return answer;
 }
 
-PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, const PartName& name, int world, uint64_t id,
-                   const StateObjects& state, const json& extra, std::vector<Member> partners,
+PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name,
+                   int world, uint64_t id, const StateObjects& state, const json& extra, std::vector<Member> partners,
                    std::chrono::milliseconds patience, at::Tensor staging)
     : store_(store),
+      unchanged_(unchanged),
       name_(name),
       world_(world),
       id_(id),
       device_(state.model.comm()->device()),
       partners_(std::move(partners)),
       patience_(patience),
+      frozen_(frozen_parameters(state.model)),
       plan_(plan_save(state, extra, {})),
       memory_(memories.take(HostCopies::bytes_for(plan_.pieces))),
       copies_(device_.is_cpu() ? tensor_of(memory_) : std::move(staging)) {
   check_extra(plan_.extra);
+  if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces);
   copies_.begin(plan_, device_);
   const SigpipeBlock no_sigpipe;  // in the thread, which inherits this
   thread_ = std::thread([this] { run(); });
@@ -243,9 +262,15 @@ void PartCopy::run() {
   const at::NoGradGuard no_grad;
   try {
     copies_.end(plan_, device_, [] {});
+    if (!device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces);
+    plan_.pieces.insert(plan_.pieces.begin(), std::make_move_iterator(shared_.begin()),
+                        std::make_move_iterator(shared_.end()));
+    shared_.clear();
     auto part = std::make_shared<CopiedPart>();
     part->world = world_;
-    PartFolder folder(memory_);
+    part->memories.push_back(memory_);
+    if (unchanged_.memory()) part->memories.push_back(unchanged_.memory());
+    PartFolder folder(memory_, unchanged_.memory());
     SavedTensors saved = write_rank_files(folder.path(), {name_.owner, id_, kBlockBytes, plan_.rng}, plan_.pieces);
     part->files = folder.take_files();
     part->description = describe_part(std::move(saved), plan_, name_.owner, world_, id_);
@@ -254,7 +279,7 @@ void PartCopy::run() {
     const std::string host = host_and_boot();
     for (const Member& partner : partners_) {
       PeerConnection connection(partner, patience_, &is_cancelled_);
-      if (partner.host != host || !share_part(connection, name_, *part, *memory_, patience_))
+      if (partner.host != host || !share_part(connection, name_, *part, patience_))
         send_part(connection, name_, *part, patience_);
     }
   } catch (const std::exception& error) {

@@ -6,6 +6,7 @@
 #include <future>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "checkpoint/save/save_plan.h"
 #include "elastic/copies.h"
 #include "elastic/peer_link.h"
+#include "elastic/unchanged_pieces.h"
 
 namespace tessera::internal {
 
@@ -26,10 +28,9 @@ Manifest assemble_manifest(const std::vector<std::string>& descriptions, uint64_
 
 // Sends a part to a member, which holds blocks that it has already. Throws PeerError or std::runtime_error.
 void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
-// Lets a member of this host map a part, most of which is in this memory. Returns false if it cannot. The memory must
-// not change while the member may hold the part. Throws as send_part().
-bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, const CopyMemory& memory,
-                std::chrono::milliseconds patience);
+// Lets a member of this host map the part's memories. Returns false if it cannot. They must not change while the member
+// may hold the part. Throws as send_part().
+bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
 // Receives the parts that one connection sends: the requests "share_part", "begin_part", "block" and "end_part".
 class PartReceiver {
  public:
@@ -48,9 +49,9 @@ class PartReceiver {
 class PartCopy {
  public:
   // Captures the state; device data leaves behind the work of the current stream. `staging`, for the data of devices,
-  // is reused, see HostCopies.
-  PartCopy(CopyStore& store, CopyMemories& memories, const PartName& name, int world, uint64_t id,
-           const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
+  // is reused, see HostCopies. `unchanged` has what the parts before have shared.
+  PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name, int world,
+           uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);
   // Cancels the copy, and waits for its thread.
   ~PartCopy();
@@ -69,14 +70,17 @@ class PartCopy {
   void run();
 
   CopyStore& store_;
+  UnchangedPieces& unchanged_;
   const PartName name_;
   const int world_;
   const uint64_t id_;
   const at::Device device_;
   const std::vector<Member> partners_;
   const std::chrono::milliseconds patience_;
+  const std::set<std::string> frozen_;  // parameters
   SavePlan plan_;
-  const std::shared_ptr<CopyMemory> memory_;
+  const std::shared_ptr<CopyMemory> memory_;  // has room for all pieces: pages are taken when they are written
+  std::vector<Piece> shared_;                 // in unchanged_'s memory
   HostCopies copies_;
   std::atomic<bool> is_cancelled_ = false;
   std::string error_;  // of the thread, once it has ended

@@ -59,7 +59,7 @@ class PartInput : public InputFile {
 class PartOutput : public OutputFile {
  public:
   PartOutput(PartFolder& folder, std::string name)
-      : folder_(folder), name_(std::move(name)), writer_(folder.memory()) {}
+      : folder_(folder), name_(std::move(name)), writer_(folder.writer()) {}
   void append(const void* data, int64_t bytes) override { writer_.append(data, bytes); }
   void finish(std::string_view start) override { folder_.add_file(name_, writer_.finish(start)); }
 
@@ -102,7 +102,8 @@ class PartStorage : public Storage {
 
 }  // namespace
 
-PartFolder::PartFolder(std::shared_ptr<CopyMemory> memory) : memory_(std::move(memory)), path_(enter()) {}
+PartFolder::PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared)
+    : memory_(std::move(memory)), shared_(std::move(shared)), path_(enter()) {}
 
 PartFolder::PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
                        std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience)

@@ -20,8 +20,8 @@ namespace tessera::internal {
 // Several may exist at once.
 class PartFolder {
  public:
-  // For writing one part, to this memory.
-  explicit PartFolder(std::shared_ptr<CopyMemory> memory);
+  // For writing one part, to this memory. Some of its bytes may lie in `shared` already, which may be null.
+  PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared);
   // For reading a step. `holders`: by owner, the members that hold its part.
   PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
              std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience);
@@ -35,7 +35,7 @@ class PartFolder {
 
   // For the storage. Thread-safe. Throw std::runtime_error.
   void add_file(const std::string& name, CopiedFile file);
-  const std::shared_ptr<CopyMemory>& memory() const { return memory_; }
+  CopiedFileWriter writer() const { return CopiedFileWriter(memory_, shared_); }
   int64_t bytes_of(const std::string& name) const;
   void read(const std::string& name, void* data, int64_t bytes, int64_t position) const;
 
@@ -47,6 +47,7 @@ class PartFolder {
   PeerMessage ask_holders(const std::string& file, nlohmann::json fields) const;
 
   const std::shared_ptr<CopyMemory> memory_;
+  const std::shared_ptr<const CopyMemory> shared_;
   const CopyStore* own_ = nullptr;
   const std::string own_id_;
   const int64_t generation_ = 0, step_ = 0;

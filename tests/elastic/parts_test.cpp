@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -29,6 +30,7 @@
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
 #include "elastic/regroup.h"
+#include "elastic/unchanged_pieces.h"
 
 namespace tessera::parts_test {
 using namespace internal;
@@ -221,6 +223,7 @@ TEST(ElasticCopies, MemoryThatCannotBeReachedIsNotHeld) {
   const auto memory = std::make_shared<CopyMemory>(1000);
   const std::string text = random_bytes(1000, 5);
   const auto part = part_of("", file_of(text, memory));
+  part->memories = {memory};
   nlohmann::json other = memory->notice();
   other["file"] = other.at("file").get<uint64_t>() + 1;
   EXPECT_THROW(CopyMemory{other}, std::runtime_error);
@@ -232,9 +235,11 @@ TEST(ElasticCopies, MemoryThatCannotBeReachedIsNotHeld) {
   const auto own = std::make_shared<CopyMemory>(1000);
   ::setrlimit(RLIMIT_FSIZE, &before);
   EXPECT_TRUE(own->notice().is_null());
-  EXPECT_FALSE(share_part(connection, {0, 1, 0}, *part, *own, milliseconds(5000)));
+  part->memories.push_back(own);
+  EXPECT_FALSE(share_part(connection, {0, 1, 0}, *part, milliseconds(5000)));
   EXPECT_FALSE(partner.store.find({0, 1, 0}));
-  EXPECT_TRUE(share_part(connection, {0, 1, 0}, *part, *memory, milliseconds(5000)));
+  part->memories.pop_back();
+  EXPECT_TRUE(share_part(connection, {0, 1, 0}, *part, milliseconds(5000)));
   const auto held = partner.store.find({0, 1, 0});
   ASSERT_TRUE(held);
   EXPECT_EQ(text_of(held->files.begin()->second), text);
@@ -251,6 +256,94 @@ TEST(ElasticCopies, OnlyMemoryOfFreedPartsIsReused) {
   part.reset();
   EXPECT_EQ(memories.take(1000).get(), address);
   EXPECT_EQ(memories.take(2000)->bytes(), 2000);
+}
+
+TEST(ElasticCopies, MemoryOfSuccessivePartsIsMappedAndCountedOnce) {
+  Holder partner;
+  PeerConnection connection({"partner", "127.0.0.1", partner.server.port(), "host"}, milliseconds(5000));
+  constexpr int64_t kBytes = 1000;
+  const auto shared = std::make_shared<CopyMemory>(2 * kBytes);
+  random_bytes(2 * kBytes, 7).copy(shared->data(), 2 * kBytes);
+  const std::string common(shared->data(), 2 * kBytes);
+  for (int64_t step = 1; step <= 2; ++step) {
+    const auto memory = std::make_shared<CopyMemory>(kBytes);
+    const std::string own = random_bytes(kBytes, static_cast<unsigned>(step));
+    CopiedFileWriter writer(memory, shared);
+    // The second part has other pieces of the shared memory.
+    if (step == 1) writer.append(shared->data(), 2 * kBytes);
+    writer.append(own.data(), kBytes);
+    if (step == 2) writer.append(shared->data() + kBytes, kBytes);
+    const auto part = part_of("", writer.finish(""));
+    part->memories = {memory, shared};
+    ASSERT_TRUE(share_part(connection, {0, step, 0}, *part, milliseconds(5000)));
+    EXPECT_EQ(text_of(partner.store.find({0, step, 0})->files.begin()->second),
+              step == 1 ? common + own : own + common.substr(kBytes));
+  }
+  const auto first = partner.store.find({0, 1, 0}), second = partner.store.find({0, 2, 0});
+  EXPECT_EQ(first->memories[1], second->memories[1]);
+  EXPECT_NE(first->memories[0], second->memories[0]);
+  EXPECT_EQ(partner.store.bytes(), 4 * kBytes);
+}
+
+// Parts with a frozen weight, a trained weight, and a buffer.
+struct PiecesOfParts {
+  at::Tensor frozen = at::zeros({1000}), trained = at::zeros({1000}), buffer = at::zeros({8});
+  UnchangedPieces unchanged;
+
+  static Piece piece_of(const std::string& name, const at::Tensor& tensor, TensorKind kind) {
+    return {.name = name,
+            .shape = tensor.sizes().vec(),
+            .kind = kind,
+            .box = {{0}, tensor.sizes().vec()},
+            .data = [tensor] { return tensor; },
+            .memory = {0, tensor.numel()},
+            .view = [tensor] { return tensor; }};
+  }
+  // Returns where the next part has the values of each shared piece, by name.
+  std::map<std::string, const float*> next(int64_t generation = 0) {
+    std::vector<Piece> pieces{piece_of("frozen", frozen, TensorKind::kParameter),
+                              piece_of("trained", trained, TensorKind::kParameter),
+                              piece_of("buffer", buffer, TensorKind::kBuffer)};
+    std::map<std::string, const float*> places;
+    for (const Piece& piece : unchanged.take(generation, {"frozen"}, pieces)) {
+      EXPECT_TRUE(unchanged.memory()->contains(static_cast<const char*>(piece.data().const_data_ptr()), 4));
+      places[piece.name] = piece.data().const_data_ptr<float>();
+    }
+    EXPECT_EQ(pieces.size() + places.size(), 3);
+    return places;
+  }
+};
+
+TEST(ElasticCopies, PiecesThatDoNotChangeAreCopiedOnce) {
+  PiecesOfParts parts;
+  const auto first = parts.next();
+  EXPECT_EQ(first.size(), 2);
+  EXPECT_EQ(parts.next(), first);
+  // A buffer that changes leaves the shared memory for good, and the weight stays.
+  parts.buffer.add_(1);
+  for (int i = 0; i < 2; ++i) {
+    const auto next = parts.next();
+    EXPECT_EQ(next.size(), 1);
+    EXPECT_EQ(next.at("frozen"), first.at("frozen"));
+  }
+  // Another group begins anew.
+  const auto other = parts.next(1);
+  EXPECT_EQ(other.size(), 2);
+  EXPECT_NE(other.at("frozen"), first.at("frozen"));
+}
+
+TEST(ElasticCopies, PiecesWithOtherBytesAreNotShared) {
+  for (const float written : {1.f, -0.f}) {  // -0 equals the 0 that was there
+    PiecesOfParts parts;
+    parts.next();
+    const auto before = parts.unchanged.memory();
+    const auto version = parts.frozen._version();
+    parts.frozen.data()[999] = written;
+    EXPECT_EQ(parts.frozen._version(), version);
+    EXPECT_FALSE(parts.next().contains("frozen"));
+    EXPECT_NE(parts.unchanged.memory(), before);
+    EXPECT_EQ(reinterpret_cast<const float*>(before->data())[999], 0);  // the part before is as it was
+  }
 }
 
 TEST(ElasticCopies, ADamagedOrIncompletePartIsNotHeld) {

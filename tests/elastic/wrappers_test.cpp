@@ -635,19 +635,18 @@ TEST(ElasticWrappers, ObjectsThatOutliveTheBodyAreRestored) {
         {.make = [](const Comm& comm, int) { return std::make_unique<OutsideLoop>(comm); }, .kill_after = kill_after});
 }
 
-// Most weights are frozen. The ranks cannot share memory, as on different hosts.
-TEST(ElasticWrappers, FrozenWeightsAreSentOnce) {
+// Most weights are frozen. Returns the bytes of rank 0's copies of two steps.
+int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
   const TemporaryFolder folder;
-  constexpr int64_t kRows = 1 << 20;
   std::vector<pid_t> pids;
   for (int rank = 0; rank < 2; ++rank)
     pids.push_back(run_in_child([&, rank] {
       at::set_num_threads(1);
       const rlimit little{1 << 20, RLIM_INFINITY};
-      ::setrlimit(RLIMIT_FSIZE, &little);
+      if (!shares_memory) ::setrlimit(RLIMIT_FSIZE, &little);
       Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 2), rank, 2, quick_options());
       elastic.run([&](ElasticRun& run) {
-        torch::nn::Sequential net(torch::nn::Embedding(kRows, 8), torch::nn::Linear(8, 8));
+        torch::nn::Sequential net(torch::nn::Embedding(rows, 8), torch::nn::Linear(8, 8));
         net->ptr(0)->as<torch::nn::Embedding>()->weight.set_requires_grad(false);
         FullyShardedDataParallel<torch::nn::Sequential> fsdp(
             net, run.comm(), {.auto_wrap = wrap_modules<torch::nn::EmbeddingImpl, torch::nn::LinearImpl>()});
@@ -666,9 +665,17 @@ TEST(ElasticWrappers, FrozenWeightsAreSentOnce) {
     ::waitpid(pid, &status, 0);
     EXPECT_EQ(status, 0);
   }
-  // This rank's half of two steps, its partner's of one, and a few blocks that change for each of two steps.
-  EXPECT_LT(std::stoll(file_bytes(folder / "bytes")), (kRows * 8 * 4 / 2 * 3) + (int64_t{12} << 20));
-  EXPECT_GT(std::stoll(file_bytes(folder / "bytes")), kRows * 8 * 4 / 2 * 3);
+  return std::stoll(file_bytes(folder / "bytes"));
+}
+
+TEST(ElasticWrappers, FrozenWeightsAreCopiedOnce) {
+  constexpr int64_t kRows = 1 << 20;
+  for (const bool shares_memory : {true, false}) {  // false: as on different hosts
+    const int64_t bytes = copied_bytes_of_frozen_model(kRows, shares_memory);
+    // This rank's half and its partner's, and a few blocks that change for each of two steps.
+    EXPECT_LT(bytes, kRows * 8 * 4 + (int64_t{12} << 20)) << shares_memory;
+    EXPECT_GT(bytes, kRows * 8 * 4) << shares_memory;
+  }
 }
 
 // Trains the planned decoder for three copies. Returns the bytes of each rank's copies.
