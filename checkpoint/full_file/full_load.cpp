@@ -95,13 +95,15 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return places;
 }
 
-bool is_index(const fs::path& path) { return path.filename().string().ends_with(".safetensors.index.json"); }
+// Whether it names an index: that of save_full() for a file of any name.
+bool is_index(const fs::path& path) { return path.filename().string().ends_with(".index.json"); }
 
-// Returns the directory's only index, or "model.safetensors.index.json" if there are several; "" if none.
+// Returns the directory's only index of safetensors files, or "model.safetensors.index.json" if there are several; ""
+// if none.
 fs::path index_of(const fs::path& directory) {
   std::vector<fs::path> found;
   for (const auto& name : storage_of(directory).list(directory))
-    if (is_index(name) && name[0] != '.') found.push_back(directory / name);
+    if (name.ends_with(".safetensors.index.json") && name[0] != '.') found.push_back(directory / name);
   if (found.size() < 2) return found.empty() ? fs::path() : found[0];
   const fs::path usual = directory / "model.safetensors.index.json";
   if (std::find(found.begin(), found.end(), usual) != found.end()) return usual;
@@ -151,7 +153,7 @@ SavedTensors internal::find_full_tensors(const fs::path& given) {
   fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
   // An index means that save_full() wrote several files; a file with the plain name is then from an older save.
   if (const fs::path beside = path.string() + ".index.json";
-      !directory && index.empty() && is_index(beside) && storage_of(path).exists(beside))
+      !directory && index.empty() && storage_of(path).exists(beside))
     index = beside;
   auto all = [](const std::string&) { return true; };
   if (!index.empty()) {

@@ -11,6 +11,7 @@
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
+#include "checkpoint/format/manifest.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
@@ -56,6 +57,15 @@ std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<Ful
 }
 
 fs::path index_path(const fs::path& file) { return file.string() + ".index.json"; }
+
+// Refuses names under which readers look for an index or for a checkpoint's manifest.
+void check_file_name(const fs::path& file) {
+  if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
+  const std::string name = file.filename().string();
+  if (name == kManifestName || name.ends_with(".index.json"))
+    throw std::invalid_argument("'" + file.string() + "' is not a name for a file of tensors: '" + name +
+                                "' is that of " + (name == kManifestName ? "a checkpoint's manifest" : "an index"));
+}
 
 // The name of one of several files; `tag` distinguishes them from older ones.
 fs::path part_path_of(const fs::path& file, const std::string& tag, size_t i, size_t count) {
@@ -137,6 +147,15 @@ std::string free_tag(const fs::path& file) {
   return "";
 }
 
+void check_replaceable(const fs::path& path) {
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored))
+    throw CheckpointError(path.string() + ": is a directory; a file's name is expected");
+  // Otherwise the rename would replace a device such as /dev/null for all programs.
+  if (fs::exists(path, ignored) && !fs::is_regular_file(path, ignored))
+    throw CheckpointError(path.string() + ": exists and is no regular file; it is left as it is");
+}
+
 // The drafts of a layout; the destructor removes those that were not published.
 class Drafts {
  public:
@@ -152,13 +171,10 @@ class Drafts {
 
   void create() const {
     make_directories(folder_);
+    check_replaceable(file_);  // several files replace it, too
     for (const auto& full : layout_.files) {
+      check_replaceable(full.path);
       std::error_code ignored;
-      if (fs::is_directory(full.path, ignored))
-        throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
-      // Otherwise the rename would replace a device such as /dev/null for all programs.
-      if (fs::exists(full.path, ignored) && !fs::is_regular_file(full.path, ignored))
-        throw CheckpointError(full.path.string() + ": exists and is no regular file; it is left as it is");
       fs::remove(draft_of(full.path), ignored);
       const File file = create_file(draft_of(full.path));
       file.write(full.start.data(), static_cast<int64_t>(full.start.size()), 0);
@@ -229,7 +245,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   require_agreement(comm, "where to save the model",
                     {"file " + file.string(), "max_file_bytes " + std::to_string(options.max_file_bytes)});
   const auto find_tag = [&] {
-    if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
+    check_file_name(file);
     return comm.rank() == 0 ? free_tag(file) : "";
   };
   const std::string tag = gather_results(comm, attempt(find_tag), "saving '" + file.string() + "'")[0];
@@ -259,6 +275,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
 void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options,
                 const std::function<void(int64_t)>& progress) {
+  check_file_name(file);
   const FullLayout layout = plan_full_files(file, tensors, options, free_tag(file));
   Drafts drafts(layout, file);
   drafts.create();

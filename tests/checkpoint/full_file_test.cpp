@@ -77,6 +77,46 @@ TEST(FullFile, FilesAreAsLargeAsAskedAndNothingIsLeftOver) {
                                           "m.safetensors.index.json"}));
 }
 
+TEST(FullFile, SeveralFilesOfAnyNameLoadByThatName) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    for (const char* name : {"weights", "weights.bin", "weights.safetensors"}) {
+      torch::manual_seed(1);
+      torch::nn::Linear net(9, 9);
+      Replicated model(net.ptr(), comm);
+      save_full(folder / name, model, {.max_file_bytes = 1});
+      torch::manual_seed(2);
+      torch::nn::Linear other(9, 9);
+      Replicated loaded(other.ptr(), comm);
+      load_full(folder / name, loaded);
+      expect_equal_modules(*net, *other, name);
+    }
+  });
+}
+
+TEST(FullFile, NamesOfOtherFilesAreRefused) {
+  const TemporaryFolder folder;
+  const auto manifest = folder / "tessera.json";
+  std::ofstream(manifest) << "a manifest";
+  std::filesystem::create_directories(folder / "d");
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Linear net(3, 3);
+    Replicated model(net.ptr(), comm);
+    for (const int64_t max_file_bytes : {0, 1}) {
+      const SaveFullOptions options{.max_file_bytes = max_file_bytes};
+      expect_contains(error_of<std::invalid_argument>([&] { save_full(manifest, model, options); }),
+                      "'tessera.json' is that of a checkpoint's manifest");
+      expect_contains(
+          error_of<std::invalid_argument>([&] { save_full(folder / "m.safetensors.index.json", model, options); }),
+          "is that of an index");
+      expect_contains(error_of<CheckpointError>([&] { save_full(folder / "d", model, options); }),
+                      "d: is a directory; a file's name is expected");
+    }
+  });
+  EXPECT_EQ(std::filesystem::file_size(manifest), 10U);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 2);
+}
+
 // Saves as fewer files, more, and one: each replaces the whole model.
 TEST(FullFile, NothingOfAnOlderModelStaysAndNoFileOfItIsOverwritten) {
   const TemporaryFolder folder;
