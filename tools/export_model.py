@@ -14,7 +14,7 @@ dimension is the batch.
 import argparse
 import contextlib
 import copy
-import importlib
+import importlib.util
 import inspect
 import json
 import logging
@@ -82,21 +82,30 @@ def without_cache(model):
             module.config.use_cache = False
 
 
+class Refused(ValueError):
+    """A wrong argument, or a model that would train otherwise than in Python."""
+
+
 def hugging_face(arguments):
     """Returns the model, its inputs by name, and their dynamic dimensions by name."""
     import transformers
 
     settings = {}
     for setting in arguments.set:
-        key, value = setting.split("=", 1)
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise Refused(f"--set {setting}: expected KEY=VALUE")
         try:
             settings[key] = json.loads(value)
         except json.JSONDecodeError:
             settings[key] = value
-    if arguments.model.startswith("config:"):
-        config = transformers.AutoConfig.for_model(arguments.model.removeprefix("config:"), **settings)
-    else:
-        config = transformers.AutoConfig.from_pretrained(arguments.model, **settings)
+    try:
+        if arguments.model.startswith("config:"):
+            config = transformers.AutoConfig.for_model(arguments.model.removeprefix("config:"), **settings)
+        else:
+            config = transformers.AutoConfig.from_pretrained(arguments.model, **settings)
+    except (OSError, ValueError) as error:
+        raise Refused(f"{arguments.model}: {error}") from error
     class_name, inputs = TASKS[arguments.task]
     automatic = getattr(transformers, class_name)
     if arguments.model.startswith("config:") or arguments.no_weights:
@@ -124,7 +133,20 @@ def hugging_face(arguments):
 def from_function(path, arguments):
     module, function = path.split(":", 1)
     sys.path.insert(0, os.getcwd())
-    made = getattr(importlib.import_module(module), function)()
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a part of the path is missing or is no package
+        is_there = False
+    if not is_there:
+        raise Refused(f"there is no module '{module}' in {os.getcwd()} or in Python's path")
+    make = getattr(importlib.import_module(module), function, None)
+    if not callable(make):
+        raise Refused(f"the module '{module}' has no function '{function}'")
+    made = make()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module) \
+            or not isinstance(made[1], (tuple, list, dict)):
+        raise Refused(f"'{path}' returned {type(made).__name__}, expected the model, its inputs (a tuple, or a dictionary by "
+                      "name) and optionally dynamic_shapes")
     model, inputs, shapes = (*made, None)[:3]
     if shapes is None and "batch" not in arguments.static:
         batch = torch.export.Dim("batch", min=1, max=arguments.max_batch)
@@ -268,8 +290,8 @@ def hooks_of_parameters(model):
     found = set()
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"the parameter '{name}' has a hook of register_post_accumulate_grad_hook(), which torch.export "
-                             "does not keep: remove it, and do in C++ what it does")
+            raise Refused(f"the parameter '{name}' has a hook of register_post_accumulate_grad_hook(), which torch.export "
+                          "does not keep: remove it, and do in C++ what it does")
         if parameter._backward_hooks:
             found.add(f"Tensor.register_hook (of '{name}')")
     return found
@@ -365,7 +387,7 @@ def check_gradients(model, program, args, kwargs, found):
         difference = (gradient - got[name]).abs().max().item()
         scale = gradient.abs().max().item()
         if not difference <= tolerance(model.get_parameter(name).dtype) * scale + 1e-6:
-            raise ValueError(
+            raise Refused(
                 f"the gradient of '{name}' would be another: it differs by {difference:.3g}, of values up to {scale:.3g}. "
                 f"The model uses {', '.join(sorted(found))}, whose backward torch.export does not keep. Write forward with "
                 "operators that have the derivative: a straight-through estimator as x + (f(x) - x).detach(), say; and "
@@ -570,12 +592,29 @@ def main():
     parser.add_argument("--decompose", action="store_true", help="into core ATen operators")
     parser.add_argument("--seed", type=int, default=0, help="of values that are not read from anywhere")
     arguments = parser.parse_args()
+    try:
+        export_to_file(arguments)
+    except Refused as error:
+        sys.exit(f"export_model.py: {error}")
+
+
+def export_to_file(arguments):
+    dtype = getattr(torch, arguments.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise Refused(f"--dtype {arguments.dtype}: expected a floating-point type of torch, such as bfloat16")
+    for name, least in (("batch", 2), ("sequence", 1), ("max_batch", arguments.batch), ("max_sequence", arguments.sequence)):
+        if getattr(arguments, name) < least:
+            raise Refused(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected {least} or more")
+    if unknown := set(arguments.static) - {"batch", "sequence", "target_sequence"}:
+        raise Refused(f"--static {' '.join(sorted(unknown))}: expected batch or sequence")
+    folder = os.path.dirname(os.path.abspath(arguments.archive))
+    if not os.path.isdir(folder) or os.path.isdir(arguments.archive):  # refused before the model is built
+        raise Refused(f"{arguments.archive}: expected a file in a folder that exists")
     torch.manual_seed(arguments.seed)
     is_function = ":" in arguments.model and not arguments.model.startswith("config:")
     model, inputs, shapes = from_function(arguments.model, arguments) if is_function else hugging_face(arguments)
     if arguments.lora:
         model = add_lora(model, arguments.lora, arguments.lora_targets)
-    dtype = getattr(torch, arguments.dtype)
     if dtype != torch.float32:
         model = model.to(dtype)
         cast = lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -587,7 +626,7 @@ def main():
         program = without_weights(program)
     save(program, arguments.archive)
     if arguments.lora:  # for PeftModel.from_pretrained(), beside the adapters that C++ saves
-        model.peft_config["default"].save_pretrained(os.path.dirname(os.path.abspath(arguments.archive)))
+        model.peft_config["default"].save_pretrained(folder)
     numel = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{arguments.archive}: {type(model).__name__}, {numel:,} parameters, {trained:,} of them trained")

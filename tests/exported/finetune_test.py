@@ -49,6 +49,29 @@ class Finetune(unittest.TestCase):
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
         return {int(line[1]): line[3] for line in lines}, load_file(self.folder / out / "trained/model.safetensors")
 
+    def test_refused_exports_end_in_one_line(self):
+        (self.folder / "models.py").write_text(
+            "import torch\ndef net(): return torch.nn.Linear(2, 2)\n"
+            "def hooked():\n    net = torch.nn.Linear(2, 2)\n"
+            "    net.weight.register_post_accumulate_grad_hook(print)\n    return net, (torch.ones(2, 2),)\n")
+        for model, archive, options, reason in (
+                ("models:net", "m.pt2", (), "'models:net' returned Linear, expected the model, its inputs"),
+                ("models:hooked", "m.pt2", (), "the parameter 'weight' has a hook"),
+                ("models:none", "m.pt2", (), "the module 'models' has no function 'none'"),
+                ("none.deep:net", "m.pt2", (), "there is no module 'none.deep'"),
+                ("config:none", "m.pt2", (), "config:none: Unrecognized model identifier"),
+                ("config:llama", "none/m.pt2", (), "expected a file in a folder that exists"),
+                ("config:llama", "m.pt2", ("--dtype", "Tensor"), "--dtype Tensor: expected a floating-point type"),
+                ("config:llama", "m.pt2", ("--set", "layers"), "--set layers: expected KEY=VALUE"),
+                ("config:llama", "m.pt2", ("--batch", "1"), "--batch is 1, expected 2 or more"),
+                ("config:llama", "m.pt2", ("--static", "width"), "--static width: expected batch or sequence")):
+            done = subprocess.run([sys.executable, ROOT / "tools/export_model.py", model, archive, *options],
+                                  cwd=self.folder, capture_output=True, text=True)
+            self.assertEqual(done.returncode, 1, model)
+            self.assertTrue(done.stderr.startswith("export_model.py: "), done.stderr)
+            self.assertIn(reason, done.stderr)
+            self.assertFalse((self.folder / "m.pt2").exists())
+
     def test_goes_on_as_if_it_had_not_stopped(self):
         self.export()
         for stage in ("3", "1"):
