@@ -55,11 +55,11 @@ struct ElasticOptions {
   std::chrono::milliseconds regroup_timeout = std::chrono::minutes(2);  // then run() throws
   // A folder of checkpoints that the program saves itself, with an integer "step" in `extra`. restore() loads the
   // newest one if no step is complete in memory. Empty: none.
-  std::filesystem::path checkpoints;
+  std::filesystem::path checkpoints{};
   // A folder that all processes reach, also later ones, and that no other job uses. Its file names the current members.
   // A process that finds a member there joins the run, and does not begin one. If TESSERA_ELASTIC_JOIN is 1 in its
   // environment, it waits for a run to join. Empty: the folder of spawn_elastic(), else no process can join.
-  std::filesystem::path rendezvous;
+  std::filesystem::path rendezvous{};
   // Of the groups. An operation with a stopped rank throws after the timeout.
   GroupOptions group = {.timeout = std::chrono::seconds(60)};
   ProcessSetup process = {};

@@ -1,5 +1,6 @@
 // Trains a small model on two ranks, and checks that it has learned and that both ranks agree.
 
+#include <tessera/elastic.h>
 #include <tessera/exported.h>
 #include <tessera/plan.h>
 #include <tessera/tessera.h>
@@ -55,6 +56,8 @@ void name_options() {
   static_cast<void>(tessera::ExportedOptions{.device = at::kCPU, .weights = "model.safetensors"});
   static_cast<void>(tessera::DryRunOptions{.world_size = 64, .rank = 17});
   static_cast<void>(tessera::DecoderOptions{.layers = 2});
+  static_cast<void>(tessera::ElasticOptions{.copies = 2});
+  static_cast<void>(tessera::MachineSpeed{.ranks_per_host = 8});
 }
 
 // Fits y = sin(3 x), each rank on half of the interval, and returns {first, last loss}.

@@ -35,7 +35,7 @@ class SpeedCurve {
 // matrices. For operators without FLOP, bytes alone.
 struct OperatorSpeed {
   double flop_per_byte = 0;
-  SpeedCurve curve;  // by work
+  SpeedCurve curve{};  // by work
 
   // The work of an operator with these FLOP and bytes.
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
@@ -60,13 +60,13 @@ struct LinkSpeed {
 // The speed of one rank of one or several machines, while all other ranks do the same work.
 struct MachineSpeed {
   // By WorkClass: FLOP to seconds; for kMemory, bytes to seconds. An unknown class uses kMatmul.
-  std::array<SpeedCurve, kWorkClasses> work;
+  std::array<SpeedCurve, kWorkClasses> work{};
   // For 16-bit operators. An unknown class uses `work`.
-  std::array<SpeedCurve, kWorkClasses> work_16bit;
-  std::map<std::string, OperatorSpeed> operators;  // single operators in fp32, by name; preferred to `work`
-  double operator_s = 0;                           // of every operator, in addition to its work
-  LinkSpeed within_host;
-  LinkSpeed between_hosts;
+  std::array<SpeedCurve, kWorkClasses> work_16bit{};
+  std::map<std::string, OperatorSpeed> operators{};  // single operators in fp32, by name; preferred to `work`
+  double operator_s = 0;                             // of every operator, in addition to its work
+  LinkSpeed within_host{};
+  LinkSpeed between_hosts{};
   int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first host, and so on; 0: all on one
   // The share of compute speed that communication costs, because both use the same processors. 0 on GPUs with few
   // channels.
@@ -77,7 +77,7 @@ struct MachineSpeed {
   int cores = 0;
   double wake_s = 0;  // from the end of a wait until its sleeping thread runs
   double jitter = 0;  // standard deviation of the logarithm of one operator's times
-  LinkSpeed tcp;      // between ranks that share no memory: wall-clock latency, processor time of a sent byte
+  LinkSpeed tcp{};    // between ranks that share no memory: wall-clock latency, processor time of a sent byte
   // true: hosts are namespaces of one machine. Not stored in speed files.
   bool shares_cores_between_hosts = false;
 
