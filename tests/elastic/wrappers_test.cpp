@@ -635,6 +635,50 @@ TEST(ElasticWrappers, ObjectsThatOutliveTheBodyAreRestored) {
         {.make = [](const Comm& comm, int) { return std::make_unique<OutsideLoop>(comm); }, .kill_after = kill_after});
 }
 
+// A frozen weight and a buffer that one step writes, without autograd's notice, and a buffer that all steps write.
+class FrozenLoop : public Loop {
+ public:
+  FrozenLoop(const Comm& comm, int64_t written_in)
+      : fsdp_(net_, comm, by_linear()),
+        adam_(fsdp_.parameters(), torch::optim::AdamOptions(1e-2)),
+        sampler_(40, comm->rank(), comm->size(), {.batch_numel = 2, .seed = 3}),
+        written_in_(written_in) {}
+  TrainingState state() override { return {fsdp_, adam_, sampler_}; }
+  void step() override {
+    const auto x = inputs_of(items = sampler_.next());
+    adam_.zero_grad();
+    torch::mse_loss(fsdp_(x), x.sin() * table_).backward();
+    adam_.step();
+    steps_.add_(1);
+    if (steps_.item<int64_t>() != written_in_) return;
+    table_.data().add_(1);
+    for (const auto& parameter : fsdp_.parameters())
+      if (!parameter.requires_grad()) parameter.data().add_(1);
+  }
+  std::string result() override { return sum_of_whole(fsdp_, *net_) + sum_of({table_, steps_}); }
+
+ private:
+  static torch::nn::Sequential draw() {
+    auto net = draw_net();
+    net->ptr(0)->as<torch::nn::Linear>()->weight.set_requires_grad(false);
+    return net;
+  }
+  torch::nn::Sequential net_ = draw();
+  at::Tensor table_ = net_->ptr(2)->register_buffer("table", torch::ones({8}));
+  at::Tensor steps_ = net_->ptr(2)->register_buffer("steps", torch::zeros({1}, at::kLong));
+  FullyShardedDataParallel<torch::nn::Sequential> fsdp_;
+  torch::optim::Adam adam_;
+  DistributedSampler sampler_;
+  const int64_t written_in_;
+};
+
+TEST(ElasticWrappers, FrozenWeightsAndBuffers) {
+  // Rank 0's part has the buffers. The write is before the copy of step 3, or between it and that of step 6.
+  for (const int64_t written_in : {2, 5})
+    expect_same({.make = [=](const Comm& comm, int) { return std::make_unique<FrozenLoop>(comm, written_in); },
+                 .victims = {0}});
+}
+
 // Most weights are frozen. Returns the bytes of rank 0's copies of two steps.
 int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
   const TemporaryFolder folder;
