@@ -355,6 +355,10 @@ class Convert(Base):
         self.assertIn("has no 'none'", told("--model", "none"))
         self.assertIn("which unpickling would run as code", self.pickled())
         self.assertIn("is not there", self.convert(self.path / "nothing", self.path / "ours", code=1))
+        for text in ("", "{}", "a" * 100):
+            (self.path / "text").write_text(text)
+            self.assertIn("text: is not a file of torch.save", self.convert(self.path / "text", self.path / "ours", code=1))
+        (self.path / "text").unlink()
         self.assertEqual([entry.name for entry in self.path.iterdir()], ["file.pt"])  # nothing else is left
         self.convert(self.path / "file.pt", self.path / "ours", "--model", "ema", "--optimizer-kind", "AdamW")
         self.run_words(COMMAND, "verify", self.path / "ours")
@@ -391,6 +395,24 @@ class Convert(Base):
         for name in ("again", "ours2"):
             self.run_words(COMMAND, "diff", self.path / "ours", self.path / name)
         self.assertEqual(sorted(file.name for file in (self.path / "dcp").iterdir()), [".metadata", "__0_0.distcp"])
+
+    def test_parameters_without_dimensions_keep_their_optimizer_state(self):
+        weight, scale = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.tensor(2.0))
+        optimizer = torch.optim.AdamW([weight, scale], lr=0.1)
+        (weight.sum() * scale).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        torch.save({"model": {"weight": weight.data, "scale": scale.data}, "optimizer": state}, self.path / "file.pt")
+        self.convert(self.path / "file.pt", self.path / "ours")
+        self.convert(self.path / "ours", self.path / "dcp")
+        self.convert(self.path / "dcp", self.path / "again")
+        self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "ours", self.path / "again"))
+        from convert import checkpoint
+
+        with checkpoint.Reader(self.path / "again") as reader:
+            for key in ("exp_avg", "exp_avg_sq"):
+                (_, _, read), = reader.pieces(f"optim.{key}.scale")
+                self.assertTrue(torch.equal(read(), state["state"][1][key]), key)
 
     def test_pieces_of_any_shape_come_back(self):
         """Pieces of 48 bytes: rows, parts of rows, scalars, empty tensors, and tensors that are not in torch's order.

@@ -76,11 +76,12 @@ def read_optimizer(folder, names, depth, result, options):
         if rest == ("param_groups",):
             groups = folder.read(name)
         elif rest[:1] == ("param_groups",) and len(rest) == 3:  # a list whose entries were flattened
-            flat_groups.setdefault(rest[1], {})[rest[2]] = folder.spec(name)
+            flat_groups.setdefault(rest[1], {})[rest[2]] = folder.number(name)
         elif rest[:1] == ("param_groups",):
             raise ConvertError(f"'{name}': groups of this form are not known (flatten_optimizer_state_dict is not read)")
         elif rest[:1] == ("state",) and len(rest) == 3:
-            states.setdefault(rest[1], {})[rest[2]] = folder.spec(name)
+            # Only the step is a number: the state of a parameter without dimensions is a tensor without dimensions.
+            states.setdefault(rest[1], {})[rest[2]] = folder.number(name) if rest[2] == "step" else folder.spec(name)
         else:
             raise ConvertError(f"'{name}' is not what an optimizer's state is called")
     if groups is None:

@@ -177,11 +177,14 @@ class Folder:
             raise ConvertError(f"{self.path / place.relative_path}: '{name}' is {found}; .metadata has {dtype} {list(chunk.sizes)}")
         return tensor
 
+    def number(self, name):
+        """Returns the value of a small entry: of a tensor without dimensions, its number."""
+        value = self.spec(name)
+        return self.read(name).item() if isinstance(value, tuple) and not value[1] else value
+
     def spec(self, name):
-        """Returns (dtype, shape, load), or the value of a small entry."""
+        """Returns (dtype, shape, load) of a tensor, or the value of a small entry."""
         entry = self.entries[name]
         if not isinstance(entry, TensorStorageMetadata):
             return self.read(name)
-        if not entry.size:
-            return self.read(name).item()
         return entry.properties.dtype, list(entry.size), lambda: self.load(name)

@@ -166,7 +166,7 @@ def read_universal(folder, options):
         for file in sorted((folder / "zero" / name).glob("*.pt")):
             value = torch_file.load(file, options)
             value = value["param"] if isinstance(value, dict) else value
-            if file.stem == "step" or not isinstance(value, torch.Tensor) or value.dim() == 0:
+            if file.stem == "step" or not isinstance(value, torch.Tensor) or (value.dim() == 0 and shape):
                 parts[name][file.stem] = float(value)
             else:
                 parts[name][file.stem] = (value.dtype, shape, lambda f=file, s=shape: load_universal(f, s, options))

@@ -126,7 +126,7 @@ def add_optimizer(result, optimizer, options):
             raise ConvertError(f"the optimizer has a state for '{fqn}', which the model does not have")
         specs = {}
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and key != "step":
+            if isinstance(value, torch.Tensor) and key != "step":
                 value = (value.dtype, list(value.shape), lambda v=value: v.detach().contiguous())
             specs[key] = value
         optimizers.add_state(result.optimizer, result.tensors, fqn, shapes[fqn], specs)

@@ -69,6 +69,8 @@ def check_archive(stream, where):
     refuse_pointer(beginning, where)
     is_zip = beginning.startswith(b"PK\3\4")
     stream.seek(0)
+    if not is_zip and not beginning.startswith(b"\x80"):  # neither a zip nor a pickle
+        raise ConvertError(f"{where}: is not a file of torch.save")
     if not is_zip:
         return False  # the format before torch 1.6, which has no checksums
     try:
