@@ -7,6 +7,7 @@
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <iostream>
 #include <string>
 
@@ -68,10 +69,11 @@ int train(const std::string& folder, int64_t steps, const std::shared_ptr<tesser
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 3 && argc != 5) {
-    std::cerr << "usage: checkpoint FOLDER STEPS [--ranks N]\n";
-    return 2;
-  }
-  if (!tessera::launched()) return tessera::spawn_local(argc == 5 ? std::stoi(argv[4]) : 2, argc, argv);
-  return tessera::run_main([&] { return train(argv[1], std::stoll(argv[2]), tessera::init()); });
+  const bool is_given = argc == 5 && std::string(argv[3]) == "--ranks";
+  const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 0;
+  const int64_t ranks = is_given ? std::strtoll(argv[4], nullptr, 10) : argc == 3 ? 2 : 0;
+  if (argc < 3 || argv[1][0] == '-' || steps < 1 || ranks < 1 || ranks > 1024)
+    return std::cerr << "usage: checkpoint FOLDER STEPS [--ranks N]\n", 2;
+  if (!tessera::launched()) return tessera::spawn_local(static_cast<int>(ranks), argc, argv);
+  return tessera::run_main([&] { return train(argv[1], steps, tessera::init()); });
 }

@@ -7,6 +7,7 @@
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <iostream>
 #include <string>
 
@@ -67,7 +68,9 @@ void train(const std::shared_ptr<tessera::Communicator>& comm) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int ranks = argc == 3 && std::string(argv[1]) == "--ranks" ? std::stoi(argv[2]) : 2;
+  const bool has_ranks = argc == 3 && std::string(argv[1]) == "--ranks";
+  const int ranks = has_ranks ? std::atoi(argv[2]) : argc == 1 ? 2 : 0;
+  if (ranks < 1 || ranks > 1024) return std::cerr << "usage: offload [--ranks N]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(ranks, argc, argv);  // processes on this host
   return tessera::run_main([] { train(tessera::init()); });  // an error is one line, and the exit code is 1
 }

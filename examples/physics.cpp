@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <iostream>
 #include <memory>
 #include <numbers>
@@ -87,7 +88,10 @@ void train(int64_t adamw_steps, int64_t lbfgs_steps, const std::shared_ptr<tesse
 }  // namespace
 
 int main(int argc, char** argv) {
+  const int64_t adamw_steps = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 500;
+  const int64_t lbfgs_steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 20;
+  if (argc > 3 || adamw_steps < 1 || lbfgs_steps < 1)
+    return std::cerr << "usage: physics [ADAMW_STEPS [LBFGS_STEPS]]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);
-  return tessera::run_main(
-      [&] { train(argc > 1 ? std::stoll(argv[1]) : 500, argc > 2 ? std::stoll(argv[2]) : 20, tessera::init()); });
+  return tessera::run_main([&] { train(adamw_steps, lbfgs_steps, tessera::init()); });
 }

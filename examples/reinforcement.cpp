@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <iostream>
 #include <memory>
 #include <random>
@@ -112,6 +113,8 @@ void train(int64_t iterations, const std::shared_ptr<tessera::Communicator>& com
 }  // namespace
 
 int main(int argc, char** argv) {
+  const int64_t iterations = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 40;
+  if (argc > 2 || iterations < 1) return std::cerr << "usage: reinforcement [ITERATIONS]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);
-  return tessera::run_main([&] { train(argc > 1 ? std::stoll(argv[1]) : 40, tessera::init()); });
+  return tessera::run_main([&] { train(iterations, tessera::init()); });
 }

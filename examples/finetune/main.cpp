@@ -265,7 +265,7 @@ int main(int argc, char** argv) {
   examples::describe_precision(described, options.compute);
   try {
     po::variables_map values;
-    po::store(po::parse_command_line(argc, argv, described), values);
+    po::store(po::command_line_parser(argc, argv).options(described).positional({}).run(), values);
     if (values.contains("help")) return std::cout << described, 0;
     po::notify(values);
     if (!options.prompt.empty() && !options.are_characters)

@@ -221,10 +221,13 @@ int main(int argc, char** argv) {
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int code = 0;
   try {
-    if (argc < 2) throw std::invalid_argument("usage: mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]");
+    const int64_t strides = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 100;
+    const double share = argc > 3 ? std::strtod(argv[3], nullptr) : 0.5;
+    if (argc < 2 || argc > 5 || strides < 1 || strides > 1'000'000 || !(share > 0.0))
+      throw std::invalid_argument("usage: mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]");
     const std::filesystem::path folder = argc > 4 ? argv[4] : "mpi_host_out";
     std::filesystem::create_directories(folder);
-    run(argv[1], argc > 2 ? std::stoi(argv[2]) : 100, argc > 3 ? std::stod(argv[3]) : 0.5, folder);
+    run(argv[1], static_cast<int>(strides), share, folder);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "mpi_host: %s\n", error.what());
     MPI_Abort(MPI_COMM_WORLD, code = 1);

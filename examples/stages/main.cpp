@@ -76,7 +76,7 @@ Options parse(int argc, char** argv) {
       "steps", po::value(&options.steps)->default_value(options.steps), "steps to train")(
       "batch", po::value(&options.batch)->default_value(options.batch), "examples per rank and step");
   po::variables_map values;
-  po::store(po::parse_command_line(argc, argv, all), values);
+  po::store(po::command_line_parser(argc, argv).options(all).positional({}).run(), values);
   po::notify(values);
   if (values.count("help") > 0) {
     std::cout << all;

@@ -141,7 +141,7 @@ Options parse(int argc, char** argv) {
       "json", po::bool_switch(&options.json), "print a line of JSON for each wrapper, with the maxima over ranks");
   options.wrappers.clear();
   po::variables_map values;
-  po::store(po::parse_command_line(argc, argv, all), values);
+  po::store(po::command_line_parser(argc, argv).options(all).positional({}).run(), values);
   po::notify(values);
   if (values.count("help") > 0) {
     std::cout << all;

@@ -78,6 +78,47 @@ TEST(GuideExamples, AllWrappersHaveTheLossesOfOneProcess) {
   expect_same(losses_by_step(run_example("fsdp", {"--ranks", "3"})), expected);
 }
 
+// A wrong argument neither starts ranks nor makes a folder of its name.
+TEST(GuideExamples, WrongArgumentsPrintTheUsage) {
+  const tessera::testing_support::TemporaryFolder folder;
+  std::vector<std::vector<std::string>> commands;
+  for (const std::string example : {"ddp", "sdp", "fsdp", "offload"})
+    for (const std::string ranks : {"0", "-1", "x", "99999999999"}) commands.push_back({example, "--ranks", ranks});
+  for (const std::string example : {"fsdp", "classifier", "physics", "reinforcement"})
+    commands.insert(commands.end(), {{example, "--help"}, {example, "a", "b", "c", "d"}});
+  const auto out = (folder / "out").string();
+  commands.insert(commands.end(), {{"fsdp", "--ranks"},
+                                   {"checkpoint", "--ranks", "2"},
+                                   {"checkpoint", out, "x"},
+                                   {"checkpoint", out, "10", "--ranks", "0"},
+                                   {"classifier", out, "2", "4"},
+                                   {"classifier", out, "0"},
+                                   {"physics", "x"}});
+  for (auto command : commands) {
+    const std::string usage = "usage: " + command[0] + " ";
+    command[0] = built(EXAMPLES_FOLDER) + "/" + command[0];
+    ChildProcess child(command);
+    EXPECT_EQ(child.wait(std::chrono::seconds(100)), 2) << usage << child.output();
+    EXPECT_EQ(child.output().find(usage), 0U) << child.output();
+  }
+  for (const std::string example : {"stages", "zero_recipe"}) {
+    ChildProcess child({built(EXAMPLES_FOLDER) + "/" + example, "extra"});
+    EXPECT_EQ(child.wait(std::chrono::seconds(100)), 2) << child.output();
+    EXPECT_NE(child.output().find("too many positional options"), std::string::npos) << child.output();
+  }
+  EXPECT_FALSE(std::filesystem::exists(out));
+}
+
+TEST(GuideExamples, AWrongLauncherEnvironmentIsOneLine) {
+  for (const ChildProcess::Environment& wrong :
+       {ChildProcess::Environment{{"RANK", "x"}, {"WORLD_SIZE", "1"}}, ChildProcess::Environment{{"RANK", "0"}}}) {
+    ChildProcess child({built(EXAMPLES_FOLDER) + "/ddp"}, wrong);
+    EXPECT_EQ(child.wait(std::chrono::seconds(100)), 1);
+    EXPECT_EQ(child.output().find("ddp: tessera::init: "), 0U) << child.output();
+    EXPECT_EQ(child.output().find("terminate"), std::string::npos) << child.output();
+  }
+}
+
 TEST(GuideExamples, EachRankKeepsItsShare) {
   const auto kept = numbers_in(output_of("fsdp"), "rank (\\d): keeps (\\d+) of (\\d+) bytes of parameters, .*");
   ASSERT_EQ(kept.size(), 2u);
