@@ -69,7 +69,13 @@ std::string given_address(bool nccl) {
 
 }  // namespace
 
-bool launched() { return read_launch_environment().launched(); }
+bool launched() {
+  try {
+    return read_launch_environment().launched();
+  } catch (const std::invalid_argument&) {  // init() throws it, where run_main() prints it
+    return true;
+  }
+}
 
 std::shared_ptr<Communicator> init(InitOptions options) {
   const auto environment = read_launch_environment();

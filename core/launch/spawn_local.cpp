@@ -34,6 +34,7 @@
 #include "core/comm/descriptors.h"
 #include "core/comm/short_name_lookups.h"
 #include "core/comm/store_client.h"
+#include "core/launch/launch_environment.h"
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
@@ -457,7 +458,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   if (grace < grace.zero() || grace > kLongestTimeout)
     throw std::invalid_argument(
         c10::str("tessera::spawn_local: grace is ", grace.count(), " ms; expected at least 0 and at most a year"));
-  if (launched())
+  if (read_launch_environment().launched())
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
