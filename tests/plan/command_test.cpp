@@ -283,6 +283,10 @@ TEST(PlanCommand, CalibrateAddsTheLinkBetweenHosts) {
   const TemporaryFolder folder;
   const std::string command = tessera::testing_support::built(TESSERA_COMMAND);
   const std::string machine = (folder / "machine.json").string(), file = (folder / "all.json").string();
+  tessera::testing::ChildProcess nowhere({command, "calibrate", "--quick", "-o", (folder / "none/a.json").string()});
+  EXPECT_EQ(nowhere.wait(), 2);
+  expect_contains(nowhere.output(), "none/a.json cannot be written: No such file or directory");
+  EXPECT_EQ(nowhere.output().find("collectives"), std::string::npos) << "it has measured first";
   MachineSpeed measured = plan_tests::plain();
   measured.tcp = {1e-6, 2e9, 1e9};
   write_speed(measured, machine);

@@ -1,8 +1,12 @@
 #include "plan/calibrate/calibrate.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <stdexcept>
 #include <string>
@@ -19,6 +23,13 @@ using namespace tessera::internal;
 
 namespace {
 
+// Called before the measurements, which take a minute.
+void require_writable(const std::filesystem::path& file) {
+  const auto written = std::filesystem::exists(file) ? file : std::filesystem::absolute(file).parent_path();
+  if (::access(written.c_str(), W_OK) != 0)
+    throw std::invalid_argument("--output " + file.string() + " cannot be written: " + std::strerror(errno));
+}
+
 // Runs as one rank of a launcher's group, alone on its host.
 int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions& options) {
   if (!launched())
@@ -30,7 +41,10 @@ int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions
     throw std::invalid_argument(std::string("LOCAL_WORLD_SIZE is ") + on_host + ", expected one rank on each host");
   const auto comm = init();
   MachineSpeed speed;
-  if (comm->rank() == 0) speed = read_speed(arguments.speed.file);
+  if (comm->rank() == 0) {
+    require_writable(arguments.out);
+    speed = read_speed(arguments.speed.file);
+  }
   speed = calibrate_hosts(std::move(speed), comm, options);
   if (comm->rank() != 0) return 0;
   write_speed(speed, arguments.out);
@@ -51,6 +65,7 @@ int calibrate(const Arguments& arguments) {
   CalibrationOptions options{.ranks = arguments.ranks, .threads = arguments.threads, .quick = arguments.quick};
   options.progress = [](const std::string& what) { std::fprintf(stderr, "%s\n", what.c_str()); };
   if (!arguments.speed.file.empty()) return calibrate_between_hosts(arguments, options);
+  require_writable(file);
   const MachineSpeed speed = calibrate(options);
   write_speed(speed, file);
   const auto largest = [](const SpeedCurve& curve) {
