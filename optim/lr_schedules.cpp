@@ -29,6 +29,9 @@ std::function<double(int64_t)> warmup(int64_t warmup_steps) {
 std::function<double(int64_t)> warmup_cosine(int64_t warmup_steps, int64_t total_steps, double final_fraction) {
   require_steps("total_steps", total_steps, 1, kMostSteps);
   require_steps("warmup_steps", warmup_steps, 0, total_steps);
+  if (!(final_fraction >= 0.0 && std::isfinite(final_fraction)))
+    throw std::invalid_argument("final_fraction is " + std::to_string(final_fraction) +
+                                ", expected a number from 0 on");
   return [=, rise = warmup(warmup_steps)](int64_t step) {
     if (step < warmup_steps) return rise(step);
     if (step >= total_steps) return final_fraction;

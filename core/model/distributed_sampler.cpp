@@ -24,6 +24,15 @@ void require_at_least_one(int64_t value, const char* name) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
 }
 
+// Of a step: positions are sums of steps, and must not overflow.
+constexpr int64_t kMostItems = int64_t{1} << 40;
+
+void require_at_most(int64_t value, int64_t most, const char* name) {
+  if (value > most)
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected at most " +
+                                std::to_string(most));
+}
+
 }  // namespace
 
 EpochOrder::EpochOrder(int64_t items_numel, uint64_t seed, bool shuffle)
@@ -163,6 +172,8 @@ DistributedSampler::DistributedSampler(int64_t items_numel, int rank, int world_
   require_at_least_one(world_size, "world_size");
   require_at_least_one(options.batch_numel, "batch_numel");
   require_at_least_one(options.accumulation, "accumulation");
+  require_at_most(options.batch_numel, kMostItems / world_size, "batch_numel");
+  require_at_most(options.accumulation, kMostItems / world_size / options.batch_numel, "accumulation");
   if (rank < 0 || rank >= world_size)
     throw std::invalid_argument("rank is " + std::to_string(rank) + ", expected 0 to " +
                                 std::to_string(world_size - 1));
@@ -215,6 +226,7 @@ void DistributedSampler::reset(std::optional<size_t> new_items_numel) {
 
 void DistributedSampler::set_epoch(int64_t epoch) {
   if (epoch < 0) throw std::invalid_argument("epoch is " + std::to_string(epoch) + ", expected 0 or more");
+  require_at_most(epoch, (int64_t{1} << 62) / position_->order.items_numel(), "epoch");
   if (epoch != this->epoch()) position_->begin_at(epoch * position_->order.items_numel());
 }
 

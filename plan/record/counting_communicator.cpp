@@ -68,6 +68,9 @@ std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int s
   if (size < 1 || rank < 0 || rank >= size)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
                                 ", expected 0 to the world's size less 1");
+  if (ranks_sharing_memory < 0)
+    throw std::invalid_argument("DryRunOptions::ranks_sharing_memory is " + std::to_string(ranks_sharing_memory) +
+                                ", expected 0 or more");
   return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size, nullptr, ranks_sharing_memory));
 }
 

@@ -172,6 +172,8 @@ TEST(PlanErrors, NameWhatCannotBeRun) {
   expect_contains(error_of<std::invalid_argument>([&] { dry_run(none, none, {.world_size = 2, .rank = 2}); }),
                   "rank 2");
   expect_contains(error_of<std::invalid_argument>([&] { dry_run(none, none, {.steps = 1}); }), "1 steps");
+  expect_contains(error_of<std::invalid_argument>([&] { dry_run(none, none, {.ranks_sharing_memory = -1}); }),
+                  "ranks_sharing_memory is -1, expected 0 or more");
   expect_contains(error_of<std::logic_error>([&] { dry_run(none, [&](auto&) { dry_run(none, none); }); }),
                   "inside another");
 }

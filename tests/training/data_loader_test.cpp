@@ -6,6 +6,7 @@
 #include <torch/data/samplers/serialize.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -191,6 +192,7 @@ TEST(DataLoader, EpochsAreSetAsInPython) {
   other.set_epoch(1);  // the current one: continues within it
   EXPECT_EQ(epoch_of(other_loader), (std::vector<Items>{epochs[1][1], epochs[1][2]}));
   EXPECT_THROW(sampler.set_epoch(-1), std::invalid_argument);
+  EXPECT_THROW(sampler.set_epoch(std::numeric_limits<int64_t>::max()), std::invalid_argument);
   sampler.reset(20);
   EXPECT_EQ(sampler.batches_left(), 5);
   EXPECT_EQ(sampler.epoch(), 3);
@@ -229,6 +231,12 @@ TEST(DataLoader, MisuseIsNamed) {
       error_of<std::invalid_argument>([] { DistributedSampler(12, 0, 4, {.batch_numel = 4, .drop_last = true}); }),
       "drop_last leaves no item of 12");
   EXPECT_THROW(DistributedSampler(12, 0, 1, {.drop_last = true, .partition = true}), std::invalid_argument);
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  expect_contains(error_of<std::invalid_argument>([] { DistributedSampler(12, 0, 2, {.batch_numel = kMost}); }),
+                  "batch_numel is 9223372036854775807, expected at most 549755813888");
+  expect_contains(
+      error_of<std::invalid_argument>([] { DistributedSampler(12, 0, 2, {.batch_numel = 8, .accumulation = kMost}); }),
+      "accumulation is 9223372036854775807, expected at most 68719476736");
   DistributedSampler partition(12, 0, 1, {.partition = true});
   EXPECT_THROW(static_cast<void>(partition.next()), std::logic_error);
   auto unordered = torch::data::make_data_loader(Indices(12), sampler,

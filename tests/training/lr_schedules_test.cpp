@@ -2,6 +2,8 @@
 
 #include <tessera/checkpoint.h>
 #include <tessera/zero.h>
+#include <cmath>
+#include <limits>
 
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -68,6 +70,9 @@ TEST(Schedules, ShortOnesAndConstantOnes) {
   expect_contains(error_of<std::invalid_argument>([&] { WarmupCosineLR(optimizer, 5, 4); }),
                   "warmup_steps is 5, expected 0 to 4");
   expect_contains(error_of<std::invalid_argument>([&] { WarmupCosineLR(optimizer, 0, 0); }), "total_steps is 0");
+  for (const double fraction : {-0.1, std::nan(""), std::numeric_limits<double>::infinity()})
+    expect_contains(error_of<std::invalid_argument>([&] { WarmupCosineLR(optimizer, 0, 9, fraction); }),
+                    "final_fraction is ");
   EXPECT_EQ(rate_of(optimizer), 1.0);
   // A group added later has the peak that it was added with.
   WarmupLR schedule(optimizer, 4);
