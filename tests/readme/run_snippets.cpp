@@ -107,6 +107,9 @@ bool succeeds(pid_t child) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
+// The ranks that a snippet's main() starts find their snippet by this variable. They have no arguments.
+constexpr const char* kSnippetOfRanks = "TESSERA_TEST_SNIPPET";
+
 // Returns the output if the snippet failed.
 std::optional<std::string> error_of(const Snippet& snippet, const std::string& program) {
   const TemporaryFolder temporary;
@@ -114,9 +117,10 @@ std::optional<std::string> error_of(const Snippet& snippet, const std::string& p
   std::vector<pid_t> children;
   if (snippet.main != nullptr) {
     children.push_back(start(log, [&] {
-      std::string key = key_of(snippet), name = program;
-      std::vector<char*> arguments{name.data(), key.data(), nullptr};
-      return snippet.main(2, arguments.data());
+      ::setenv(kSnippetOfRanks, key_of(snippet).c_str(), /*overwrite=*/1);
+      std::string name = program;
+      std::vector<char*> arguments{name.data(), nullptr};
+      return snippet.main(1, arguments.data());
     }));
   } else {
     if (contains(snippet.text, "llama") && !succeeds(start(log, [] { return write_llama(), 0; })))
@@ -189,8 +193,9 @@ int main(int argc, char** argv) {
     return run_all(argv[0], only);
   }
   // A rank of a snippet's own main().
+  const char* const key = std::getenv(kSnippetOfRanks);
   for (const Snippet& snippet : kSnippets)
-    if (key_of(snippet) == only && snippet.main != nullptr) return snippet.main(argc, argv);
-  std::cerr << "there is no program '" << only << "'\n";
+    if (key != nullptr && key_of(snippet) == key && snippet.main != nullptr) return snippet.main(argc, argv);
+  std::cerr << "there is no program '" << (key != nullptr ? key : "") << "'\n";
   return 2;
 }
