@@ -6,12 +6,13 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "core/memory/memory_file.h"
 #include "core/runtime/guarded_by.h"
 
 namespace tessera::internal {
 
-// The memory of one part. Other processes of the host map it as their copy, so nothing is sent. The kernel keeps it
-// until all processes have unmapped it, also after the death of the process that wrote it.
+// The memory of one part. Other processes of the host map it as their copy, so nothing is sent. It outlives the process
+// that wrote it.
 class CopyMemory {
  public:
   // Zeros. Private to the process if the system gives no memory to share. Throws std::system_error.
@@ -35,11 +36,11 @@ class CopyMemory {
   void reserve_nothing() { reserved_ = 0; }
 
  private:
-  void map(int access);
+  void map(const MemoryFile& file, int access);
 
   const nlohmann::json origin_;  // the notice by which it is mapped
-  int descriptor_ = -1;
   const int64_t bytes_;
+  const MemoryFile file_;  // not open if the memory is private, or another process's
   int64_t reserved_ = 0;
   char* data_ = nullptr;
 };

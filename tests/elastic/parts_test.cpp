@@ -225,7 +225,7 @@ TEST(ElasticCopies, MemoryThatCannotBeReachedIsNotHeld) {
   const auto part = part_of("", file_of(text, memory));
   part->memories = {memory};
   nlohmann::json other = memory->notice();
-  other["file"] = other.at("file").get<uint64_t>() + 1;
+  other["file"] = other.at("file").get<std::string>() + "1";  // another inode
   EXPECT_THROW(CopyMemory{other}, std::runtime_error);
   rlimit before{};
   ::getrlimit(RLIMIT_FSIZE, &before);

@@ -2,10 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/random.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -17,49 +14,11 @@
 
 #include <tessera/errors.h>
 #include "core/comm/short_name_lookups.h"
+#include "core/memory/memory_file.h"
 #include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
-
-// A descriptor of a file in memory.
-class MemoryFile {
- public:
-  explicit MemoryFile(int descriptor) : descriptor_(descriptor) {}
-  MemoryFile(MemoryFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
-  MemoryFile& operator=(MemoryFile&& other) noexcept {
-    std::swap(descriptor_, other.descriptor_);
-    return *this;
-  }
-  ~MemoryFile() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-  }
-  MemoryFile duplicate() const { return MemoryFile(::fcntl(descriptor_, F_DUPFD_CLOEXEC, 0)); }
-
-  bool is_open() const { return descriptor_ >= 0; }
-  std::string path() const { return c10::str("/proc/self/fd/", descriptor_); }
-  // Identifies the file on this host: "<device> <inode>".
-  std::string identity() const {
-    struct stat file {};
-    return ::fstat(descriptor_, &file) == 0 ? c10::str(file.st_dev, ' ', file.st_ino) : "";
-  }
-  // The text by which another process of the host opens it: "<process> <descriptor> <device> <inode>".
-  std::string notice() const { return c10::str(::getpid(), ' ', descriptor_, ' ', identity()); }
-
-  static MemoryFile create() { return MemoryFile(::memfd_create("tessera_store", MFD_CLOEXEC)); }
-  // Opens the file of a notice. Not open if it fails or finds another file: process ids differ between PID namespaces.
-  static MemoryFile open(const std::string& notice) {
-    std::istringstream words(notice);
-    std::string process, descriptor, device, inode;
-    words >> process >> descriptor >> device >> inode;
-    MemoryFile file(::open(c10::str("/proc/", process, "/fd/", descriptor).c_str(), O_RDWR | O_CLOEXEC));
-    if (file.is_open() && file.identity() != device + ' ' + inode) return MemoryFile(-1);
-    return file;
-  }
-
- private:
-  int descriptor_;
-};
 
 // The first base class is destroyed last: ~FileStore() opens the file.
 class MemoryStore : private MemoryFile, public c10d::FileStore {
@@ -71,13 +30,13 @@ class MemoryStore : private MemoryFile, public c10d::FileStore {
 
 // Returns null if not all ranks can open the file.
 c10::intrusive_ptr<c10d::Store> share_memory_store(const TextExchange& exchange, const std::string& who, int rank) {
-  MemoryFile file(-1);
+  MemoryFile file;
   const auto notices = exchange_or_fail(exchange, who, [&] {
-    if (rank == 0) file = MemoryFile::create();
+    if (rank == 0) file = MemoryFile::create("tessera_store");
     return file.is_open() ? file.notice() : std::string();
   });
   const auto answers = exchange_or_fail(exchange, who, [&] {
-    if (rank != 0 && !notices[0].empty()) file = MemoryFile::open(notices[0]);
+    if (rank != 0 && !notices[0].empty()) file = MemoryFile::open(notices[0], O_RDWR);
     return std::string(file.is_open() ? "yes" : "no");
   });
   if (std::ranges::count(answers, "yes") != std::ssize(answers)) return nullptr;
