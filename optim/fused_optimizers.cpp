@@ -255,18 +255,16 @@ struct RecordedSgd {
     }
   }
 
-  const at::Tensor& momentum_of(const at::Tensor& parameter) const {
-    static const at::Tensor none;
-    const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
-    return state == optimizer.state().end()
-               ? none
-               : static_cast<const torch::optim::SGDParamState&>(*state->second).momentum_buffer();
+  bool has_momentum(const at::Tensor& parameter) const {
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    return found != optimizer.state().end() &&
+           static_cast<const torch::optim::SGDParamState&>(*found->second).momentum_buffer().defined();
   }
 
   std::string change() const {
     for (const auto& [key, batch] : batches)
       for (size_t i = 0; i < batch.momenta.size(); ++i)
-        if (!momentum_of(batch.parameters[i]).defined()) return "a momentum of the optimizer was removed";
+        if (!has_momentum(batch.parameters[i])) return "a momentum of the optimizer was removed";
     return groups.change();
   }
 
