@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <functional>
+#include <memory>
 #include <optional>
 
 #include "tests/accelerator/simulated_training.h"
@@ -60,6 +61,7 @@ struct Case {
   bool interrupts = false;  // between replays: an eager step, a checkpoint saved and loaded, states replaced
   bool is_fp64 = false;
   bool rank_order_sums = false;
+  int shapes = 1;  // of batches, in turn, each with a CapturedStep of its own
 };
 
 // A program's own optimizer, whose step() replays must not bypass.
@@ -100,15 +102,17 @@ State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimize
   for (int step = 0; step < kSteps; ++step)
     batches.push_back(seeded(100 * step + comm.rank(), [&] {
       const auto dtype = of.is_fp64 ? at::kDouble : at::kFloat;
-      return std::pair(torch::randn({4, kFeatures}, dtype), torch::randn({4, kFeatures}, dtype));
+      const int64_t rows = 4 - step % of.shapes;
+      return std::pair(torch::randn({rows, kFeatures}, dtype), torch::randn({rows, kFeatures}, dtype));
     }));
   comm.barrier("batches");  // drawing them seeds the generators of all devices
   at::Generator generator = at::globalContext().defaultGenerator(device);
   generator.set_current_seed(7);
   const std::optional<double> max_norm = of.clips ? std::optional(0.5) : std::nullopt;
   auto loss_of = [&](const std::vector<at::Tensor>& in) { return (wrapper(in[0]) - in[1]).square().mean(); };
-  std::optional<CapturedStep> captured;
-  if (captures) captured.emplace(wrapper, optimizer, loss_of, max_norm);
+  std::vector<std::unique_ptr<CapturedStep>> captured;
+  for (int i = 0; captures && i < of.shapes; ++i)
+    captured.push_back(std::make_unique<CapturedStep>(wrapper, optimizer, loss_of, max_norm));
   std::optional<LambdaLR> schedule;
   if (of.schedules) schedule.emplace(optimizer, [](int64_t step) { return 1.0 / static_cast<double>(1 + step); });
   std::vector<at::Tensor> losses;
@@ -122,8 +126,8 @@ State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimize
       for (at::Tensor& parameter : wrapper.module()->parameters())
         parameter.set_data(torch::full(parameter.sizes(), 0.25, parameter.options()));
     }
-    if (captured && !(of.interrupts && number == 5)) {
-      losses.push_back((*captured)({x.to(device), y.to(device)}));
+    if (captures && !(of.interrupts && number == 5)) {
+      losses.push_back((*captured[number % captured.size()])({x.to(device), y.to(device)}));
     } else {
       optimizer.zero_grad();
       at::Tensor loss = loss_of({x.to(device), y.to(device)});
@@ -138,7 +142,7 @@ State train(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimize
       losses.push_back(wrapper(x.to(device)).mean());
     }
   }
-  EXPECT_EQ(captured && captured->is_captured(), captures);
+  for (const auto& step : captured) EXPECT_TRUE(step->is_captured());
   State state;
   for (auto& entry : wrapper.full_state_dict()) state[entry.key()] = entry.value().cpu();
   for (size_t i = 0; i < losses.size(); ++i) state["loss " + std::to_string(i)] = losses[i].cpu();
@@ -257,6 +261,10 @@ std::vector<Case> cases() {
                      .evaluates = steps == Case::kAdam,
                      .optimizer = steps,
                      .interrupts = true});
+  for (const auto& [wrapper, kind] : wrappers)
+    for (const Case::Stepper steps : {Case::kTorchAdamW, Case::kAdamW, Case::kSgdMomentum})
+      all.push_back(
+          {.name = wrapper + "_two_shapes_" + std::to_string(steps), .wrapper = kind, .optimizer = steps, .shapes = 2});
   all.push_back({.name = "sdp_adamw_alone", .wrapper = Case::kSdp, .world = 1, .optimizer = Case::kAdamW});
   all.push_back({.name = "ddp_adamw_fp64", .wrapper = Case::kDdp, .optimizer = Case::kAdamW, .is_fp64 = true});
   all.push_back({.name = "ddp_bf16_wire", .wrapper = Case::kDdp, .ddp = {.compression = GradientCompression::kBf16}});

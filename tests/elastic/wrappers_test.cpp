@@ -679,6 +679,47 @@ TEST(ElasticWrappers, FrozenWeightsAndBuffers) {
                  .victims = {0}});
 }
 
+// Trains the first layer in some steps only, as in gradual unfreezing.
+class ThawingLoop : public Loop {
+ public:
+  ThawingLoop(const Comm& comm, int stage, int64_t thaws_in, int64_t freezes_in)
+      : zero_(zero(net_, torch::optim::AdamOptions(1e-2), comm, {.stage = stage, .fsdp = by_linear()})),
+        sampler_(40, comm->rank(), comm->size(), {.batch_numel = 2, .seed = 3}),
+        thaws_in_(thaws_in),
+        freezes_in_(freezes_in) {}
+  TrainingState state() override { return {zero_, sampler_}; }
+  void step() override {
+    const auto now = steps_.item<int64_t>();
+    for (auto& parameter : net_->ptr(0)->parameters()) parameter.requires_grad_(now >= thaws_in_ && now < freezes_in_);
+    const auto x = inputs_of(items = sampler_.next());
+    zero_.zero_grad();
+    torch::mse_loss(zero_(x), x.sin()).backward();
+    zero_.step();
+    steps_.add_(1);
+  }
+  std::string result() override {
+    std::vector<at::Tensor> whole;
+    for (const auto& entry : zero_.full_state_dict()) whole.push_back(entry.value());
+    return sum_of(whole);
+  }
+
+ private:
+  torch::nn::Sequential net_ = draw_net();
+  at::Tensor steps_ = net_->ptr(2)->register_buffer("steps", torch::zeros({1}, at::kLong));
+  Zero<torch::nn::Sequential, torch::optim::Adam> zero_;
+  DistributedSampler sampler_;
+  const int64_t thaws_in_, freezes_in_;
+};
+
+TEST(ElasticWrappers, LayersThatAreFrozenAndUnfrozen) {
+  // The copies are of steps 0, 3 and 6. The layer changes between two of them, or has trained in one.
+  for (int stage = 0; stage <= 3; ++stage)
+    for (const auto& [thaws, freezes] : {std::pair<int64_t, int64_t>{1, 2}, {2, 5}, {4, 6}})
+      expect_same(
+          {.make = [=](const Comm& comm, int) { return std::make_unique<ThawingLoop>(comm, stage, thaws, freezes); },
+           .victims = {stage % 3}});
+}
+
 // Most weights are frozen. Returns the bytes of rank 0's copies of two steps.
 int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
   const TemporaryFolder folder;
