@@ -50,8 +50,8 @@ struct CopiedPart {
   int world = 0;            // the size of the group
   std::string description;  // its entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
-  // Have most bytes of the files, unless another host has sent them. Successive parts share one with what has not
-  // changed.
+  // Have most bytes of the files, unless another host has sent them. Successive parts share one, with the unchanged
+  // tensors.
   std::vector<std::shared_ptr<const CopyMemory>> memories;
 };
 

@@ -49,7 +49,7 @@ class PartReceiver {
 class PartCopy {
  public:
   // Captures the state; device data leaves behind the work of the current stream. `staging`, for the data of devices,
-  // is reused, see HostCopies. `unchanged` has what the parts before have shared.
+  // is reused, see HostCopies. `unchanged` has the memory that the parts before have shared.
   PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name, int world,
            uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);

@@ -20,7 +20,7 @@ namespace tessera::internal {
 // Several may exist at once.
 class PartFolder {
  public:
-  // For writing one part, to this memory. Some of its bytes may lie in `shared` already, which may be null.
+  // For writing one part, to this memory. `shared`, which may be null, may have some of its bytes already.
   PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared);
   // For reading a step. `holders`: by owner, the members that hold its part.
   PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,

@@ -77,7 +77,7 @@ void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_o
 
 // [Note: Overlapping all-gathers] The order of the last pass predicts the next units. Their all-gathers start before
 // the current unit computes, so communication overlaps with computation; host copies start one unit earlier, and disk
-// reads two. The nearest unit comes first, because one engine runs the copies in order.
+// reads two. The nearest unit is first, because one engine runs the copies in order.
 void UnshardedUnits::prefetch(const PrefetchOrder& order) {
   const int count = model_.options().prefetch;
   if (model_.offload().has_disk())

@@ -35,7 +35,7 @@ class LiveGroup {
 // Calls `act` once, when the last group of this process has been destroyed. There must be a group. Thread-safe.
 void call_after_last_group(void (*act)());
 
-// Returns the text of an exception, without libtorch's stack trace. Null stands for a direct call of std::terminate().
+// Returns the text of an exception, without libtorch's stack trace. Null means a direct call of std::terminate().
 std::string text_of(const std::exception_ptr& exception);
 // The failure's reason if the group is destroyed during unwinding and the exception's text is not known.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";

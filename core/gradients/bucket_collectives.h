@@ -38,7 +38,7 @@ struct PendingReduction {
   at::Tensor wire{};      // the encoded bytes that this rank sends
   at::Tensor received{};  // encoded parts of all ranks
   at::Tensor reduced{};   // this rank's part; undefined if it gets none
-  at::Tensor staging{};   // on the device, for a result that goes to the host
+  at::Tensor staging{};   // on the device, for a result that is copied to the host
   Pending pending{};
   Copy copy{};
   // The memory on the device that the collectives write to.

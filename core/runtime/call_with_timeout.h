@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Added to the timeout of `ask` to get its patience, so that the error of `ask` itself comes first.
+// Added to the timeout of `ask` to get its patience, so that `ask` throws its own error first.
 inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
 
 // Calls `ask` on a new thread. Returns its result or throws its exception, or returns nullopt after `patience`; the

@@ -43,7 +43,7 @@ std::unique_ptr<GraphRecorder> make_cuda_graph_recorder();
 
 // The host's part of a recorded step of an optimizer. The optimizer must outlive it.
 struct RecordedStep {
-  // Returns what has changed since the recording and replays do not follow, as words of an error; "" if nothing has.
+  // Returns the change since the recording that replays do not follow, as words of an error; "" if there is none.
   std::function<std::string()> change;
   // Must be called before each replay, on its stream, with the `.grad` of the recording or without. Counts the step.
   // Writes step counts, learning rates and replaced states to the recorded memory, without a wait for the device.

@@ -19,7 +19,7 @@
 
 namespace tessera::internal {
 
-// What a rank does during a span; the category ("cat") in the file.
+// The work of a rank during a span; the category ("cat") in the file.
 enum class SpanKind {
   kCompute,    // operators: of a unit under FSDP, else of a forward or backward
   kGather,     // an all-gather, broadcast or scatter, from its start until its results are available

@@ -12,7 +12,7 @@ class [[nodiscard]] ScopeExit {
   // Calls `leave` once, when the scope ends.
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  // Takes over `other`, then ends the scope held before; throws what that scope's `leave` throws.
+  // Takes over `other`, then ends the scope held before. Throws the errors of that scope's `leave`.
   ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): throws
     ScopeExit ended(std::exchange(leave_, std::exchange(other.leave_, nullptr)));
     ended.leave();

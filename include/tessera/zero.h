@@ -233,7 +233,7 @@ class Zero : public ModelShards {
 //
 // The type of `options` selects the optimizer, unless it is named: zero<MyAdam>(...). At one world size all stages give
 // the same parameters, bit for bit, with optimizers that work on each element by itself. Collective. Throws
-// std::invalid_argument for a stage other than 0 to 3, and what the stage's wrappers throw.
+// std::invalid_argument for a stage other than 0 to 3, and the errors of the stage's wrappers.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {

@@ -393,7 +393,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// Only the first call sets the reason. An empty reason, from the watchdog's thread, stands for explanation().
+// Only the first call sets the reason. An empty reason, from the watchdog's thread, means explanation().
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();

@@ -93,7 +93,7 @@ class DataParallel : public ModelShards {
 
 // A training step that the device replays as one CUDA graph, at the host's cost of one launch: forward, backward,
 // clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Steps of other optimizers follow eagerly.
-// Learning rates, step counts and loaded checkpoints are followed; docs/gpu.md lists what is not.
+// Learning rates, step counts and loaded checkpoints are followed; docs/gpu.md lists the refused changes.
 //
 //   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
 //   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});
