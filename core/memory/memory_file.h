@@ -23,8 +23,8 @@ class MemoryFile {
   static MemoryFile create(const char* name);
   // A file of zeros whose size is fixed, so that no reader faults. Not open if the system or `ulimit -f` refuses it.
   static MemoryFile create_fixed(const char* name, int64_t bytes);
-  // Opens the file of a notice, with the flags of open(). Not open if it fails or finds another file: process ids differ
-  // between PID namespaces.
+  // Opens the file of a notice, with the flags of open(). Not open if it fails or finds another file: process ids
+  // differ between PID namespaces.
   static MemoryFile open(const std::string& notice, int flags);
   MemoryFile duplicate() const;  // not open if it fails
 

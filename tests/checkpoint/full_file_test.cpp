@@ -81,12 +81,10 @@ TEST(FullFile, SeveralFilesOfAnyNameLoadByThatName) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     for (const char* name : {"weights", "weights.bin", "weights.safetensors"}) {
-      torch::manual_seed(1);
-      torch::nn::Linear net(9, 9);
+      auto net = seeded(1, [] { return torch::nn::Linear(9, 9); });
       Replicated model(net.ptr(), comm);
       save_full(folder / name, model, {.max_file_bytes = 1});
-      torch::manual_seed(2);
-      torch::nn::Linear other(9, 9);
+      auto other = seeded(2, [] { return torch::nn::Linear(9, 9); });
       Replicated loaded(other.ptr(), comm);
       load_full(folder / name, loaded);
       expect_equal_modules(*net, *other, name);
