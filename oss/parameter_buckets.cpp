@@ -156,43 +156,43 @@ void ParameterBuckets::require_unconverted() const {
   }
 }
 
-void ParameterBuckets::bring_home() {
+void ParameterBuckets::reattach() {
   at::NoGradGuard no_grad;
   note_trained();
   for (Bucket& bucket : buckets_)
     if (bucket.flat.defined() && bucket.has_trained) adopt_again(bucket);
 }
 
-ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
+ParameterBuckets::PendingGather ParameterBuckets::start(Bucket& bucket) {
   if (bucket.flat.defined()) adopt_again(bucket);
-  Flight flight{&bucket, bucket.flat, {}, {}};
-  if (flight.values.defined()) {
+  PendingGather gather{&bucket, bucket.flat, {}, {}};
+  if (gather.values.defined()) {
     for (size_t member = 0; member < bucket.members.size(); ++member)
       if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] == comm_.rank())
         view_of(bucket, member).copy_(parameters_[index].detach());
   } else {
     const at::Tensor parameter = parameters_[bucket.members[0]].detach();
-    flight.values = parameter.as_strided({parameter.numel()}, {1}, parameter.storage_offset());
+    gather.values = parameter.as_strided({parameter.numel()}, {1}, parameter.storage_offset());
   }
-  flight.wire = flight.values;
+  gather.wire = gather.values;
   const Range own = bucket.layout.shard(comm_.rank());
-  if (is_rounded(flight.values.scalar_type())) {
-    flight.wire = buffers_.take(flight.values.numel(), *broadcast_dtype_);
-    flight.wire.narrow(0, own.begin, own.numel()).copy_(flight.values.narrow(0, own.begin, own.numel()));
+  if (is_rounded(gather.values.scalar_type())) {
+    gather.wire = buffers_.take(gather.values.numel(), *broadcast_dtype_);
+    gather.wire.narrow(0, own.begin, own.numel()).copy_(gather.values.narrow(0, own.begin, own.numel()));
   }
-  flight.pending =
-      comm_.all_gather(flight.wire, flight.wire.narrow(0, own.begin, own.numel()), bucket.layout.counts(), bucket.name);
-  return flight;
+  gather.pending =
+      comm_.all_gather(gather.wire, gather.wire.narrow(0, own.begin, own.numel()), bucket.layout.counts(), bucket.name);
+  return gather;
 }
 
-void ParameterBuckets::finish(Flight& flight) {
-  flight.pending.wait();
-  const Bucket& bucket = *flight.bucket;
-  if (!flight.wire.is_same(flight.values)) {
+void ParameterBuckets::finish(PendingGather& gather) {
+  gather.pending.wait();
+  const Bucket& bucket = *gather.bucket;
+  if (!gather.wire.is_same(gather.values)) {
     for (int rank = 0; rank < comm_.size(); ++rank) {
       const Range part = bucket.layout.shard(rank);
       if (rank != comm_.rank())
-        flight.values.narrow(0, part.begin, part.numel()).copy_(flight.wire.narrow(0, part.begin, part.numel()));
+        gather.values.narrow(0, part.begin, part.numel()).copy_(gather.wire.narrow(0, part.begin, part.numel()));
     }
   }
   for (size_t member = 0; member < bucket.stays.size(); ++member)
@@ -203,16 +203,17 @@ void ParameterBuckets::finish(Flight& flight) {
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
 
-std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(CollectiveLog& log, const StepOwned& step_owned) {
+std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(CollectiveLog& log,
+                                                                       const StepOwned& step_owned) {
   at::NoGradGuard no_grad;
-  std::vector<Flight> flights;
+  std::vector<PendingGather> gathers;
   note_trained();
   size_t next = 0;
   auto start_up_to = [&](size_t end) {
     for (; next < end; ++next) {
       if (!buckets_[next].has_trained) continue;
       log.add("all-gather", buckets_[next].name, buckets_[next].layout.full_numel());
-      flights.push_back(start(buckets_[next]));
+      gathers.push_back(start(buckets_[next]));
     }
   };
   if (step_owned) {
@@ -230,7 +231,7 @@ std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(CollectiveLog& l
     if (!turn.empty()) step_owned(turn);
   }
   start_up_to(buckets_.size());
-  return flights;
+  return gathers;
 }
 
 // Parameters without elements are not published, but their state counts steps.
@@ -252,9 +253,9 @@ int64_t ParameterBuckets::add_owned(const Bucket& bucket, std::vector<at::Tensor
   return bytes;
 }
 
-void ParameterBuckets::finish(std::vector<Flight>& flights) {
+void ParameterBuckets::finish(std::vector<PendingGather>& gathers) {
   at::NoGradGuard no_grad;
-  for (Flight& flight : flights) finish(flight);
+  for (PendingGather& flight : gathers) finish(gather);
 }
 
 }  // namespace tessera::internal

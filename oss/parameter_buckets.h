@@ -47,15 +47,15 @@ class ParameterBuckets {
 
   // Moves parameters that set_data() has given other memory or strides back into their buckets. Must be called before a
   // step. Not collective.
-  void bring_home();
+  void reattach();
 
   // Starts to send every parameter that requires a gradient from its owner to all ranks. Logs the operations in `log`,
   // and returns them for finish(). Collective. `step_owned` is called with groups of this rank's parameters, each once,
   // and must step them. A bucket is sent as soon as it has been stepped, while the next one is stepped.
-  struct Flight;
+  struct PendingGather;
   using StepOwned = std::function<void(const std::vector<at::Tensor>& parameters)>;
-  std::vector<Flight> publish(CollectiveLog& log, const StepOwned& step_owned = nullptr);
-  void finish(std::vector<Flight>& flights);
+  std::vector<PendingGather> publish(CollectiveLog& log, const StepOwned& step_owned = nullptr);
+  void finish(std::vector<PendingGather>& gathers);
 
  private:
   struct Bucket {
@@ -84,8 +84,8 @@ class ParameterBuckets {
   bool is_rounded(at::ScalarType dtype) const;
   std::vector<at::Tensor> owned_outside_buckets() const;
   int64_t add_owned(const Bucket& bucket, std::vector<at::Tensor>& to) const;
-  Flight start(Bucket& bucket);
-  void finish(Flight& flight);
+  PendingGather start(Bucket& bucket);
+  void finish(PendingGather& gather);
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<int> owners_;
@@ -95,7 +95,7 @@ class ParameterBuckets {
   std::vector<Bucket> buckets_;
 };
 
-struct ParameterBuckets::Flight {
+struct ParameterBuckets::PendingGather {
   const Bucket* bucket;
   at::Tensor values;  // [layout.full_numel()]
   at::Tensor wire;    // the sent tensor: the values, or a copy in another dtype

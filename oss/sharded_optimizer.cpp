@@ -320,7 +320,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     }
     check_before_step(all_parameters());
     for (const auto& buckets : buckets_) buckets->require_unconverted();
-    for (const auto& buckets : buckets_) buckets->bring_home();
+    for (const auto& buckets : buckets_) buckets->reattach();
     return loss;
   };
   if (auto* lbfgs = dynamic_cast<Lbfgs*>(local_.get())) {
@@ -393,14 +393,14 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
   CollectiveLog log;
   for (const std::string& of_group : options) log.add("options", of_group, -1);
-  std::vector<std::vector<ParameterBuckets::Flight>> flights;
-  for (auto& buckets : buckets_) flights.push_back(buckets->publish(log, step_owned));
+  std::vector<std::vector<ParameterBuckets::PendingGather>> gathers;
+  for (auto& buckets : buckets_) gathers.push_back(buckets->publish(log, step_owned));
   if (CapturedWork::recording_on(comm_->device()) != nullptr) {  // CapturedStep compares the recorded collectives
-    for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
+    for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(gathers[i]);
     return;
   }
   ReducedReport report(*comm_, log.fingerprint(), {}, "the end of a step");
-  for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
+  for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(gathers[i]);
   report.finish();
   if (comm_->device().is_cpu()) {
     if (!report.unlike_ranks()) return;

@@ -61,9 +61,9 @@ void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
                                              "one, so use it, or freeze whole units"));
 }
 
-// Called when fingerprints differ. Returns if only the doubtful entries differ in a way that is allowed. Collective.
+// Called when fingerprints differ. Returns if only the uncompared entries differ in a way that is allowed. Collective.
 void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
-  const CollectiveLog::Doubtful& own = log_.doubtful();
+  const CollectiveLog::Uncompared& own = log_.uncompared();
   std::ostringstream text;
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;

@@ -29,28 +29,28 @@ class CollectiveLog {
   // and average its gradients with those of the other ranks' previous step from then on.
   void add_forward() {
     add_entry({"forward", &model(), -1});
-    ++doubtful_.forwards;
+    ++uncompared_.forwards;
   }
   // Adds a forward that threw. The other ranks may have completed it, or this rank may have to repeat it alone.
-  void add_failed_forward() { ++doubtful_.failed_forwards; }
+  void add_failed_forward() { ++uncompared_.failed_forwards; }
   // Adds whether the next parameter has a gradient to which backward adds. An empty gradient matches any other: an
   // optimizer may skip empty parameters when it clears gradients.
   void add_kept(bool is_kept, bool is_empty) {
-    doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
+    uncompared_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
 
   // Entries that may differ although ranks did equal work: repeated forwards, and empty gradients. fingerprint() counts
   // kUnknown as kKept.
-  struct Doubtful {
+  struct Uncompared {
     int64_t forwards = 0, failed_forwards = 0;
     std::string kept;
   };
-  const Doubtful& doubtful() const { return doubtful_; }
+  const Uncompared& uncompared() const { return uncompared_; }
   uint64_t fingerprint() const {
-    std::string kept = doubtful_.kept;
+    std::string kept = uncompared_.kept;
     std::ranges::replace(kept, kUnknown, kKept);
-    return Fingerprint(fingerprint_).add(doubtful_.forwards).add(kept).value();
+    return Fingerprint(fingerprint_).add(uncompared_.forwards).add(kept).value();
   }
   uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all other entries
   std::vector<std::string> lines() const {
@@ -83,7 +83,7 @@ class CollectiveLog {
   }
 
   Fingerprint fingerprint_;
-  Doubtful doubtful_;
+  Uncompared uncompared_;
   std::deque<Entry> entries_;
   int64_t dropped_ = 0;
 };

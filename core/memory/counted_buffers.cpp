@@ -51,12 +51,12 @@ at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   // libtorch's allocator reuses memory for the stream that allocated it, but the last use may be on another stream.
   std::optional<c10::Stream> made_on;
   if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
-  auto give_back = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {
+  auto free_memory = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {
     if (made_on) order_behind_current(*made_on);
     memory.reset();
     counts->add(-bytes);
   };
-  return at::from_blob(data, {numel}, std::move(give_back), options);
+  return at::from_blob(data, {numel}, std::move(free_memory), options);
 }
 
 int64_t CountedBuffers::lent_bytes() const {

@@ -79,8 +79,8 @@ at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::stri
   const int64_t bytes = state_->locks_pages() ? bytes_when_page_locked(asked_bytes) : asked_bytes;
   at::Tensor memory = state_->take(bytes, what);
   void* data = memory.mutable_data_ptr();
-  auto give_back = [state = state_, memory, bytes](void*) { state->give(memory, bytes); };
-  return at::from_blob(data, {numel}, std::move(give_back), options);
+  auto return_memory = [state = state_, memory, bytes](void*) { state->give(memory, bytes); };
+  return at::from_blob(data, {numel}, std::move(return_memory), options);
 }
 
 int64_t PinnedPool::lent_bytes() const {

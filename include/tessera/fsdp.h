@@ -55,7 +55,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
                   },
                   [&] {
                     inputs.copy_changes();
-                    (give_back<Args>(args, copy, inputs), ...);
+                    (copy_back<Args>(args, copy, inputs), ...);
                   });
             },
             copies);
@@ -87,7 +87,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
 
   // Copies an argument that forward may have changed by reference back to the caller's argument.
   template <class Arg, class Value, class Copy>
-  static void give_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
+  static void copy_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {
       visit_tensors(copy, [&](at::Tensor& tensor) { tensor = inputs.own_of(tensor); });
       if (internal::IsTaught<Copy> || !internal::ConvertedInputs::are_same(tensors_of(copy), tensors_of(value)))

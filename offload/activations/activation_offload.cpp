@@ -21,7 +21,7 @@ static constexpr size_t kMaxLeaving = 2;
 
 // Must be called after the current stream waits for the copy. Records the stream's use, because the memory may belong
 // to another stream.
-static void let_go(at::Tensor& device, at::Device home) {
+static void free_on_device(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();
 }
@@ -102,7 +102,7 @@ ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& ten
     if (!std::exchange(oldest.is_leaving, false)) continue;
     oldest.copy.wait_on_device();
     oldest.copy = Copy();  // the handle holds device memory
-    let_go(oldest.device, oldest.home);
+    free_on_device(oldest.device, oldest.home);
   }
   const std::shared_ptr<Kept> held(kept.get(), [owner = shared_from_this(), kept](Kept*) { owner->forget(*kept); });
   return [owner = shared_from_this(), held] { return owner->fetch(*held); };
@@ -131,7 +131,7 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();
-  let_go(kept.device, kept.home);
+  free_on_device(kept.device, kept.home);
   kept.host.reset();
   kept.is_leaving = false;
   if (latest_.get() == &kept) latest_ = kept.before.lock();

@@ -97,7 +97,7 @@ void DiskPager::reclaim() {
     Entry& entry = entries_[id];
     if (!is_gone(&entry)) continue;
     if (entry.transfer.valid()) entry.transfer.wait();
-    space_.give_back(entry.offset, entry.bytes);
+    space_.free(entry.offset, entry.bytes);
     entry = Entry();
     vacant_.push_back(static_cast<int>(id));
   }

@@ -44,7 +44,7 @@ int64_t DiskSpace::claim(int64_t bytes) {
   return offset;
 }
 
-void DiskSpace::give_back(int64_t offset, int64_t bytes) {
+void DiskSpace::free(int64_t offset, int64_t bytes) {
   auto next = free_bytes_.lower_bound(offset);
   if (next != free_bytes_.end() && next->first == offset + bytes) {
     bytes += next->second;

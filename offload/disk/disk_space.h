@@ -24,7 +24,7 @@ class DiskSpace {
 
   // Returns the offset of the piece. Throws std::runtime_error if the disk is full.
   int64_t claim(int64_t bytes);
-  void give_back(int64_t offset, int64_t bytes);
+  void free(int64_t offset, int64_t bytes);
   int64_t claimed_bytes() const { return claimed_bytes_; }  // the file's size
 
   // Returns the file, usable from any thread; null in a dry run.

@@ -247,7 +247,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
       if (to_host) move_to_host(to, copy.host.unsafeGetTensorImpl());
     }
   };
-  const auto give_back = c10::make_scope_exit([&] { hand_states(*host_optimizer_, optimizer, /*to_host=*/false); });
+  const auto return_states = c10::make_scope_exit([&] { hand_states(*host_optimizer_, optimizer, /*to_host=*/false); });
   hand_states(optimizer, *host_optimizer_, /*to_host=*/true);
   auto* partial = dynamic_cast<PartialStep*>(chosen_step_of(*host_optimizer_));
   partial != nullptr ? step_one_by_one(work, *partial) : step_all(work);

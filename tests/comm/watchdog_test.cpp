@@ -78,7 +78,7 @@ TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   // A rank that does not wait is found among many, and a rank that fails ends all waits.
   ranks[77]->watch.end_wait();
   EXPECT_TRUE(soon([&] {
-    return ranks[0]->watch.who_waits().starts_with(
+    return ranks[0]->watch.waiting_ranks().starts_with(
         "not waiting for any operation: rank 77; waiting as well: rank 1, 2");
   }));
   ranks[77]->watch.publish_failure("no more data");
@@ -192,7 +192,7 @@ TEST(Watchdog, WaitsForNoStoreThatHasStopped) {
     rank.watch.begin_wait();
     std::this_thread::sleep_for(1500ms);  // its thread calls the store now
     EXPECT_EQ(rank.watch.explanation(), "");
-    EXPECT_EQ(rank.watch.who_waits(), "");
+    EXPECT_EQ(rank.watch.waiting_ranks(), "");
     EXPECT_EQ(rank.watch.store_failure(), "the store, in rank 0's process or the launcher's, does not answer");
     rank.watch.publish_failure("timed out");
   }

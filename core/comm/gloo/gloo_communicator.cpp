@@ -194,7 +194,7 @@ void GlooCommunicator::fail(const GlooOperation& op, const MessageFailure& failu
   } else if (cause.find("imed out") != std::string::npos) {
     text += c10::str(": timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s ",
                      peer < 0 ? "with all ranks" : c10::str(is_send ? "sending to" : "waiting for", " rank ", peer));
-    if (const std::string others = watch_.who_waits(); !others.empty()) text += "; " + others;
+    if (const std::string others = watch_.waiting_ranks(); !others.empty()) text += "; " + others;
   } else if (!cause.empty()) {
     text += ": " + closed_connection_text(peer, cause);
   } else if (const auto broken = in_flight_.broken()) {

@@ -99,7 +99,7 @@ std::optional<MessageFailure> ReductionPipeline::run(const Wait& wait) {
   return std::nullopt;
 }
 
-void ReductionPipeline::let_go() {
+void ReductionPipeline::free_memory() {
   own_.clear();
   out_.clear();
   places_.clear();
@@ -122,7 +122,7 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
     lock.unlock();
     failure = pipeline.run([this](const ReductionPipeline::Message& message) { return wait_for(message); });
     // Releases the tensors before wait() returns: its caller must then have the only references.
-    if (!failure) pipeline.let_go();
+    if (!failure) pipeline.free_memory();
     lock.lock();
     pipeline.is_over_ = !failure;
   }

@@ -58,7 +58,7 @@ class ReductionPipeline {
   std::optional<MessageFailure> run(const Wait& wait);
   std::optional<MessageFailure> receive(size_t chunk);
   std::optional<MessageFailure> publish(size_t chunk);
-  void let_go();
+  void free_memory();
   size_t ahead() const { return received_.size(); }
 
   const int rank_, world_;

@@ -382,7 +382,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
                    " s: that process has stopped, or its host is gone"),
           false);
     } else if (is_late) {
-      end(c10::str("timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s; ", watch_.who_waits()),
+      end(c10::str("timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s; ", watch_.waiting_ranks()),
           false);
     } else if (is_new) {
       watch_.begin_wait();

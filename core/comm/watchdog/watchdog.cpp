@@ -147,7 +147,7 @@ std::string Watchdog::explanation() {
   return found.value_or("");
 }
 
-std::string Watchdog::who_waits() {
+std::string Watchdog::waiting_ranks() {
   std::vector<int> others;
   for (int rank = 0; rank < size_; ++rank)
     if (rank != rank_) others.push_back(rank);

@@ -113,7 +113,7 @@ class Watchdog {
   WaitRegistry& waits() noexcept;  // of this rank in all groups
 
   // Returns the ranks that wait and those that do not, for the error of a timeout; "" if the store does not answer.
-  std::string who_waits();
+  std::string waiting_ranks();
 
   // How long the thread's current call of the store has been unanswered.
   std::chrono::milliseconds unanswered();
