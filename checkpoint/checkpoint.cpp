@@ -133,6 +133,7 @@ constexpr int kMostReplacements = 20;  // of one load: without locks, a job may 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
   Communicator& comm = *state.model.comm();
+  comm.require_values(what);
   std::vector<std::string> lines{"directory " + dir.string(), "strict " + std::to_string(options.strict),
                                  "convert_dtypes " + std::to_string(options.convert_dtypes),
                                  "rng " + std::to_string(options.rng)};
@@ -187,6 +188,7 @@ std::string list_newest_first(Communicator& comm, const fs::path& folder) {
 
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
+  comm.require_values("loading the newest checkpoint in '" + folder.string() + "'");
   SaveJob::await_save_before(state.model.comm());
   constexpr int kMostListings = 1000;
   std::string listing = list_newest_first(comm, folder);

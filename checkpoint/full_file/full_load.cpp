@@ -174,6 +174,7 @@ SavedTensors internal::find_full_tensors(const fs::path& given) {
 void load_full(const fs::path& path, ModelShards& model, const LoadOptions& options) {
   const std::string what = "loading " + path.string();
   Communicator& comm = *model.comm();
+  comm.require_values(what);
   require_agreement(comm, "which file to load", {"path " + path.string()});
   Manifest manifest;
   on_all_ranks(comm, what, [&] { manifest.saved = find_full_tensors(path); });

@@ -242,6 +242,7 @@ void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& 
 void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& options) {
   const at::NoGradGuard no_grad;
   Communicator& comm = *model.comm();
+  comm.require_values("saving the file '" + file.string() + "'");
   require_agreement(comm, "where to save the model",
                     {"file " + file.string(), "max_file_bytes " + std::to_string(options.max_file_bytes)});
   const auto find_tag = [&] {

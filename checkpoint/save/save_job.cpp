@@ -66,6 +66,7 @@ SaveJob::SaveJob(fs::path dir, std::shared_ptr<Communicator> comm, const SaveOpt
 
 std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options) {
+  comm->require_values("saving the checkpoint '" + dir.string() + "'");
   std::shared_ptr<SaveJob> job(new SaveJob(dir, comm, options));
   std::shared_ptr<SaveJob> before;
   std::shared_ptr<Removal> removal;

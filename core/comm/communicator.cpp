@@ -322,7 +322,7 @@ at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what
 }
 
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
-  if (size_ > 1) require_other_ranks("the colors of a split");
+  if (size_ > 1) require_values("the colors of a split");
   c10::InferenceMode quiet;
   const at::Tensor own = at::tensor({color, key}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   const at::Tensor all = gather_to_host(*this, own, "the colors of a split");

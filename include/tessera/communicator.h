@@ -65,6 +65,8 @@ class CommunicatorBackend {
   virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
   // Whether start() takes Collective::pieces.
   virtual bool takes_pieces() const { return false; }
+  // Throws std::invalid_argument if tensors and other ranks have no values, which `what` needs (CountingCommunicator).
+  virtual void require_values(std::string_view /*what*/) const {}
 
  protected:
   CommunicatorBackend();
@@ -80,8 +82,6 @@ class CommunicatorBackend {
                                                   int position) = 0;
   // Throws CommError if a completed operation was aborted. With `all`, waits for all operations first.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
-  // Throws if this group cannot provide other ranks' values, which `what` needs (CountingCommunicator).
-  virtual void require_other_ranks(std::string_view /*what*/) const {}
 
   // For start() and other calls that block: see refuse_second_thread().
   SingleThreadChecker& single_thread_checker() { return *single_thread_checker_; }

@@ -105,9 +105,9 @@ std::shared_ptr<Communicator> CountingCommunicator::make_part(const std::string&
                                std::make_shared<const std::vector<int>>(std::move(in_world)), ranks_sharing_memory_));
 }
 
-void CountingCommunicator::require_other_ranks(std::string_view what) const {
-  throw std::invalid_argument("rank " + std::to_string(rank()) + " of a dry run has no other ranks to ask for " +
-                              std::string(what));
+void CountingCommunicator::require_values(std::string_view what) const {
+  throw std::invalid_argument("rank " + std::to_string(rank()) + " of a dry run has no values for " +
+                              std::string(what) + "; omit that in the dry run");
 }
 
 void CountingCommunicator::count_as_sent(const Collective& collective, int64_t bytes) {

@@ -16,8 +16,8 @@ namespace tessera::internal {
 // least bytes that a rank can send: each element once to each rank that needs it, and twice if it is reduced for all
 // ranks.
 //
-// Throws std::invalid_argument for operations that need other ranks' values: split() by color, because only split_by()
-// knows all colors. After abort(), every operation throws CommError with its reason.
+// Throws std::invalid_argument for operations that need values: checkpoints, and split() by color, because only
+// split_by() knows all colors. After abort(), every operation throws CommError with its reason.
 class CountingCommunicator : public Communicator {
  public:
   // `ranks_sharing_memory`: see DryRunOptions. Throws std::invalid_argument unless 0 <= rank < size.
@@ -25,13 +25,13 @@ class CountingCommunicator : public Communicator {
 
   bool is_lazy(int64_t full_numel) const override;
   bool takes_pieces() const override { return true; }  // as gloo does
+  void require_values(std::string_view what) const override;
 
  protected:
   Pending start(Collective collective) override;
   void abort_this(const std::string& reason) noexcept override;
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override;
-  void require_other_ranks(std::string_view what) const override;
 
  private:
   // `members`: ranks in the world; null: all.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <fstream>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/exported.h>
 #include <tessera/optim/fused_optimizers.h>
 #include <tessera/plan/timeline_page.h>
@@ -176,6 +177,35 @@ TEST(PlanErrors, NameWhatCannotBeRun) {
                   "ranks_sharing_memory is -1, expected 0 or more");
   expect_contains(error_of<std::logic_error>([&] { dry_run(none, [&](auto&) { dry_run(none, none); }); }),
                   "inside another");
+}
+
+// Also in a world of one, which could write a checkpoint of absent values.
+TEST(PlanErrors, NameCheckpoints) {
+  const TemporaryFolder folder;
+  struct Trained {
+    std::shared_ptr<FullyShardedDataParallel> model;
+    std::shared_ptr<torch::optim::Adam> optimizer;
+  };
+  const auto make = [](std::shared_ptr<Communicator> comm) {
+    Trained trained;
+    trained.model = std::make_shared<FullyShardedDataParallel>(torch::nn::Linear(4, 4), comm);
+    trained.optimizer = std::make_shared<torch::optim::Adam>(trained.model->parameters());
+    return trained;
+  };
+  const std::filesystem::path path = folder / "c";
+  using Use = std::function<void(Trained&)>;
+  const std::vector<std::pair<std::string, Use>> uses{
+      {"saving the checkpoint", [&](Trained& t) { save_checkpoint(path, *t.model, *t.optimizer); }},
+      {"saving the checkpoint", [&](Trained& t) { save_checkpoint_async(path, *t.model).wait(); }},
+      {"saving the file", [&](Trained& t) { save_full(path, *t.model); }},
+      {"loading " + path.string(), [&](Trained& t) { load_full(path, *t.model); }},
+      {"loading " + path.string(), [&](Trained& t) { load_checkpoint(path, *t.model, *t.optimizer); }},
+      {"loading the newest", [&](Trained& t) { load_newest_checkpoint(folder.path(), *t.model, *t.optimizer); }}};
+  for (const int world : {1, 4})
+    for (const auto& [what, use] : uses)
+      expect_contains(error_of<std::invalid_argument>([&] { dry_run(make, use, {.world_size = world}); }),
+                      "rank 0 of a dry run has no values for " + what);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(PlanErrors, ValuesThatAreNotThereAreZeroAndListed) {
