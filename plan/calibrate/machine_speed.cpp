@@ -167,7 +167,7 @@ double flop_per_s_of_text(const std::string& text) {
 }
 
 double seconds_of_text(const std::string& text) {
-  static const std::map<std::string_view, double> units = {{"", 1}, {"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
+  static const std::map<std::string_view, double> units = {{"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
   return known(quantity_of_text(text, units), text, "a time with a unit, as 10us");
 }
 

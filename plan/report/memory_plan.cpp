@@ -150,7 +150,8 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
         "\nWith offload the host's Adam and copies take time that is not predicted: no step, no tokens/s, and such a "
         "choice is recommended only where no other fits.\n";
   if (machines.copies)
-    text += "\nCopies are in host memory: this rank's part and those of " + counted(*machines.copies, "other rank") +
+    text += "\nCopies are in host memory: this rank's part and those of " +
+            counted(std::min(*machines.copies, machines.ranks - 1), "other rank") +
             ", of two steps. After the loss of ranks, three steps, of larger parts.\n";
   if (best >= 0 && (plans[static_cast<size_t>(best)].choice.offload || machines.copies) &&
       machines.host_memory_bytes == 0)

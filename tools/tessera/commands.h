@@ -1,5 +1,7 @@
 #pragma once
 
+#include <boost/optional.hpp>
+
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -40,7 +42,7 @@ struct Arguments {
   int copies = -1;             // plan: of an elastic run; -1: no elastic run
   bool search = false;         // plan: further options
   std::string html;            // plan: the page to write
-  int draw = 0;                // plan: the line of the table to draw; 0: the recommended one
+  boost::optional<int> draw;   // plan: the line of the table to draw; none: the recommended one
   std::string measured;        // plan: a trace of a real run to draw beside it
   SpeedArguments speed;        // plan
   std::filesystem::path out;   // calibrate

@@ -130,13 +130,13 @@ int plan(const Arguments& arguments) {
   if (!missing.empty())
     notes += "No times of steps, because these are not known: " + missing +
              ". --gpu NAME knows a card's, --speed FILE those that `tessera calibrate` measured.\n";
-  if (arguments.html.empty() && (arguments.draw != 0 || !arguments.measured.empty()))
+  if (arguments.html.empty() && (arguments.draw || !arguments.measured.empty()))
     throw std::invalid_argument("--draw and --measured are of the page: --html is missing");
-  if (arguments.draw < 0 || arguments.draw > std::ssize(plans))
-    throw std::invalid_argument("--draw is " + std::to_string(arguments.draw) +
+  if (arguments.draw && (*arguments.draw < 1 || *arguments.draw > std::ssize(plans)))
+    throw std::invalid_argument("--draw is " + std::to_string(*arguments.draw) +
                                 ", expected a line of the table, 1 to " + std::to_string(plans.size()));
   // If no plan fits, this is the smallest one.
-  const int first = arguments.draw > 0 ? arguments.draw - 1 : by_preference(plans, machines).front();
+  const int first = arguments.draw ? *arguments.draw - 1 : by_preference(plans, machines).front();
   if (!arguments.html.empty()) draw(arguments, *model, plans[static_cast<size_t>(first)], machines, notes);
   if (!arguments.json) {
     std::printf("%s", notes.c_str());

@@ -114,7 +114,7 @@ void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
 double bytes_per_s_of_text(const std::string& text);
 // Parses "300e12", "300TFLOP/s", "300TFLOPS". Throws std::invalid_argument.
 double flop_per_s_of_text(const std::string& text);
-// Parses "10us", "2ms". Throws std::invalid_argument.
+// Parses "10us", "2ms". Throws std::invalid_argument, also without a unit.
 double seconds_of_text(const std::string& text);
 
 }  // namespace tessera
