@@ -185,7 +185,8 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // started, including this function: see launched().
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
-// Whether a launcher's environment is set, so that init() would join a group.
+// Whether a launcher's environment is set, so that init() would join a group. Also true if it is set in part or wrong:
+// init() then throws, with the variable's name.
 bool launched();
 
 // Returns the signal that asks this program to stop, 0 if there is none: SIGINT, SIGTERM, or SIGUSR1 (Slurm's --signal)

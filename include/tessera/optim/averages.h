@@ -9,8 +9,8 @@ class Averages {
  public:
   virtual ~Averages() = default;
   // Replaces the parameters by their averages until the scope ends, then restores their bits. Allocates a copy of the
-  // parameters that this rank steps. Under OSS, both the call and the end of the scope are collective. Throws
-  // std::logic_error if a scope is already open, and under OSS if the optimizer keeps no averages.
+  // parameters that this rank steps. The optimizer must outlive the scope. Under OSS, both ends of the scope are
+  // collective. Throws std::logic_error if a scope is already open, and under OSS if the optimizer keeps no averages.
   virtual ScopeExit swap_in_averages() = 0;
   // Whether a scope is open; step() must not be called then.
   virtual bool are_swapped_in() const = 0;

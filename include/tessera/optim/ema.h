@@ -48,9 +48,9 @@ class Ema : public ModelShards {
   void update();
   int64_t updates() const { return updates_.item<int64_t>(); }  // number of updates
 
-  // Replaces the parameters by their averages until the scope ends, then restores them. Allocates a copy of the
-  // parameters that this rank holds. Is collective if ranks hold equal parameters: one all-gather for each parameter;
-  // the end of the scope is not. Throws std::logic_error if a scope is already open.
+  // Replaces the parameters by their averages until the scope ends, then restores them. This object must outlive the
+  // scope. Allocates a copy of the parameters that this rank holds. Is collective if ranks hold equal parameters: one
+  // all-gather for each parameter; the end of the scope is not. Throws std::logic_error if a scope is already open.
   ScopeExit swap_in();
 
   // Returns the model and its averages as one: "ema.<name>" for each average, and the buffer "ema.updates". Valid as
