@@ -4,12 +4,15 @@ trains GPT-2 on padded examples as Python does. `make interop` runs this.
     tools/python.sh --with peft tests/exported/finetune_test.py build/release/examples/finetune
 """
 
+import contextlib
+import io
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +26,17 @@ SETTINGS = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden
                 num_key_value_heads=2, max_position_embeddings=64)
 
 
+def export_error(folder, *arguments):
+    """Runs tools/export_model.py in `folder` and in this process, because torch and transformers take 8 s to import.
+    Returns the text of its error, or None."""
+    with (contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()),
+          unittest.mock.patch.object(sys, "argv", ["export_model.py", *map(str, arguments)])):
+        try:
+            return export_model.main()
+        except SystemExit as error:
+            return error.code
+
+
 class Finetune(unittest.TestCase):
     def setUp(self):
         self.temporary = tempfile.TemporaryDirectory()
@@ -34,9 +48,7 @@ class Finetune(unittest.TestCase):
 
     def export(self, *options, model="config:llama", settings=SETTINGS):
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        done = subprocess.run([sys.executable, ROOT / "tools/export_model.py", model, self.folder / "model.pt2",
-                               *sets, *options], capture_output=True, text=True)
-        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIsNone(export_error(self.folder, model, self.folder / "model.pt2", *sets, *options))
 
     def train(self, out, *options):
         """Returns the losses by step, and the trained model's values."""
@@ -65,11 +77,9 @@ class Finetune(unittest.TestCase):
                 ("config:llama", "m.pt2", ("--set", "layers"), "--set layers: expected KEY=VALUE"),
                 ("config:llama", "m.pt2", ("--batch", "1"), "--batch is 1, expected 2 or more"),
                 ("config:llama", "m.pt2", ("--static", "width"), "--static width: expected batch or sequence")):
-            done = subprocess.run([sys.executable, ROOT / "tools/export_model.py", model, archive, *options],
-                                  cwd=self.folder, capture_output=True, text=True)
-            self.assertEqual(done.returncode, 1, model)
-            self.assertTrue(done.stderr.startswith("export_model.py: "), done.stderr)
-            self.assertIn(reason, done.stderr)
+            error = export_error(self.folder, model, archive, *options)
+            self.assertTrue(error.startswith("export_model.py: "), error)
+            self.assertIn(reason, error)
             self.assertFalse((self.folder / "m.pt2").exists())
 
     def test_goes_on_as_if_it_had_not_stopped(self):
