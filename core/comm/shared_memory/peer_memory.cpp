@@ -134,7 +134,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
   for (int peer = 0; reaches_all && peer < ranks; ++peer)
     reaches_all = PeerMemory::Process(board->member(peer)).is_reached();
   if (!all_agree(notices, "reaches", host, reaches_all)) return nullptr;
-  if (self == 0) board->close_fd();
+  if (self == 0) board->close_file();
   return board;
 }
 

@@ -1,12 +1,8 @@
 #include "core/comm/shared_memory/shared_board.h"
 
-#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
-#include <sys/random.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,7 +12,6 @@
 #include <ctime>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -37,8 +32,6 @@ size_t bytes_before_rounds(size_t header_bytes, int ranks) {
 size_t bytes_for(size_t header_bytes, int ranks) {
   return bytes_before_rounds(header_bytes, ranks) + SharedRoundsPlan(ranks).bytes();
 }
-
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
 void initialise(pthread_mutex_t& mutex) {
   pthread_mutexattr_t attributes;
@@ -99,24 +92,9 @@ class ChannelLock {
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share them");
 
 std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
-  // A larger file would end the process by SIGXFSZ.
-  if (rlimit files{}; ::getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < bytes_for(sizeof(Header), ranks)) {
-    errno = EFBIG;
-    fail("the limit of the size of files (ulimit -f)");
-  }
-  const int fd = ::memfd_create("tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) fail("memfd_create");
-  if (::ftruncate(fd, static_cast<off_t>(bytes_for(sizeof(Header), ranks))) != 0 ||
-      ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    const int error = std::exchange(errno, 0);
-    ::close(fd);
-    errno = error;
-    fail("ftruncate");
-  }
-  std::shared_ptr<SharedBoard> board(new SharedBoard(fd, ranks));
-  Header& header = board->header();
-  if (::getrandom(header.number, sizeof(header.number), 0) != sizeof(header.number)) fail("getrandom");
-  header.ranks = ranks;
+  auto file = MemoryFile::create_fixed("tessera", static_cast<int64_t>(bytes_for(sizeof(Header), ranks)));
+  std::shared_ptr<SharedBoard> board(new SharedBoard(std::move(file), ranks));
+  board->header().ranks = ranks;
   for (int from = 0; from < ranks; ++from)
     for (int to = 0; to < ranks; ++to)
       if (from != to) initialise(board->channel(from, to).mutex);
@@ -126,57 +104,31 @@ std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
   return board;
 }
 
-std::string SharedBoard::notice() const {
-  const Header& own = header();
-  return c10::str(::getpid(), ' ', fd_, ' ', own.number[0], ' ', own.number[1]);
-}
-
 std::shared_ptr<SharedBoard> SharedBoard::open(const std::string& notice, int ranks) {
-  std::istringstream text(notice);
-  pid_t pid = 0;
-  int fd = -1;
-  uint64_t number[2];
-  if (!(text >> pid >> fd >> number[0] >> number[1])) throw std::runtime_error("no board");
   std::shared_ptr<SharedBoard> board;
-  if (pid == ::getpid()) {
+  {
     // Threads must share one mapping: ThreadSanitizer orders accesses by address.
     std::lock_guard lock(boards_mutex);
     const auto found = boards().find(notice);
     if (found != boards().end()) board = found->second.lock();
-  } else {
-    const std::string path = c10::str("/proc/", pid, "/fd/", fd);
-    const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (own < 0) fail(path.c_str());
-    struct stat file {};
-    if (::fstat(own, &file) == 0 && file.st_size == static_cast<off_t>(bytes_for(sizeof(Header), ranks)))
-      board.reset(new SharedBoard(own, ranks));
-    else
-      ::close(own);
-    if (board) board->close_fd();
   }
-  const bool is_meant =
-      board && board->header().ranks == ranks && std::equal(number, number + 2, board->header().number);
-  if (!is_meant) throw std::runtime_error("no board of these ranks");
+  if (!board) {
+    board.reset(new SharedBoard(MemoryFile::open(notice, O_RDWR), ranks));
+    board->close_file();
+  }
+  if (board->header().ranks != ranks) throw std::runtime_error("no board of these ranks");
   return board;
 }
 
-SharedBoard::SharedBoard(int fd, int ranks) : fd_(fd), ranks_(ranks), bytes_(bytes_for(sizeof(Header), ranks)) {
-  void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-  if (base == MAP_FAILED) {
-    close_fd();
-    fail("mmap");
-  }
+SharedBoard::SharedBoard(MemoryFile file, int ranks)
+    : file_(std::move(file)), ranks_(ranks), bytes_(bytes_for(sizeof(Header), ranks)) {
+  if (!file_.is_fixed_at(static_cast<int64_t>(bytes_))) throw std::runtime_error("no board of these ranks");
+  void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_.descriptor(), 0);
+  if (base == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
   base_ = static_cast<std::byte*>(base);
 }
 
-SharedBoard::~SharedBoard() {
-  ::munmap(base_, bytes_);
-  close_fd();
-}
-
-void SharedBoard::close_fd() {
-  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-}
+SharedBoard::~SharedBoard() { ::munmap(base_, bytes_); }
 
 SharedBoard::Member& SharedBoard::member(int rank) const {
   return reinterpret_cast<Member*>(base_ + sizeof(Header))[rank];

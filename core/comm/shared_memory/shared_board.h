@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "core/memory/memory_file.h"
 #include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
@@ -18,7 +19,7 @@ namespace tessera::internal {
 // Shared memory in which the ranks of one host announce messages to each other. It has a member for each rank, and
 // slots for each ordered pair of ranks. It is plain data, zero at first except for the locks. It is a memfd, which
 // leaves no file behind; other ranks open it through /proc, where the kernel requires the permission to read the
-// process's memory. A random number identifies it. Ranks that are threads of one process share one mapping.
+// process's memory. Ranks that are threads of one process share one mapping.
 //
 // A process may be stopped at any point, so every wait here has a deadline.
 class SharedBoard {
@@ -62,7 +63,7 @@ class SharedBoard {
     Slot slots[kSlots];
   };
 
-  // Makes a board for that many ranks. Throws std::system_error.
+  // Makes a board for that many ranks. Throws std::runtime_error if the system or `ulimit -f` refuses its memory.
   static std::shared_ptr<SharedBoard> create(int ranks);
   // Opens the board that has this notice, of this process or another one. Throws std::runtime_error if it cannot be
   // opened, or is not a board of that many ranks.
@@ -71,8 +72,8 @@ class SharedBoard {
   SharedBoard(const SharedBoard&) = delete;
   SharedBoard& operator=(const SharedBoard&) = delete;
 
-  std::string notice() const;  // the argument of open()
-  void close_fd();             // called when all ranks have opened the board
+  std::string notice() const { return file_.notice(); }  // the argument of open()
+  void close_file() { file_ = MemoryFile(); }            // called when all ranks have opened the board
   int ranks() const { return ranks_; }
   Member& member(int rank) const;
   Channel& channel(int from, int to) const;
@@ -137,15 +138,14 @@ class SharedBoard {
  private:
   // The first bytes of the memory.
   struct alignas(64) Header {
-    uint64_t number[2];
     int32_t ranks;
     alignas(64) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> listeners, waits_for_room;
   };
-  SharedBoard(int fd, int ranks);
+  SharedBoard(MemoryFile file, int ranks);
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
 
-  int fd_;
+  MemoryFile file_;
   const int ranks_;
   const size_t bytes_;
   std::byte* base_;
