@@ -157,7 +157,7 @@ std::vector<Setup> fsdp_setups();
 std::vector<Setup> replicated_setups();  // stages 0 to 2
 
 // Returns the worlds at which the setup plays the running test: in the full matrix all, else one of 2, 3 and 4. One in
-// four loops is also played at 1. Setups that take turns play one in four loops, and no world of 1.
+// four loops is also played at 1, but not with sanitizers or by setups that take turns. Empty for half of the loops.
 std::vector<int> worlds_of(const Setup& setup);
 
 // The result of a loop that one process and the setup's ranks have run.
