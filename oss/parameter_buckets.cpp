@@ -255,7 +255,7 @@ int64_t ParameterBuckets::add_owned(const Bucket& bucket, std::vector<at::Tensor
 
 void ParameterBuckets::finish(std::vector<PendingGather>& gathers) {
   at::NoGradGuard no_grad;
-  for (PendingGather& flight : gathers) finish(gather);
+  for (PendingGather& gather : gathers) finish(gather);
 }
 
 }  // namespace tessera::internal
