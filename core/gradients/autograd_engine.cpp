@@ -14,11 +14,11 @@ namespace tessera::internal {
 namespace {
 
 using torch::autograd::Engine;
-using NodePointer = decltype(torch::autograd::Edge::function);  // its type depends on libtorch's version
+using NodePointer = decltype(torch::autograd::Edge::function);  // the type of the pointer depends on libtorch's version
 
-// libtorch's engine, except that a failed pass drops its callbacks before backward() throws. On a device libtorch drops
-// them at any later time. Then a callback's token could mark gradients as lost after the caller's zero_grad(), which we
-// cannot detect. CPU passes run on the caller's thread and need no such engine.
+// Behaves as libtorch's engine, but destroys the callbacks of a failed pass before backward() throws. On a device,
+// libtorch's engine destroys them at an arbitrary later time. A callback's token could then mark gradients as lost
+// after the caller's zero_grad(). CPU passes run on the caller's thread and do not need this engine.
 class PunctualEngine final : public Engine {
  public:
   void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
@@ -28,19 +28,19 @@ class PunctualEngine final : public Engine {
       std::lock_guard lock(task->final_callbacks_lock_);
       dropped.swap(task->final_callbacks_);
     }
-    dropped.clear();  // with their tokens
+    dropped.clear();  // destroys the callbacks, and the tokens that they own
     Engine::thread_on_exception(task, node, error);
   }
 };
 
-// In a process without devices this is libtorch's own engine. Must be chosen before the first backward: libtorch starts
-// the threads of devices once in a process, for the engine that runs it, and an engine that is set later has none.
+// Returns libtorch's own engine in a process without CUDA. libtorch starts device threads once in a process, for the
+// engine of the first backward. So the engine must be set before that; a later one would have no threads.
 Engine& engine_of_process() {
   static Engine& engine = at::globalContext().hasCUDA() ? *new PunctualEngine : Engine::get_base_engine();
-  return engine;  // a leak: its threads outlive main()
+  return engine;  // PunctualEngine is leaked on purpose: its threads outlive main()
 }
 
-// Does nothing if another library, such as Python, has set an engine.
+// Sets the engine of this process, unless another library, such as PyTorch for Python, has set its own.
 [[maybe_unused]] const bool kHasSetEngine = [] {
   const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
   if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine_of_process);

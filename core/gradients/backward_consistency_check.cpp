@@ -37,7 +37,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     own = read(report);
   } else {
     const std::string subject = std::string(kSubject) + ", in this one or a few before";
-    if (must_know) {  // known on this rank
+    if (must_know) {  // ranks may take different branches: reading a report is not collective
       report.require_alike(subject);
       own.used = read(report).used;
     } else {
@@ -45,12 +45,12 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     }
     late_reports_.look();
   }
-  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // torch::autograd::grad() uses none
+  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // false if only autograd::grad() ran
   if (options_.is_static && is_any_used) first_ = own;
   return own;
 }
 
-// A replay cannot exchange the use of parameters, so each must be used.
+// Throws if a parameter of a bucket had no gradient, because replays cannot exchange the use of parameters.
 void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
   for (const GradientBucket& bucket : buckets_)
     for (const size_t i : bucket.members)
@@ -61,14 +61,14 @@ void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
                                              "one, so use it, or freeze whole units"));
 }
 
-// Called when fingerprints differ. Returns if only the uncompared entries differ in a way that is allowed. Collective.
+// Called if fingerprints differ. Throws unless ranks differ only in failed forwards or empty gradients. Collective.
 void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   const CollectiveLog::Uncompared& own = log_.uncompared();
   std::ostringstream text;
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;
   uint64_t first = 0;
-  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // numbers of forwards; some forwards failed
+  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // most completed and fewest begun forwards of a rank
   std::vector<std::string> kept;
   for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
     std::istringstream words(of_rank);
@@ -81,12 +81,12 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   }
   if (!is_alike || most > least) {
     require_agreement(*mesh_.world, kSubject, log_.lines());
-    report.require_alike(kSubject);  // the log has dropped the entries that differ
+    report.require_alike(kSubject);  // reached if the logs have dropped the entries that differ
   }
   require_same_gradients(kept);
 }
 
-// Compares each rank's kept gradients, pass by pass.
+// Throws if a parameter of any pass kept a gradient on one rank and none on another. kUnknown matches both.
 void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::string>& of_ranks) const {
   for (size_t i = 0; i < of_ranks[0].size(); ++i) {
     const auto rank_with = [&](char kept) {
@@ -102,8 +102,8 @@ void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::str
   }
 }
 
-// The numbers whose maxima over ranks are exchanged: whether a parameter was used, whether a bucket had recomputed
-// gradients and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
+// Returns the numbers whose maxima over ranks are exchanged. By parameter: 1 if used. By bucket: 1 if it had recomputed
+// gradients. With refuse_uneven_use, by parameter: 0 if used, else size - rank, which is largest for the lowest rank.
 std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
   numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());
@@ -130,7 +130,7 @@ void BackwardConsistencyCheck::check_even_use(const int64_t* missing_by, const P
                                     ", but had one on others (refuse_uneven_use)");
 }
 
-// With a static graph each rank compares its use with the first pass.
+// With a static graph, throws if this pass used a parameter or recomputed a bucket that the first pass did not.
 void BackwardConsistencyCheck::require_first_use(const PassUse& own) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
     if (own.recomputed[bucket] && !first_.recomputed[bucket])

@@ -13,19 +13,19 @@
 
 namespace tessera::internal {
 
-// The ranks' consistency check at the end of a pass. One small all-reduce, whose size does not depend on the number of
-// ranks, exchanges the used parameters and a fingerprint of all collectives since the last check. Fingerprints must be
-// equal. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
-//
-// On a device the host blocks only for results that it needs now. A rank that lacks a gradient waits for the result. A
-// rank with all gradients reads the result in a later pass. All ranks must then have recomputed gradients for the same
-// buckets. While work is recorded for replays (CapturedWork) nothing is exchanged, and every parameter must have a
-// gradient. Used by one thread at a time.
+// Compares the work of all ranks at the end of a backward pass. One small all-reduce exchanges the used parameters, and
+// a fingerprint of the collectives since the last check. Its size does not depend on the number of ranks. The
+// fingerprints must be equal. With a static graph only the first pass is exchanged, and each rank compares its later
+// passes with that pass.
+// On a device, the host blocks only for results that it needs now. A rank that lacks a gradient blocks for the result.
+// A rank with all gradients reads the result in a later pass. No rank then learns of the others' recomputed gradients,
+// so all ranks must have them for the same buckets. While work is recorded for replays (CapturedWork), nothing is
+// exchanged, and every parameter must have a gradient. Used by one thread at a time.
 class BackwardConsistencyCheck {
  public:
   struct Options {
-    bool refuse_uneven_use = false;  // see FsdpOptions
-    bool is_static = false;          // see ReducerOptions
+    bool refuse_uneven_use = false;  // see FsdpOptions::refuse_uneven_use
+    bool is_static = false;          // see ReducerOptions::is_static
   };
   // All references must outlive the check. After the buckets change, forget_first_pass() must be called.
   BackwardConsistencyCheck(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
@@ -34,10 +34,10 @@ class BackwardConsistencyCheck {
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the use by any rank. Calls `meanwhile` once, during the exchange; it returns whether this rank must know
-  // the other ranks' use now. Collective. Throws CommError. Throws std::invalid_argument on all ranks if their
-  // collectives differ, or if refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph
-  // has changed.
+  // Returns the parameters and buckets that any rank used. Calls `meanwhile` once, during the exchange. `meanwhile`
+  // returns whether this rank needs the other ranks' use now; if not, the result on a device has this rank's use only.
+  // Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives differ, or if
+  // refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:
@@ -54,8 +54,8 @@ class BackwardConsistencyCheck {
   const Mesh& mesh_;
   const CollectiveLog& log_;
   const Options options_;
-  LateReports late_reports_;  // of earlier passes, on a device
-  PassUse first_;             // of the first pass, with a static graph
+  LateReports late_reports_;  // on a device: reports of earlier passes, not read yet
+  PassUse first_;             // with a static graph: the use in the first pass; else empty
 };
 
 }  // namespace tessera::internal

@@ -26,7 +26,7 @@ struct BackwardPass::Token {
     }
   }
   const std::weak_ptr<BackwardPass> pass;
-  const std::string gone;  // an error
+  const std::string gone;  // the error if the wrapper was destroyed during the pass
   bool is_over = true;     // false while the engine owns the token
 };
 
@@ -52,7 +52,7 @@ void BackwardPass::fail_backward() const noexcept {
   if (!inside_backward()) return;
   try {
     at_end_of_backward([gone = gone_text(name())] { throw std::logic_error(gone); });
-  } catch (const std::exception& error) {  // lack of memory
+  } catch (const std::exception& error) {  // no memory for the callback
     warn(error.what());
   }
 }

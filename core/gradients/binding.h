@@ -15,8 +15,8 @@
 
 namespace tessera::internal {
 
-// Wraps a callback that may outlive its object. The result calls `call(object, ...)`, or `gone(...)` once the object is
-// destroyed.
+// Returns a callback that may outlive the object of `weak`. The callback calls `call(object, ...)`, or `gone(...)` once
+// the object was destroyed.
 template <class Object, class Call, class Gone>
 auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
   return [weak = std::move(weak), call = std::move(call), gone = std::move(gone)](const auto&... arguments) {
@@ -29,7 +29,7 @@ auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
 // user made to the parameters since they were wrapped. Used by one thread at a time.
 //
 // torch::load(), module.to(), set_data() and changes of dtype make autograd drop a parameter's gradient accumulator,
-// and the hook with it. So hook() must be called before each graph is recorded; it hooks such a parameter again.
+// and the hook with it. hook() hooks such a parameter again, so it must be called before each graph is recorded.
 class Binding {
  public:
   // `who` and `rank` are for errors. require_nothing_new() accepts all parameters that the module has now.
@@ -40,36 +40,36 @@ class Binding {
   const at::Tensor& tensor(size_t parameter) const { return parameters_[parameter].tensor; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
 
-  // Called with each gradient before autograd accumulates it, on the engine's thread. Returns the gradient that
-  // autograd must accumulate; undefined for none.
+  // A callback that gets each gradient before autograd accumulates it, on the engine's thread. Returns the gradient
+  // that autograd must accumulate instead; undefined if it must accumulate none.
   using Take = std::function<at::Tensor(size_t parameter, const at::Tensor& gradient)>;
   void set_take(Take take) { take_ = std::move(take); }
 
-  // Hooks a parameter that requires a gradient and has no hook of ours. Must not be called in a backward.
+  // Hooks a parameter that requires a gradient and has no hook of this object. Must not be called in a backward.
   void hook(size_t parameter);
   void hook_all();
-  // Makes autograd run the hooks on the current stream of the parameters' devices. Autograd runs a hook on the stream
-  // of its creation, which cannot be captured if it is the default one. Must not be called in a backward.
+  // Makes autograd run the hooks on the current stream of the parameters' devices. By default a hook runs on the stream
+  // on which it was made; the default stream cannot be captured. Must not be called in a backward.
   void move_hooks_to_current_stream();
 
   // Throws std::logic_error, naming the parameter, if a parameter was added to the module after it was wrapped.
   void require_nothing_new() const;
 
-  // Throws std::logic_error if dtype, shape or device of a parameter have changed since it was wrapped.
+  // Throws std::logic_error if the parameter's dtype, shape or device has changed since it was wrapped.
   void require_same_kind(size_t parameter) const;
 
-  // Throws std::logic_error if the parameter has a hook that runs after its gradient is accumulated
-  // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator): with set_take() there is none.
+  // Throws std::logic_error if the parameter has a hook that runs after its gradient is accumulated: one of
+  // set_post_acc_grad_hooks(), or of its accumulator's add_post_hook(). Such a hook would run before ranks average.
   void require_no_hook_after(size_t parameter) const;
 
-  // "DistributedDataParallel on rank 1"
+  // Returns the wrapper and the rank, for errors: "DistributedDataParallel on rank 1".
   std::string owner() const { return who_ + " on rank " + std::to_string(rank_); }
-  // "parameter 'fc.weight' on rank 1"
+  // Returns the name of a parameter, for errors: "parameter 'fc.weight' on rank 1".
   std::string label(size_t parameter) const;
 
-  // Records the version of each parameter, to detect operators in forward that change one.
+  // Records the version of each parameter, to detect operators in forward that change a parameter.
   void note_versions();
-  // Throws std::logic_error, naming the first parameter that changed since (for example an Embedding's with max_norm).
+  // Throws std::logic_error with the name of a parameter that changed since note_versions() (by Embedding's max_norm).
   void require_same_versions(const char* during) const;
 
  private:
@@ -82,7 +82,7 @@ class Binding {
   std::vector<TensorSignature> kinds_;
   std::unordered_set<const c10::TensorImpl*> known_;
   Take take_;
-  std::vector<Accumulator> accumulators_;  // autograd itself holds them only weakly
+  std::vector<Accumulator> accumulators_;  // autograd itself has only weak references
   std::vector<int64_t> versions_;
 };
 

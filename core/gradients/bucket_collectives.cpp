@@ -14,12 +14,12 @@ namespace tessera::internal {
 
 namespace {
 
-// Collectives send complex numbers as pairs of real ones.
+// Returns a complex tensor as a flat view of real numbers, which collectives can send; any other tensor unchanged.
 at::Tensor travelling(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
 }
 
-// Returns the first part in a form that a collective can sum.
+// Returns the first part in the dtype in which the collective sums. Encodes it into `wire` if the codec requires it.
 at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   const at::Tensor& full = reduction.content.parts[0].values;
   if (codec.is_identity()) return travelling(full);
@@ -28,7 +28,7 @@ at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   return reduction.wire.view(*codec.sum_dtype());
 }
 
-// Returns memory for the result: the content's own, if it was allocated for the result.
+// Returns memory for the result: that of the first part if it was allocated for the result, else new memory.
 at::Tensor room_for(const PendingReduction& reduction, const GradientBucket& plan) {
   const BucketContent::Part& first = reduction.content.parts[0];
   return first.memory == BucketContent::Memory::kResult ? first.values : plan.result->room(plan.dtype);
@@ -85,7 +85,7 @@ Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const Gra
   return reduce_scatter_pieces(*mesh_.shard, travelling(reduction.target()), std::move(pieces), op(), plan.name);
 }
 
-// Exchanges encoded values by an all-to-all: each rank gets its shard's, or all if it is the owner.
+// Exchanges encoded values by an all-to-all. A rank gets the values of its shard; with owners, the owner gets all.
 Pending BucketCollectives::exchange_encoded(PendingReduction& reduction, const GradientBucket& plan) {
   const int world = mesh_.shard->size(), rank = mesh_.shard->rank();
   const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;

@@ -17,12 +17,12 @@ namespace tessera::internal {
 
 // The settings of GradientReducer that depend on the wrapper.
 struct ReducerOptions {
-  bool refuse_uneven_use = false;  // see FsdpOptions
+  bool refuse_uneven_use = false;  // see FsdpOptions::refuse_uneven_use
   bool check_finite = false;
-  bool backend_all_reduce = false;  // see DdpOptions
-  bool is_static = false;           // every pass has gradients for the same parameters: only the first is exchanged
-  size_t in_flight = 2;             // reductions in flight: one is sent while the next bucket fills
-  size_t max_lazy_in_flight = 2;    // if they progress only in wait(): a rank can be ahead of its peers by as many
+  bool backend_all_reduce = false;  // see DdpOptions::backend_all_reduce
+  bool is_static = false;           // all passes use the same parameters, so only the first exchanges the use
+  size_t in_flight = 2;             // limit of reductions in flight: one is sent while the next bucket fills
+  size_t max_lazy_in_flight = 2;    // limit of lazy reductions in flight, which progress only in wait()
   // A gradient of at least this many bytes may be reduced from autograd's memory. Copying a smaller one into its bucket
   // costs less than one more message.
   int64_t zero_copy_bytes = int64_t{256} << 10;
@@ -31,37 +31,37 @@ struct ReducerOptions {
   CountedBuffers* staging = nullptr;
 };
 
-// The reduction in flight of a bucket's content.
+// A reduction of one bucket's content, in flight.
 struct PendingReduction {
   size_t bucket;
   BucketContent content;
-  at::Tensor wire{};      // the encoded bytes that this rank sends
-  at::Tensor received{};  // encoded parts of all ranks
-  at::Tensor reduced{};   // this rank's part; undefined if it gets none
-  at::Tensor staging{};   // on the device, for a result that is copied to the host
+  at::Tensor wire{};      // the encoded bytes that this rank sends; undefined if not encoded
+  at::Tensor received{};  // the encoded parts of all ranks; undefined if the collective sums
+  at::Tensor reduced{};   // this rank's part of the result; undefined if this rank gets none
+  at::Tensor staging{};   // device memory for a result that is copied to the host; else undefined
   Pending pending{};
   Copy copy{};
-  // The memory on the device that the collectives write to.
+  // The tensor on the communicator's device that receives the result.
   const at::Tensor& target() const { return staging.defined() ? staging : reduced; }
 };
 
-// Encodes the content of a bucket, starts the collective that its layout needs, and decodes the result. Used by one
-// thread at a time, with autograd off.
+// Encodes the content of a bucket, starts the collective that the bucket's layout needs, and decodes the result. Used
+// by one thread at a time, with autograd off.
 class BucketCollectives {
  public:
-  // All of these must outlive the object.
+  // All arguments must outlive this object.
   BucketCollectives(const Mesh& mesh, BucketMemory& memory, const ReducerOptions& options)
       : mesh_(mesh), memory_(memory), options_(options) {}
 
-  // Sets the divisor of sums over ranks; empty: the number of ranks.
+  // Sets the number by which ReductionQueue divides sums over ranks; empty: collectives compute averages.
   void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
   const std::optional<double>& divisor() const { return divisor_; }
 
-  // Starts to reduce over the ranks of a copy.
+  // Starts the reduction of the content over the ranks that share one copy of the model.
   void start(PendingReduction& reduction, const GradientBucket& plan);
-  // After the collective: leaves the average, or the sum if there is a divisor, and frees all other memory.
+  // Leaves the decoded result in target(): the average, or the sum if divisor() is set. Frees the other tensors.
   void decode(PendingReduction& reduction, const GradientBucket& plan) const;
-  // Starts to average the result over the copies of the model.
+  // Starts averaging target() over the copies of the model, or summing it if divisor() is set.
   void start_over_copies(PendingReduction& reduction, const GradientBucket& plan) const;
 
  private:

@@ -101,7 +101,7 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
     const int64_t begin = layout.offset(static_cast<int64_t>(member));
     const int64_t end_of_member = begin + layout.numel(static_cast<int64_t>(member));
     if (!between_members && !filled[member]) add_gap(begin, end_of_member);
-    if (!between_members || !filled[member]) continue;  // a gap before the next member includes this one
+    if (!between_members || !filled[member]) continue;  // the gap before the next filled member includes this member
     add_gap(end, begin);
     end = end_of_member;
   }

@@ -25,7 +25,7 @@ class BucketMemory {
     note_peak();
     return buffer;
   }
-  // Adds the bytes of borrowed gradients; negative when they are returned.
+  // Counts the bytes of borrowed gradients; `bytes` is negative when gradients are returned.
   void count_borrowed(int64_t bytes) {
     borrowed_bytes_ += bytes;
     note_peak();
@@ -44,27 +44,27 @@ class BucketMemory {
   int64_t peak_bytes_ = 0;
 };
 
-// The gradients of one bucket in a pass. Its owner allocates the memory.
+// The gradients of one bucket in a pass. GradientCollector, which owns the contents, allocates the memory.
 struct BucketContent {
   enum class Memory : uint8_t {
-    kBucket,    // BucketMemory's, or an adopted gradient's
+    kBucket,    // memory of BucketMemory, or of an adopted gradient
     kResult,    // memory of the bucket's `result`
-    kBorrowed,  // a gradient of autograd, which must not be written
+    kBorrowed,  // memory of autograd's gradient, which must not be written
   };
-  // A piece of the bucket.
+  // The values of one piece of the bucket (BucketRoute::pieces).
   struct Part {
     at::Tensor values;  // [numel of the piece] of the bucket's dtype; undefined until needed
     Memory memory = Memory::kBucket;
-    int64_t version = 0;  // of a borrowed gradient
+    int64_t version = 0;  // version of a borrowed gradient when it was borrowed
   };
-  std::vector<Part> parts{};   // none before the first gradient
-  std::vector<bool> filled{};  // by member
-  StreamUses uses{};           // uses of the memory by streams: hooks run on the streams of their operators
-  // Small gradients on a device, which are copied together in one launch.
+  std::vector<Part> parts{};   // empty before the first gradient
+  std::vector<bool> filled{};  // by member: whether it has a gradient
+  StreamUses uses{};           // the streams that use the memory, because hooks run on the streams of their operators
+  // A small gradient on a device, which waits for others to be copied together with them in one launch.
   struct Waiting {
     size_t member;
     at::Tensor gradient;
-    int64_t version;  // when it was added
+    int64_t version;  // the gradient's version when it was added
     c10::Stream stream;
   };
   std::vector<Waiting> waiting{};
@@ -73,27 +73,27 @@ struct BucketContent {
   static BucketContent of(const GradientBucket& bucket);
   bool is_begun() const { return !parts.empty(); }
 
-  // Uses the memory of a gradient as the part, without a copy.
+  // Uses the memory of a gradient as the values of a piece, without a copy.
   void borrow(size_t piece, const at::Tensor& values);
   int64_t borrowed_bytes() const;
   // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since borrow().
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 
-  // Whether a gradient may wait for others, to be copied in one launch: on a device, a launch costs more than the copy
-  // of a small gradient.
+  // Whether wait_for_more() may keep the gradient, to copy it together with others. True for small gradients on a
+  // device, where a launch costs more than the copy.
   static bool may_wait(const at::Tensor& gradient);
   // Keeps a gradient for copy_waiting().
   void wait_for_more(size_t member, const at::Tensor& gradient);
-  // Copies a gradient to its place, or adds it to the one there.
+  // Copies a gradient to its place if `is_first`; otherwise adds it to the gradient that is there.
   void put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first);
   // Copies the waiting gradients. Throws std::logic_error, naming parameter and rank, if one was changed since it was
   // added. `parameters` is the reducer's list.
   void copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters, int rank);
-  // Zeros the places of absent members, and the padding; those between members only if `between_members`. All parts
-  // must be allocated.
+  // Zeros the places of absent members. If `between_members`, also zeros the padding between and after members. All
+  // parts must be allocated.
   void fill_gaps(const GradientBucket& bucket, bool between_members) const;
-  // Forgets a member's gradient. Returns whether no member has one now.
+  // Forgets a member's gradient. Returns whether no member has a gradient now.
   bool forget(const GradientBucket& bucket, size_t member);
 
  private:

@@ -13,11 +13,11 @@
 
 namespace tessera::internal {
 
-// The collectives of one rank since the last backward, to compare with other ranks: a rolling fingerprint, and the text
-// of each collective for errors.
+// Logs the collectives of one rank since the last backward, to compare them with other ranks. Keeps a rolling
+// fingerprint, and for errors the texts of the latest collectives.
 class CollectiveLog {
  public:
-  // `operation` must be a literal; `unit` must outlive the log. An empty `divisor` means the world size.
+  // `operation` must be a string literal; `unit` must outlive the log. An empty `divisor` means the world size.
   void add(const char* operation, const std::string& unit, int64_t numel, std::optional<double> divisor = {}) {
     fingerprint_.add(operation).add(unit).add(numel);
     if (divisor) fingerprint_.add(std::bit_cast<int64_t>(*divisor));
@@ -25,23 +25,23 @@ class CollectiveLog {
   }
   // Adds an operation on the whole model.
   void add(const char* operation) { add(operation, model(), -1); }
-  // Adds a forward whose backward will reduce. Without this entry, a rank that skips a backward would go undetected,
-  // and average its gradients with those of the other ranks' previous step from then on.
+  // Adds a forward whose backward will reduce. This entry detects a rank that skips a backward. Undetected, it would
+  // from then on average its gradients with those of the other ranks' previous step.
   void add_forward() {
     add_entry({"forward", &model(), -1});
     ++uncompared_.forwards;
   }
-  // Adds a forward that threw. The other ranks may have completed it, or this rank may have to repeat it alone.
+  // Adds a forward that threw on this rank. Other ranks may have completed it, or this rank may have to repeat it.
   void add_failed_forward() { ++uncompared_.failed_forwards; }
-  // Adds whether the next parameter has a gradient to which backward adds. An empty gradient matches any other: an
-  // optimizer may skip empty parameters when it clears gradients.
+  // Adds whether the next parameter has a gradient to which backward will add. If that gradient is empty, the entry
+  // matches any other, because an optimizer may not clear the gradients of empty parameters.
   void add_kept(bool is_kept, bool is_empty) {
     uncompared_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
 
-  // Entries that may differ although ranks did equal work: repeated forwards, and empty gradients. fingerprint() counts
-  // kUnknown as kKept.
+  // Entries that may differ between ranks that did equal work: repeated forwards, and empty gradients. fingerprint()
+  // counts kUnknown as kKept.
   struct Uncompared {
     int64_t forwards = 0, failed_forwards = 0;
     std::string kept;
@@ -52,7 +52,7 @@ class CollectiveLog {
     std::ranges::replace(kept, kUnknown, kKept);
     return Fingerprint(fingerprint_).add(uncompared_.forwards).add(kept).value();
   }
-  uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all other entries
+  uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint without the uncompared entries
   std::vector<std::string> lines() const {
     std::vector<std::string> lines;
     if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
@@ -69,7 +69,7 @@ class CollectiveLog {
     const char* operation;
     const std::string* unit;
     int64_t numel;
-    double divisor = 0;  // none
+    double divisor = 0;  // 0: no divisor was set
   };
   static constexpr size_t kEntries = 4096;
 
@@ -79,7 +79,7 @@ class CollectiveLog {
   }
   void add_entry(Entry entry) {
     entries_.push_back(entry);
-    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // after a long evaluation
+    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // drops the oldest entry, in a long evaluation
   }
 
   Fingerprint fingerprint_;

@@ -24,7 +24,7 @@ void add_gradients(const GradientBucket& bucket, std::vector<at::Tensor>& gradie
     if (leaf.grad().defined() && leaf.grad().numel() > 0) gradients.push_back(leaf.grad());
 }
 
-// Returns [1], 1 if a gradient is infinite or NaN. One launch for each dtype and device computes the largest values.
+// Returns [1]: 1 if a gradient is infinite or NaN, else 0. Launches one computation for each dtype and device.
 at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
   at::Tensor flag = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device));
   while (!gradients.empty()) {
@@ -35,13 +35,13 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
     const std::vector<at::Tensor> alike(gradients.begin(), others);
     const at::Tensor largest = at::stack(at::_foreach_norm(alike, std::numeric_limits<double>::infinity()));
     flag = at::maximum(flag, at::isfinite(largest).all().logical_not().to(device, at::kByte));
-    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // this norm does not scale them
+    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // this norm does not scale the gradients
     gradients.erase(gradients.begin(), others);
   }
   return flag;
 }
 
-// The flags of all ranks, in rank order.
+// Returns the flags of all ranks, in rank order, on the host. Collective; blocks.
 at::Tensor of_all_ranks(const at::Tensor& own, Communicator& comm) {
   return gather_to_host(comm, own, "the check for finite gradients");
 }
@@ -54,7 +54,7 @@ void require_finite(const std::vector<GradientBucket>& buckets, const std::vecto
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket)
     if (reduced[bucket]) add_gradients(buckets[bucket], gradients);
   if (!of_all_ranks(flag_of(std::move(gradients), comm.device()), comm).any().item<bool>()) return;
-  // All ranks know that some bucket has failed; the exchange finds which.
+  // All ranks know now that a gradient of some bucket is not finite. A second exchange finds the bucket and ranks.
   std::vector<at::Tensor> flags;
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     std::vector<at::Tensor> own;

@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// Attached to a tensor. libtorch copies this reference to tensors that detach() returns.
+// Attached to a placeholder. Its destructor notifies the owner. libtorch copies the reference in detach().
 struct GradPlaceholder::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : placeholder(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}

@@ -14,10 +14,10 @@
 
 namespace tessera::internal {
 
-// The content of a tensor's `.grad`, as its wrapper knows it.
+// The content of a tensor's `.grad`, as the wrapper knows it.
 enum class GradState {
   kOrdinary,      // undefined, or the average over ranks
-  kPlaceholder,   // FSDP, in the module's own parameter: the gradient is in the shard
+  kPlaceholder,   // FSDP, in a parameter of the module: the gradient is in the shard's `.grad`
   kAccumulating,  // this rank's own sum, made under no_sync(); a step must not use it
   kLost,          // a failed backward lost it: a step must not run before zero_grad()
   kUsers          // a tensor that the user has assigned
@@ -25,30 +25,30 @@ enum class GradState {
 
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
-// It has the shape, dtype and device of a gradient, but no data: any operator that gets it throws std::logic_error with
-// the reason. zero_grad() may clear it, by setting it to none or to zero. The owner is notified at once, even if
-// `.grad` is only reset, because the placeholder is destroyed with its last reference. So a step without a gradient is
-// an error, and a step after zero_grad() does the same as on ordinary tensors.
+// A placeholder has the shape, dtype and device of a gradient, but no data. Any operator on it, except zero_(), throws
+// std::logic_error with the reason. zero_grad() may reset `.grad` or zero it. Both notify the owner at once; a reset
+// does so by destroying the last reference to the placeholder. So a step before zero_grad() throws, and a step after
+// zero_grad() does the same as on ordinary tensors.
 //
 // Events are called on the thread that clears the gradient.
 class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
  public:
   struct Events {
-    std::function<std::string(size_t index)> reason;  // the text of the error
-    std::function<void(size_t index)> cleared;        // .grad was dropped; must not throw
+    std::function<std::string(size_t index)> reason;  // returns the text of the error
+    std::function<void(size_t index)> cleared;        // .grad was reset; must not throw
     std::function<void(size_t index)> zeroed;         // .grad.zero_() was called
   };
   explicit GradPlaceholder(Events events) : events_(std::move(events)) {}
   ~GradPlaceholder() override;
 
-  // The reason for a gradient that a failed backward has lost. `label`: see Binding::label().
+  // Returns the reason for a gradient that a failed backward has lost. `label`: see Binding::label().
   static std::string lost(const std::string& label);
 
-  // Replaces leaf.grad by a placeholder.
+  // Replaces leaf.grad by a placeholder; a no-op if it is one of this object. `name` is for errors.
   void put(size_t index, const std::string& name, const at::Tensor& leaf);
   // Whether leaf.grad is the placeholder of this object.
   bool is_in(size_t index, const at::Tensor& leaf) const;
-  // Throws the reason.
+  // Throws std::logic_error with the reason.
   [[noreturn]] void refuse_step(size_t index) const { throw std::logic_error(events_.reason(index)); }
   // Removes the placeholder, so that leaf.grad is undefined. A no-op if leaf.grad is another tensor.
   void take_out(size_t index, const at::Tensor& leaf);

@@ -13,7 +13,7 @@
 namespace tessera::internal {
 namespace {
 
-// `grad` may be sparse if the leaf had it before it was wrapped.
+// Adds `values` to `grad`. Makes `grad` dense first: a gradient from before wrapping may be sparse.
 void add_to(at::Tensor& grad, const at::Tensor& values) {
   if (grad.is_sparse()) grad = grad.to_dense();
   grad.add_(values);
@@ -51,10 +51,10 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
     at::Tensor& grad = members_[i].leaf.mutable_grad();
     if (grad.defined()) {
       add_to(grad, part_of(values, i));
-      if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user has assigned it
+      if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user has assigned this gradient
       forget_norm(grad);
     } else {
-      // Detaches, because zero_grad() cannot detach a view that autograd knows.
+      // Detaches the part, because zero_grad() cannot detach a view that autograd knows.
       const at::Tensor part = part_of(values, i);
       grad = as_gradient(becomes_gradient ? part.detach() : part.clone(), i);
     }
@@ -91,7 +91,7 @@ std::vector<at::Tensor> GradientBuffer::leaves(const std::vector<bool>& used) co
 
 namespace {
 
-// Returns by member the index of the piece that contains it.
+// Returns, for each member, the index of the piece that contains it.
 std::vector<size_t> pieces_of_members(const GradientBucket& bucket, const std::vector<BucketPiece>& pieces) {
   std::vector<size_t> piece_of;
   size_t piece = 0;
@@ -116,7 +116,7 @@ BucketRoute route_of(const GradientBucket& bucket, const Mesh& mesh, int64_t zer
       route.codec->is_identity() && bucket.layout.full_numel() > 0 && exchanges_pieces(*mesh.shard);
   const bool is_large = sends_pieces && has_one_member && bucket.bytes() >= zero_copy_bytes;
   route.reduces_apart = is_large && cut == Cut::kByOwner;
-  // On a device, a gradient may belong to a stream other than the one that `.grad` must belong to.
+  // On a device, adopts none: autograd's gradient may belong to another stream than the one that uses `.grad`.
   route.adopts = is_large && cut == Cut::kWhole && mesh.world->device().is_cpu();
 
   if (cut == Cut::kEvenly && sends_pieces) {

@@ -18,48 +18,48 @@
 
 namespace tessera::internal {
 
-// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if that is undefined, and is
-// added to it otherwise.
+// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if `.grad` is undefined;
+// otherwise it is added to `.grad`.
 //
 // A leaf is a tensor of an optimizer: a shard (FSDP), or a whole parameter (DDP, and its owner under SDP). The
-// gradients of one pass are views of one allocation, which only they own: zero_grad() frees it, and the allocator (the
-// MemoryCache on a CPU) reuses it for the next pass. Used by one thread at a time, with autograd off.
+// gradients of one pass are views of one allocation, and its only owners. So zero_grad() frees the allocation, and the
+// allocator (on a CPU the MemoryCache) reuses it for the next pass. Used by one thread at a time, with autograd off.
 class GradientBuffer {
  public:
   struct Member {
     at::Tensor leaf;
-    ParameterGeometry geometry;  // of its gradient
-    int64_t offset = 0;          // in the buffer, in elements
+    ParameterGeometry geometry;  // sizes and strides of the leaf's gradient
+    int64_t offset = 0;          // of the gradient in the buffer, in elements
     // The label for as_part_of_gradient() if other ranks hold the rest of the gradient; otherwise "".
     std::string part_label = {};
   };
   // Allocates a tensor [numel].
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
-  // If `as_views` is false, gradients of several leaves are separate tensors.
+  // If `as_views` is false, the gradients of several leaves are copied to separate tensors.
   GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory, bool as_views = true);
 
   int64_t numel() const { return numel_; }
   at::ScalarType dtype() const { return dtype_; }
 
-  // Whether no leaf has a gradient, so that values become gradients without a copy.
+  // Whether no leaf has a gradient. Values can then become gradients without a copy.
   bool is_free() const;
   // Allocates memory for values, [numel()] of `dtype`.
   at::Tensor room(at::ScalarType dtype) const { return memory_(numel_, dtype); }
 
   // Makes `values`, [numel()], the gradients of the leaves in `used`, or adds them to existing gradients. If is_free(),
-  // the gradients share the memory of `values`, to which the caller must hold the only reference.
+  // the gradients may share the memory of `values`, to which the caller must hold the only reference.
   void accept(const at::Tensor& values, const std::vector<bool>& used);
 
-  // Returns the leaves in `used`, or all.
+  // Returns the leaves whose entry in `used` is true; all leaves if `used` is empty.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 
-  // Bytes of the shared allocation, and of gradients that are not views of it.
+  // Returns the bytes of the shared allocation and of gradients that are not views of it, without placeholders.
   int64_t bytes() const;
-  // The shared allocation if every leaf's gradient is a view of it; undefined if not.
+  // Returns the shared allocation if every leaf's gradient is a view of it; otherwise an undefined tensor.
   at::Tensor whole_gradient() const;
 
  private:
-  bool is_shared(const at::Tensor& grad) const {  // whether it is a view of the shared allocation
+  bool is_shared(const at::Tensor& grad) const {  // whether `grad` is a view of the shared allocation
     return grad.defined() && grad.has_storage() &&
            grad.storage().unsafeGetStorageImpl() == shared_._unsafe_get_target();
   }
@@ -73,16 +73,16 @@ class GradientBuffer {
   const at::ScalarType dtype_;
   const Memory memory_;
   const bool as_views_;
-  c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // of the last gradients
+  c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // the last allocation
 };
 
 // How a bucket's gradients are sent to the other ranks.
 struct BucketRoute {
   std::vector<BucketPiece> pieces;         // the tensors that make up the buffer, in order, at least one
-  std::vector<size_t> piece_of;            // by member
-  std::shared_ptr<const WireCodec> codec;  // of sent values
-  bool adopts = false;                     // a gradient is reduced in its own memory, which becomes `.grad`
-  bool reduces_apart = false;              // the owner receives into memory other than that which it sends
+  std::vector<size_t> piece_of;            // by member: the index of its piece
+  std::shared_ptr<const WireCodec> codec;  // encodes the values to send
+  bool adopts = false;                     // the only gradient is reduced in its own memory, which becomes `.grad`
+  bool reduces_apart = false;              // the owner sends from one memory and receives into another
 };
 
 // Gradients that share one buffer and one collective. The layout defines how the buffer is cut: evenly (a
@@ -90,13 +90,13 @@ struct BucketRoute {
 struct GradientBucket {
   std::string name;                           // for errors: "unit 'blocks.3'"
   std::vector<size_t> members;                // parameters, as indices of the reducer's list, in the layout's order
-  std::vector<ParameterGeometry> geometries;  // of the members in the bucket
+  std::vector<ParameterGeometry> geometries;  // sizes and strides of the members in the bucket
   FlatLayout layout;
-  int owner = 0;                             // kByOwner: the only one
-  at::ScalarType dtype = at::kFloat;         // in which this rank accumulates gradients
-  std::optional<at::ScalarType> wire_dtype;  // in which floating-point gradients are sent; empty: `dtype`
-  WireFormat wire = WireFormat::kDtype;      // not for buckets that are cut whole
-  GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if it gets none
+  int owner = 0;                             // the rank that owns the bucket, if it is cut by owner
+  at::ScalarType dtype = at::kFloat;         // dtype in which this rank accumulates gradients
+  std::optional<at::ScalarType> wire_dtype;  // dtype in which floating-point gradients are sent; empty: `dtype`
+  WireFormat wire = WireFormat::kDtype;      // ignored for buckets that are cut whole
+  GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if this rank gets none
 
   BucketRoute route{};  // set by GradientReducer
 
@@ -105,12 +105,12 @@ struct GradientBucket {
 
 // The parameters and buckets used in a pass, by this rank or by any rank.
 struct PassUse {
-  std::vector<bool> used;        // by parameter: had a gradient
-  std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
+  std::vector<bool> used;        // by parameter: whether it had a gradient
+  std::vector<bool> recomputed;  // by bucket: whether it had gradients after its reduction began
 };
 
 // Chooses how the gradients of a bucket are sent in this mesh. Gradients of at least zero_copy_bytes are sent without a
-// copy if the group supports it. Equal on all ranks, except for `pieces` of a bucket that is cut by owner.
+// copy if the group supports this. The result is equal on all ranks, except for `pieces` of a bucket cut by owner.
 BucketRoute route_of(const GradientBucket& bucket, const Mesh& mesh, int64_t zero_copy_bytes);
 
 }  // namespace tessera::internal

@@ -8,15 +8,15 @@
 namespace tessera::internal {
 namespace {
 
-// Whether the caller has the only reference to a gradient and its memory. A view keeps its base alive, which then must
-// have no other reference either. Example: a linear layer's weight gradient, which is a transposed product.
+// Whether the caller has the only reference to a gradient and to its memory. If the gradient is a view (as a linear
+// layer's weight gradient, a transposed product), its base must have no other reference either.
 bool is_held_once(const at::Tensor& gradient) {
   const bool has_base = gradient.is_view() && gradient._base().use_count() == 1;
   return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);
 }
 
-// Whether a gradient can be sent from its own memory. A gradient with other references must be copied: the holder of
-// one (a hook) may write to it through data(), which does not change its version. Autograd copies such gradients too.
+// Whether a gradient can be sent from its own memory. A gradient with other references must be copied: a hook that
+// holds one may write through data(), which does not change the version. Autograd also copies such gradients.
 bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.route.pieces[plan.route.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
@@ -65,7 +65,7 @@ void GradientCollector::begin_pass() {
 }
 
 void GradientCollector::note_arrival(size_t parameter) {
-  if (std::exchange(places_[parameter].has_arrived, true)) return;  // a second one, of a recomputed part of the model
+  if (std::exchange(places_[parameter].has_arrived, true)) return;  // a second gradient, of a recomputed part
   arrivals_.push_back(parameter);
   if (size_t& missing = slots_[places_[parameter].bucket].missing; missing > 0) --missing;
 }
@@ -83,7 +83,7 @@ void GradientCollector::place(size_t parameter, const at::Tensor& gradient, bool
   const Place& place = places_[parameter];
   Slot& slot = slots_[place.bucket];
   BucketContent& content = is_recomputed ? slot.recomputed : slot.content;
-  // A dense gradient must not get another reference here: can_borrow_in_place() counts them.
+  // A dense gradient must not get another reference here, because can_borrow_in_place() counts references.
   if (gradient.is_sparse())
     collect(content, place.bucket, place.member, gradient.to_dense());
   else if (has_lazy_values(gradient))
@@ -111,7 +111,7 @@ void GradientCollector::collect(BucketContent& content, size_t bucket, size_t me
   content.put(plan, member, gradient, is_first);
 }
 
-// If this rank gets the whole bucket, its gradients are placed in the result's memory.
+// Allocates a piece. If this rank gets the whole bucket, places the gradients in the result's memory if possible.
 void GradientCollector::make_room(BucketContent& content, size_t bucket, size_t piece) {
   const GradientBucket& plan = buckets_[bucket];
   const int64_t numel = plan.route.pieces[piece].range.numel();
@@ -155,13 +155,13 @@ BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
     if (!content.parts[piece].values.defined()) make_room(content, bucket, piece);
   copy_waiting(content, bucket);
   content.uses.join();
-  // Padding must be zero in a shard's gradient, whose norm includes it, and in encoded blocks, whose scale it affects.
+  // Padding must be zero in encoded blocks, whose scale it affects, and initialized in the gradient of a shard.
   content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || !plan.route.codec->sum_dtype());
   if (plan.route.adopts) adopt(content, bucket);
   return content;
 }
 
-// Turns a borrowed gradient into the bucket's own memory: the reduction writes to it, and it becomes the result.
+// Turns a borrowed gradient into the bucket's own memory. The reduction writes to this memory, which becomes `.grad`.
 void GradientCollector::adopt(BucketContent& content, size_t bucket) {
   BucketContent::Part& part = content.parts[0];
   if (part.memory != BucketContent::Memory::kBorrowed) return;

@@ -10,13 +10,13 @@
 
 namespace tessera::internal {
 
-// Places the gradients of a pass in buckets, and knows which buckets are full. Does not communicate: ReductionQueue
+// Places the gradients of a pass in buckets, and tracks which buckets are full. Does not communicate: ReductionQueue
 // reduces the contents. Used by one thread at a time, with autograd off.
 class GradientCollector {
  public:
   struct Options {
     int rank = 0;                 // for errors
-    bool may_fill_result = true;  // gradients may be placed in the result's memory
+    bool may_fill_result = true;  // whether gradients may be placed in the result's memory
   };
   // The lists and the memory must outlive the collector.
   GradientCollector(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
@@ -32,10 +32,10 @@ class GradientCollector {
   bool has_content(size_t bucket) const { return slots_[bucket].content.is_begun(); }
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
 
-  // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has already begun, for example
-  // because backward recomputes a part of the model.
+  // Places a gradient of any layout. `is_recomputed`: the reduction of the parameter's bucket has already begun, for
+  // example because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
-  // Must be called when a parameter has its gradient or gets none. A bucket is full when all members have arrived.
+  // Must be called when the parameter has its gradient or gets none. A bucket is full when all members have arrived.
   void note_arrival(size_t parameter);
 
   // Removes and returns the content of a bucket, with zeros for absent gradients.
@@ -44,7 +44,7 @@ class GradientCollector {
   // Copies gradients that belong to autograd, so that the next pass can add to them.
   void keep_for_next_pass();
 
-  // Whether a bucket has a gradient of the parameter. forget() removes it.
+  // Whether a bucket has a gradient of the parameter. forget() removes that gradient.
   bool keeps(size_t parameter) const;
   void forget(size_t parameter);
   void forget_recomputed();
@@ -63,7 +63,7 @@ class GradientCollector {
   };
   struct Slot {
     BucketContent content, recomputed;
-    size_t expected = 0, missing = 0;  // gradients of this pass
+    size_t expected = 0, missing = 0;  // numbers of gradients of this pass: all, and not yet arrived
   };
 
   void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
@@ -77,9 +77,9 @@ class GradientCollector {
   const std::vector<GradientBucket>& buckets_;
   BucketMemory& memory_;
   const Options options_;
-  std::vector<Place> places_;  // by parameter
-  std::vector<Slot> slots_;    // by bucket
-  std::vector<bool> used_;     // by parameter
+  std::vector<Place> places_;  // by parameter: its bucket, and its index in the bucket
+  std::vector<Slot> slots_;    // by bucket: its contents
+  std::vector<bool> used_;     // by parameter: whether it has a gradient in this pass
   std::vector<size_t> arrivals_;
 };
 

@@ -12,11 +12,11 @@
 namespace tessera::internal {
 namespace {
 
-// A dispatch key that libtorch does not use. All operators except those below ignore it, at no cost.
+// A dispatch key that libtorch does not use. All operators except those listed below ignore it, without overhead.
 #define TESSERA_PART_KEY DeferredInit
 constexpr auto kPartKey = c10::DispatchKey::TESSERA_PART_KEY;
 
-// Attached to a tensor. libtorch copies this reference to tensors that data() and detach() return.
+// The mark of a view by as_part_of_gradient(). libtorch copies the reference to results of data() and detach().
 struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;
@@ -28,7 +28,7 @@ GradientPart* part_of(const at::Tensor& tensor) {
   return dynamic_cast<GradientPart*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-// Calls the function with each part in an operator's first argument.
+// Calls `function` with the GradientPart of each tensor that has one in an operator's first argument.
 template <class Function>
 void for_each_part(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Function& function) {
   for_each_boxed_tensor(torch::jit::peek(stack, 0, op.schema().arguments().size()), [&](const at::Tensor& tensor) {
@@ -62,7 +62,7 @@ void scale(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
 
 TORCH_LIBRARY_IMPL(_, TESSERA_PART_KEY, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
-// Includes abs() and max(), by which clip_grad_norm_ computes the largest norm.
+// Includes abs(), because clip_grad_norm_ computes the infinity norm by abs().max().
 TORCH_LIBRARY_IMPL(aten, TESSERA_PART_KEY, library) {
   for (const char* name : {"norm.Scalar", "norm.ScalarOpt_dtype", "linalg_vector_norm", "_foreach_norm.Scalar", "abs"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&take_norm>());

@@ -11,7 +11,7 @@ namespace tessera::internal {
 
 namespace {
 
-constexpr const char* kOperations[] = {"reduce-scatter", "reduce", "all-reduce"};  // by FlatLayout::Cut
+constexpr const char* kOperations[] = {"reduce-scatter", "reduce", "all-reduce"};  // indexed by FlatLayout::Cut
 
 }  // namespace
 
@@ -100,7 +100,7 @@ void ReductionQueue::discard() {
 void ReductionQueue::wait(PendingReduction& reduction) {
   reduction.pending.wait();
   memory_.count_borrowed(-reduction.content.borrowed_bytes());
-  for (const auto& part : reduction.content.parts)  // its stream may not be the current one
+  for (const auto& part : reduction.content.parts)  // the part may belong to another stream
     if (part.memory == BucketContent::Memory::kBorrowed && !part.values.is_cpu())
       part.values.record_stream(current_stream(part.values.device()));
 }

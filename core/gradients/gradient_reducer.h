@@ -25,19 +25,19 @@ namespace tessera::internal {
 enum class BucketState : uint8_t {
   kIdle,     // not in the order yet
   kQueued,   // waits for its turn in the order
-  kReduced,  // its reduction has begun; more gradients need a second one
+  kReduced,  // its reduction has begun; later gradients need a second reduction
 };
 
-// Reduces the contents of buckets in one order on all ranks. Each reduction goes through these stages, in each of which
-// a limited number may be in flight:
+// Reduces the contents of buckets in one order on all ranks. Each reduction passes through these stages, each with
+// a limit of reductions in flight:
 //
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
-// A result becomes `.grad` at once if this rank has a gradient for each member. If not, it waits for accept_waiting():
+// A result becomes `.grad` if this rank has a gradient for each member. If not, the result waits for accept_waiting():
 // a member without a gradient on any rank keeps its `.grad`. Used by one thread at a time, with autograd off.
 class ReductionQueue {
  public:
-  // All of these must outlive the queue.
+  // All arguments must outlive the queue.
   ReductionQueue(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
                  const Mesh& mesh, CollectiveLog& log, BucketMemory& memory, const ReducerOptions& options)
       : parameters_(parameters),
@@ -48,10 +48,10 @@ class ReductionQueue {
         options_(options),
         collectives_(mesh, memory, options) {}
 
-  // See BucketCollectives.
+  // See BucketCollectives::set_divisor().
   void set_divisor(std::optional<double> divisor) { collectives_.set_divisor(divisor); }
   const std::optional<double>& divisor() const { return collectives_.divisor(); }
-  // Called with leaves whose gradients are final.
+  // A callback that gets the leaves of a bucket when their gradients are final.
   using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
   void set_observer(Observer observer) { observer_ = std::move(observer); }
   bool has_observer() const { return observer_ != nullptr; }
@@ -61,12 +61,12 @@ class ReductionQueue {
   // Appends a bucket to the order, unless it is in the order or was reduced.
   void enqueue(size_t bucket);
   BucketState state(size_t bucket) const { return states_[bucket]; }
-  std::vector<bool> reduced() const;  // by bucket
+  std::vector<bool> reduced() const;  // by bucket: whether its reduction has begun in this pass
   // Returns the next bucket in the order; nullopt if all have been reduced.
   std::optional<size_t> next() const { return order_.empty() ? std::nullopt : std::optional(order_.front()); }
 
-  // Starts reducing the next bucket's content, and removes it from the order. Blocks while too many reductions are in
-  // flight.
+  // Starts reducing a bucket's content. If the bucket is next in the order, removes it from the order. Blocks while too
+  // many reductions are in flight.
   void reduce(size_t bucket, BucketContent content);
   // Blocks until every reduction is accepted or waits for accept_waiting().
   void drain();
@@ -74,7 +74,7 @@ class ReductionQueue {
   void discard();
 
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
-  // Accepts the waiting results. `used`: by parameter, whether any rank has a gradient.
+  // Makes the waiting results `.grad`. `used`: by parameter, whether any rank has a gradient.
   void accept_waiting(const std::vector<bool>& used);
 
  private:
@@ -98,54 +98,54 @@ class ReductionQueue {
   Observer observer_;
   std::deque<size_t> order_;                                  // buckets that wait for their turn
   std::vector<BucketState> states_;                           // by bucket
-  std::array<std::deque<PendingReduction>, kStages> stages_;  // oldest first
+  std::array<std::deque<PendingReduction>, kStages> stages_;  // by stage; oldest first
 };
 
-// Averages gradients over ranks, bucket by bucket, while backward runs. Every wrapper uses this class:
+// Averages gradients over ranks, bucket by bucket, while backward runs. Every wrapper uses this class.
 //
 //   gradients -> GradientCollector -> full buckets -> ReductionQueue -> GradientBuffer -> .grad
 //
 // A full bucket waits for the buckets before it in the pass's order. At the end of backward, gradients that this rank
-// does not have count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds the parameters without a
-// gradient on any rank, which keep their `.grad`. It also finds buckets that got gradients of a recomputed part of the
-// model after their reduction began. Those gradients are reduced at the end.
+// does not have count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds parameters without a gradient
+// on any rank; these keep their `.grad`. The all-reduce also finds buckets that got gradients after their reduction
+// began, because backward recomputed a part of the model. Such gradients are reduced at the end.
 //
 // Under no_sync() buckets keep their sums for a later pass. Used by one thread at a time, with autograd off.
 class GradientReducer {
  public:
-  // The list, the mesh and the log must outlive the reducer.
+  // `parameters`, `mesh` and `log` must outlive the reducer.
   GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, CollectiveLog& log,
                   ReducerOptions options);
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  // Must be called between passes while no sums are kept. A parameter is a member of at most one bucket.
+  // Must be called between passes, while no bucket keeps sums. A parameter is a member of at most one bucket.
   void set_buckets(std::vector<GradientBucket> buckets);
   const std::vector<GradientBucket>& buckets() const { return buckets_; }
-  // See ReductionQueue.
+  // See BucketCollectives::set_divisor().
   void set_divisor(std::optional<double> divisor) { queue_.set_divisor(divisor); }
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
-  // Begins a pass that reduces the buckets in `order` first, then others in the order of their gradients. Buckets
-  // without trained parameters are skipped unless `frozen_too`: some ranks may add kept sums to them.
+  // Begins a pass that reduces the buckets in `order` first, then others as their gradients arrive. Skips buckets
+  // without trained parameters, unless `frozen_too` is set because some ranks may add kept sums to such buckets.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
-  // Adds a gradient of any layout; undefined means none. Returns whether its bucket is full.
+  // Adds a gradient of any layout; undefined if the parameter has none. Returns whether its bucket is full now.
   bool add(size_t parameter, const at::Tensor& gradient);
-  // Starts reducing full buckets, as far as the order allows. Must not be called in a pass that does not reduce.
-  // Callers should free memory first, which buckets may reuse.
+  // Starts reducing full buckets, as far as the order allows. Must not be called in a pass that does not reduce. The
+  // caller should first free memory that buckets may reuse.
   void start_full_ones();
-  // Adds the sum of earlier passes, of which the reducer may keep a reference. Must be called after begin(). The
-  // parameter still needs a gradient in this pass.
+  // Adds the sum of earlier passes. The reducer may keep a reference to `sum`. Must be called after begin(). add() must
+  // still be called for the parameter in this pass.
   void add_kept(size_t parameter, const at::Tensor& sum) { place(parameter, sum); }
-  // Ends the pass: each result is added to `.grad`. Collective. Throws CommError; std::invalid_argument, on all ranks,
-  // if the ranks reduced differently; and the errors of the checks.
+  // Ends the pass, and adds each result to `.grad`. Collective. Throws CommError; std::invalid_argument on all ranks if
+  // their reductions differ; and the errors of BackwardConsistencyCheck and require_finite().
   void finish();
   void end_without_reducing();
-  // Ends a pass that failed: blocks until nothing is in flight, and drops all gradients.
+  // Ends a pass that failed. Blocks until no reduction is in flight, and drops all gradients.
   void abandon();
 
   size_t bucket_of(size_t parameter) const { return collector_.bucket_of(parameter); }
-  // Whether a bucket keeps a gradient of the parameter. forget() removes it.
+  // Whether a bucket keeps a gradient of the parameter. forget() removes that gradient.
   bool keeps(size_t parameter) const { return collector_.keeps(parameter); }
   void forget(size_t parameter) { collector_.forget(parameter); }
   // Parameters in the order in which their gradients arrived in the last pass.
@@ -153,7 +153,7 @@ class GradientReducer {
   // Whether any rank had a gradient of the parameter in the last pass that reduced.
   bool was_used(size_t parameter) const { return used_[parameter]; }
 
-  // See ReductionQueue and GradientSource. Must not be called during a pass.
+  // Sets the callback for final gradients; see GradientSource. Must not be called during a pass.
   using Observer = ReductionQueue::Observer;
   void set_observer(Observer observer) { queue_.set_observer(std::move(observer)); }
   bool has_observer() const { return queue_.has_observer(); }
@@ -175,7 +175,7 @@ class GradientReducer {
   GradientCollector collector_;
   ReductionQueue queue_;
   BackwardConsistencyCheck consistency_check_;
-  std::vector<bool> used_;  // by parameter: on any rank, in the last pass that reduced
+  std::vector<bool> used_;  // by parameter: whether any rank had a gradient in the last pass that reduced
 };
 
 }  // namespace tessera::internal
