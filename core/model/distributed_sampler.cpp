@@ -13,8 +13,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// A number in [0, bound). std::uniform_int_distribution differs between standard libraries; the bias of the remainder
-// is negligible, at most bound / 2^64.
+// Returns a random number in [0, bound). Takes a remainder, because std::uniform_int_distribution differs between
+// standard libraries. The bias of the remainder is at most bound / 2^64, which is negligible.
 int64_t draw(std::mt19937_64& random, int64_t bound) {
   return static_cast<int64_t>(random() % static_cast<uint64_t>(bound));
 }
@@ -24,7 +24,7 @@ void require_at_least_one(int64_t value, const char* name) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
 }
 
-// Of a step: positions are sums of steps, and must not overflow.
+// The maximum number of items in a step. Positions are sums over steps, and must not overflow.
 constexpr int64_t kMostItems = int64_t{1} << 40;
 
 void require_at_most(int64_t value, int64_t most, const char* name) {
@@ -63,7 +63,7 @@ int64_t EpochOrder::draw_of_epoch(int64_t epoch, int64_t bound) {
   return drawn_;
 }
 
-// The shared position of a sampler and its copies: the next batch that the loop receives, and that a loader requests.
+// The position that a sampler and its copies share: the loop's next batch, and the next batch that a loader requests.
 struct DistributedSampler::Position {
   struct Cursor {
     int64_t first = 0;  // place of the step's first item in EpochOrder
@@ -77,15 +77,15 @@ struct DistributedSampler::Position {
   int64_t rank, world_size;
   DistributedSamplerOptions options;
   Cursor received, requested;
-  std::optional<int64_t> loop_end;  // the end of the epoch that a loader reads
-  int64_t first_requests = 0;       // requests that a loader still makes before the loop receives its first batch
+  std::optional<int64_t> loop_end;  // the end of the epoch that a loader reads; empty: no loader reads now
+  int64_t first_requests = 0;       // number of requests that a loader makes before the loop receives a batch
   std::optional<torch::data::FullDataLoaderOptions> loader;
 
   int64_t of_step() const { return world_size * options.batch_numel * options.accumulation; }
   int64_t end_of_epoch(int64_t place) const { return (place / order.items_numel() + 1) * order.items_numel(); }
 
-  // This rank's items of the step that begins at `first`, relative to `first`. `end`: of the epoch, if steps stop
-  // there.
+  // Returns this rank's items of the step that begins at `first`, relative to `first`. `end` is the end of the epoch;
+  // it is empty if steps continue in the next epoch.
   Run run_of(int64_t first, std::optional<int64_t> end) const {
     const int64_t of_rank = options.batch_numel * options.accumulation;
     if (!end || *end - first >= of_step()) return {rank * of_rank, of_rank};
@@ -110,7 +110,7 @@ struct DistributedSampler::Position {
     std::vector<int64_t> found(static_cast<size_t>(std::min(options.batch_numel, run.numel - begin)));
     for (size_t i = 0; i < found.size(); ++i) {
       int64_t place = cursor.first + run.offset + begin + static_cast<int64_t>(i);
-      if (end && place >= *end) {  // continues with the epoch's beginning
+      if (end && place >= *end) {  // wraps around to the beginning of the epoch
         const int64_t numel = order.items_numel();
         place = *end - numel + (place - *end) % numel;
       }
@@ -119,7 +119,7 @@ struct DistributedSampler::Position {
     return found;
   }
 
-  // Returns the end of the epoch for a loop that begins now. With drop_last, the current epoch may already be over.
+  // Begins a loop, and returns the end of its epoch. With drop_last, skips the rest of an epoch that has no full step.
   int64_t begin_loop(Cursor& cursor) const {
     int64_t end = end_of_epoch(cursor.first);
     if (options.drop_last && cursor.micro_batch == 0 && end - cursor.first < of_step()) {
@@ -138,7 +138,7 @@ struct DistributedSampler::Position {
     first_requests = 0;
   }
 
-  // Each request after the initial ones means that the loop has received another batch.
+  // Called for each request of a loader. After the initial requests, each one shows that the loop received a batch.
   void count_received(bool request_is_served) {
     if (!loader || loader->workers == 0) {
       received = requested;

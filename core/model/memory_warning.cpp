@@ -36,16 +36,16 @@ std::string text_of(int64_t bytes) {
 }
 
 struct RanksOnHost {
-  int ranks, rank;  // of this host
+  int ranks, rank;  // the number of ranks on this host; this rank's number among them
 };
 
-// Without a launcher, ranks are threads of this process.
+// Without a launcher, all ranks are threads of this process.
 RanksOnHost ranks_on_host(const Communicator& comm) {
   try {
     const auto environment = parse_launch_environment(std::getenv);
     if (environment.launched() && environment.local_world_size > 0)
       return {std::min(environment.local_world_size, comm.size()), std::max(environment.local_rank, 0)};
-  } catch (const std::invalid_argument&) {  // init() reports it to its callers
+  } catch (const std::invalid_argument&) {  // init() reports the invalid variable
   }
   return {comm.size(), comm.rank()};
 }

@@ -8,22 +8,22 @@
 
 namespace tessera::internal {
 
-// The memory of a wrapper on this rank, without optimizer and activations.
+// The memory that a wrapper needs on this rank, without the optimizer's state and activations.
 struct MemoryNeed {
   int64_t parameter_bytes = 0;
   int64_t gradient_bytes = 0;
   int64_t in_use_bytes = 0;   // units that are unsharded at the same time
-  int64_t freed_bytes = 0;    // of present parameters that will be freed
-  int64_t present_bytes = 0;  // of present parameters that stay
+  int64_t freed_bytes = 0;    // parameters that are in memory now and will be freed
+  int64_t present_bytes = 0;  // parameters that are in memory now and stay there
 };
 
-// Returns a warning if `ranks` ranks need more than the `free_bytes` that they share; otherwise "". In a
-// PlannedMemoryScope the planned bytes replace the sum of `need`.
+// Returns a warning if `ranks` ranks need more memory than the `free_bytes` that they share; otherwise "". In a
+// PlannedMemoryScope the planned bytes replace the sum of parameters, gradients and units in use.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
-// Warns before a wrapper allocates, because Linux kills a process that runs out of memory without a message. On the CPU
-// the first rank of each host warns for all, on accelerators each rank for itself. A no-op in a dry run, or if free
-// memory is unknown. Not collective; does not throw.
+// Warns if memory is short, before a wrapper allocates. Linux kills a process that runs out of memory without a
+// message. On the CPU the first rank of each host warns for all its ranks; on accelerators each rank warns for itself.
+// A no-op in a dry run, or if the free memory is unknown. Not collective; does not throw.
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm);
 
 }  // namespace tessera::internal

@@ -23,14 +23,14 @@
 namespace tessera::internal {
 namespace {
 
-constexpr double kNormMargin = 1e-6;  // as in torch
+constexpr double kNormMargin = 1e-6;  // added to the norm, as in torch
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 bool has_rows(const at::Tensor& shard, int64_t row_numel) {
   return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel;
 }
 
-// libtorch computes the norm of one CPU tensor on one thread, but norms of rows on all threads.
+// Returns a CPU tensor's norm from norms of its rows: libtorch computes one norm on one thread, many on all threads.
 at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_numel) {
   const at::Tensor flat = shard.view({-1});
   const int64_t rows = flat.numel() / row_numel, in_rows = rows * row_numel;
@@ -43,7 +43,7 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// The p-th power of this rank's norm, or the largest absolute value, as one double on `device`. NaN stays NaN.
+// Returns the p-th power of this rank's norm, or the largest absolute value, as [1] double on `device`. Keeps NaN.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
                               int64_t row_numel) {
   std::vector<at::Tensor> others, norms;
@@ -61,8 +61,8 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
 }
 
-// All-reduces local contributions. A NaN of any rank must win, but NCCL's maximum drops NaN. So this compares the bits
-// of doubles, all 0 or more, as integers, in which NaN is above infinity.
+// All-reduces local contributions. A NaN of any rank must win, but NCCL's maximum drops NaN. So the maximum compares
+// the doubles' bits as integers: no double is negative, and NaN is above infinity.
 at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Communicator& comm,
                            const std::string& what) {
   if (norm_type == kInfinity) {
@@ -74,7 +74,7 @@ at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Com
   return contribution.pow(1.0 / norm_type);
 }
 
-// foreach operators need one dtype and device. They cannot write to lazy tensors. Lazy zeros need no scaling.
+// Scales in place. A foreach operator needs one dtype and device, and cannot write to lazy tensors. Skips lazy zeros.
 void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
   std::vector<at::Tensor> rest;
   for (const at::Tensor& shard : shards) {
@@ -91,7 +91,7 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
     const std::vector<at::Tensor> alike(rest.begin(), others);
     const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
     const at::Tensor there = factor.to(first.device(), dtype).squeeze();
-    // If the factor is 1, saves a pass over offloaded gradients in host memory. The factor is on the host already.
+    // Skips a pass over offloaded gradients if the factor is 1. item() does not block, because `there` is on the host.
     const bool is_one = !factor.is_cpu() && there.is_cpu() && there.item<double>() == 1;
     if (!is_one) at::_foreach_mul_(alike, there);
     rest.erase(rest.begin(), others);
@@ -120,11 +120,11 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
   const at::Tensor own = local_contribution(shards, norm_type, comm.device(), row_numel);
   for (const auto* list : {&shards, scaled})
     for (const at::Tensor& shard : *list) forget_norm(shard);  // the norm over all ranks is computed next
-  // The text has max_norm and norm_type, so that ranks with different values fail, not diverge.
+  // The operation's name has max_norm and norm_type, so that ranks with different values throw instead of diverging.
   const at::Tensor norm = norm_over_ranks(own, norm_type, comm,
                                           c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm));
   if (error_if_nonfinite) require_finite_norm(comm.to_host(norm, "the gradient norm").item<double>(), comm.rank());
-  // NaN if the norm is NaN, like torch's.
+  // The factor is NaN if the norm is NaN, as in torch.
   scale(*scaled, at::full_like(norm, max_norm).div_(norm + kNormMargin).clamp_max_(1.0));
   return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(norm);
 }
@@ -138,7 +138,7 @@ std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Commu
                             : any != parts.end() ? any->device()
                                                  : at::Device(at::kCPU);
   const at::Tensor none = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
-  std::vector<at::Tensor> norms;  // on the device until all are computed, for one synchronization
+  std::vector<at::Tensor> norms;  // stay on the device, so that the host blocks once for all of them
   for (const at::Tensor& part : parts)
     norms.push_back(
         part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device) : none);

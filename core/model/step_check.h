@@ -8,11 +8,11 @@
 namespace tessera::internal {
 
 // Checks a wrapper's gradients before an optimizer's step. The check is attached to the parameters, because an
-// optimizer like OSS is not given the wrapper. A later wrapper's check replaces it. set_data() removes it, so each
-// forward attaches it again.
+// optimizer such as OSS does not know the wrapper. The check of a later wrapper replaces an earlier one. set_data()
+// removes the check, so each forward attaches it again.
 class StepCheck {
  public:
-  // `check` throws if the gradients must not be used by a step. It may outlive the wrapper.
+  // `check` throws if a step must not use the gradients. It may be called after the wrapper was destroyed.
   explicit StepCheck(std::function<void()> check);
 
   // Attaches the check to the parameter. A no-op if it is attached.
@@ -21,10 +21,10 @@ class StepCheck {
  private:
   friend void check_before_step(const std::vector<at::Tensor>& parameters);
   struct Mark;
-  const c10::intrusive_ptr<c10::BackendMeta> mark_;  // a Mark
+  const c10::intrusive_ptr<c10::BackendMeta> mark_;  // of type Mark
 };
 
-// Calls the checks that are attached to these parameters, each once. Throws their exceptions.
+// Calls each check that is attached to one of these parameters once. Throws the checks' exceptions.
 void check_before_step(const std::vector<at::Tensor>& parameters);
 
 }  // namespace tessera::internal
