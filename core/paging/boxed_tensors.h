@@ -7,15 +7,15 @@
 #include <optional>
 #include <utility>
 
-// The tensors among an operator's boxed arguments and results: single tensors, lists, and lists of optional tensors
-// (indices).
+// Functions on the tensors among an operator's boxed arguments and results. These are single tensors, lists, and lists
+// of optional tensors (the indices of an indexing operator).
 namespace tessera::internal {
 
 // Whether the operator writes to the tensors of an argument.
 inline bool is_written_to(const c10::Argument& argument) {
   const auto* alias = argument.alias_info();
   if (alias == nullptr) return false;
-  return alias->isWrite() || std::ranges::any_of(alias->containedTypes(), &c10::AliasInfo::isWrite);  // lists
+  return alias->isWrite() || std::ranges::any_of(alias->containedTypes(), &c10::AliasInfo::isWrite);  // list elements
 }
 
 // Calls visit(const at::Tensor&) for each defined tensor in the value.
@@ -29,8 +29,8 @@ void for_each_boxed_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// Replaces each tensor by of(tensor), in order. `of` also gets undefined tensors, and may return them. Copies lists
-// before the change, because they may be shared.
+// Replaces each tensor in `value` by of(tensor), in order. `of` is also called with undefined tensors, and may return
+// undefined tensors. Replaces a list by a new one, because other values may share the list.
 template <class Of>
 void replace_boxed_tensors(c10::IValue& value, Of&& of) {
   if (value.isTensor()) {

@@ -19,7 +19,7 @@ namespace tessera::internal {
 
 namespace {
 
-// Marks a storage as a page's: the context of this deleter is a std::shared_ptr<State>.
+// The deleter of a page's storage, by which pages are recognized. The context is a std::shared_ptr<State>.
 void delete_state(void* context) { delete static_cast<std::shared_ptr<Page::State>*>(context); }
 
 }  // namespace
@@ -129,7 +129,7 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
     });
 }
 
-// Calls Pager::use() once for each pager, with its pages among the arguments.
+// Calls Pager::use() once for each pager, with those of its pages that are among the arguments.
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
@@ -146,8 +146,8 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
 }
 
 struct PagedIn {
-  at::ScalarType from{}, to{};  // the conversion of activations, if they differ
-  bool is_done = false;         // the pager did the operator's work
+  at::ScalarType from{}, to{};  // dtypes of activations to convert; equal: no conversion
+  bool is_done = false;         // whether the pager did the operator's work
   bool has_stand_ins = false;
 };
 
@@ -185,8 +185,8 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
   return result;
 }
 
-// Converts tensors of dtype `from` among the last `count` values to `to`, recorded by autograd. Returns whether any
-// were.
+// Converts tensors of dtype `from` among the last `count` values to `to`. Autograd records the conversions. Returns
+// whether any tensor was converted.
 bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::ScalarType to) {
   bool any = false;
   auto converted = [&](const at::Tensor& tensor) {
@@ -202,7 +202,7 @@ bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::Sc
 // Called above autograd for every operator with a view of a page among its arguments.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
-  // Operators that such an operator calls reach this fallback themselves.
+  // Operators that a metadata-only operator calls reach this fallback themselves.
   if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
   if (sets_another_dtype(op, *stack)) {
     const at::Tensor source = torch::jit::pop(*stack).toTensor();
@@ -210,7 +210,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
   const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
   if (has_stand_ins) return call_with_stand_ins(op, stack);
-  if (is_done) return;  // zero_() returns its argument, which the stack holds
+  if (is_done) return;  // the result of zero_() is its argument, which is on the stack
   const bool converts =
       from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
   {

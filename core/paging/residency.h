@@ -18,10 +18,10 @@ class StandIn;
 
 // A storage that can be emptied and filled again, and the tensors that are views of it.
 //
-// While its unit is sharded, the storage object has 0 bytes, so that module members and saved tensors stay valid.
-// attach() fills it in place for all views. Each view carries an additional dispatch key, which views of views and
-// saved tensors inherit, but results of operators do not. A boxed fallback for that key runs above autograd, before
-// every operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
+// While the page is detached, its storage object stays but has 0 bytes, so module members and saved tensors stay valid.
+// attach() fills the storage in place, for all views. Each view carries an additional dispatch key. Views of views and
+// saved tensors inherit the key; results of operators do not. Before every operator that gets a view, a boxed fallback
+// for the key runs above autograd and calls the Pager. Other operators are not affected.
 class Page {
  public:
   // `pager` must exist until detach_pager() is called. `id` identifies the page to the pager; `name` is for errors:
@@ -36,10 +36,10 @@ class Page {
   Pager* pager() const { return state_->pager.load(); }
   bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
 
-  // Returns a view of the storage, which may have no data now. Not part of autograd.
+  // Returns a view of the storage, which may be empty now. Autograd does not record the view.
   at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;
 
-  // Fills the storage with the buffer's memory. The page owns the buffer until detach().
+  // Gives the storage the memory of `buffer`. The page owns the buffer until detach().
   void attach(at::Tensor buffer);
   // Empties the storage, and returns the buffer.
   at::Tensor detach();
@@ -50,31 +50,31 @@ class Page {
   // before the pager is destroyed.
   void detach_pager() { state_->pager = nullptr; }
 
-  // Whether operators may write to the views. If not, they throw std::logic_error.
+  // Sets whether operators may write to the views. If not, Pager::refuse() is called before a write.
   void set_writable(bool writable) { state_->writable = writable; }
   bool is_writable() const { return state_->writable; }
-  // Makes later writes call pager.before_write(id) first. `pager` must live until detach_pager() is called.
+  // Makes each later write call pager.before_write(id) first. `pager` must live until detach_pager() is called.
   void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
 
-  // The number of writes: by operators, and by pointer (note_write()).
+  // Returns the number of writes: writes by operators, and writes by pointer (note_write()).
   uint32_t writes() const { return state_->writes.load(); }
   void note_write() { ++state_->writes; }
 
-  // How autograd treats an operator: see current_grad_mode(). An operator whose mode equals the page's does not call
-  // the pager, because the page is filled and its last use was alike. Most operators take this path.
+  // How autograd treats an operator: see current_grad_mode(). An operator whose mode equals the page's mode does not
+  // call the pager: the page is attached, and its last use was in this mode. Most operators take this path.
   enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
-  // On a device, `mode` holds only for operators on the current stream.
+  // Sets the mode of the page's last use. On a device, the mode holds only for operators on the current stream.
   void set_current(GradMode mode);
 
-  // Operators on views of this page get arguments of dtype `from` converted to the views' dtype, and their results are
-  // converted back. For a unit that is not cast in a model with mixed precision.
+  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and convert their
+  // results back. For a unit that is not cast, in a model with mixed precision.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
-  // Fills the storage permanently, also for views that outlive the page. The pager then learns of writes only.
+  // Gives the storage memory permanently, also for views that outlive the page. Then the pager is told of writes only.
   void attach_permanently(at::Tensor buffer);
 
-  // Makes the next write to `source`, of which this page holds a copy, cause uses to be reported again. Version
-  // counters would miss writes through .data(), which torch's SGD uses.
+  // Marks this page as a copy of `source`. The next write to `source` makes the copy stale, and the next use of a stale
+  // page calls the pager. Version counters would miss writes through .data(), as by torch's SGD.
   void watch_writes(const Page& source) {
     state_->source.state = source.state_;
     accept_writes();
@@ -84,7 +84,7 @@ class Page {
     if (auto& source = state_->source; source.state) source.seen_writes = source.state->writes.load();
   }
 
-  // The context of the storages, which may outlive the page.
+  // The context of the deleter of the page's storage. It may outlive the page.
   struct State {
     std::atomic<Pager*> pager;
     Page* page = nullptr;
@@ -104,7 +104,7 @@ class Page {
       int id = 0;
     } write_listener;
     struct Substitute {
-      std::shared_ptr<StandIn> values;  // see stand_in_view(): the storage has no page
+      std::shared_ptr<StandIn> values;  // set by stand_in_view(), for a storage without a page
       bool is_transposed = false;       // the tensor is the transpose of the values
     } stand_in;
     struct Source {
@@ -126,23 +126,23 @@ class Page {
   at::Tensor buffer_;
 };
 
-// Fills pages. Called by the fallback, on the thread that runs the operator.
+// Attaches pages. The fallback calls it, on the thread that runs the operator.
 class Pager {
  public:
   virtual ~Pager() = default;
-  // Fills all of `pages`, which one operator needs. Exceptions reach the operator's caller, in forward() and in
-  // backward().
+  // Attaches all of `pages`, which one operator needs. Exceptions propagate to the operator's caller, in forward() and
+  // in backward().
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Called before a write to a page that is not writable. Throws std::logic_error, naming the parameter; or does the
-  // operator's work (zero_()) and returns true; or returns false if the operator does not touch the page (set_()).
+  // Called before a write to a page that is not writable. Throws std::logic_error, naming the parameter, if it refuses.
+  // Returns true if it did the operator's work (zero_()), and false if set_() replaces the view's storage.
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // Called before an operator, or a caller of internal::before_write(), writes to a page that was attached permanently
-  // or reports writes (Page::tell_of_writes). Blocks until no operation in flight reads the page.
+  // or that reports writes (Page::tell_of_writes). Must block until no operation in flight reads the page.
   virtual void before_write(int /*id*/) {}
 };
 
 // While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
-// record this forward; backward recomputes it, and then needs the gradients of its parameters.
+// record this forward. Backward recomputes the forward, and then needs gradients of its parameters.
 class RecomputesLater {
  public:
   static bool in_effect() { return in_effect_; }
@@ -152,11 +152,11 @@ class RecomputesLater {
   const ThreadScope<bool> scope_{in_effect_, true};
 };
 
-// How autograd treats the current operator:
-//   kRecording     it records a forward, or backward will recompute it (checkpointed())
-//   kRecomputing   it records a part that backward recomputes
+// Returns how autograd treats an operator that this thread calls now:
+//   kRecording     recorded in forward, or in a part of forward that backward will recompute (checkpointed())
+//   kRecomputing   recorded in a part of forward that backward recomputes now
 //   kInBackward    not recorded, in backward: needs the values of forward
-//   kNotRecording  not recorded, outside backward: an evaluation, which may have used other values
+//   kNotRecording  not recorded, outside backward: an evaluation, which may have used other values than forward
 Page::GradMode current_grad_mode();
 
 // Throws std::runtime_error if another library has registered a fallback for our dispatch key.
@@ -168,12 +168,12 @@ bool is_paged(const at::Tensor& tensor);
 void before_write(const at::Tensor& tensor);
 // Must be called after a write by pointer. If the tensor is a view of a page, copies of the page become stale.
 void note_write(const at::Tensor& tensor);
-// For an optimizer's step: returns whether this rank has no element of the parameter, and if so counts a write. Ranks
-// compare whether they have stepped, and others count a write too.
+// For an optimizer's step: if this rank has no element of the parameter, counts a write and returns true; else returns
+// false. Other ranks count a write when they step, and ranks compare whether they have stepped.
 bool note_write_if_empty(const at::Tensor& parameter);
 // Whether the tensor is a view of a page that lost its pager and was not attached permanently.
 bool has_lost_its_pager(const at::Tensor& tensor);
-// The page of a view. Null for other tensors, and after detach_pager().
+// Returns the page of a view; null for other tensors, and after detach_pager().
 Page* page_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

@@ -17,8 +17,8 @@
 namespace tessera::internal {
 namespace {
 
-// Operators that return views are not listed, since they check the bounds of the storage. _backward and set_data call
-// other operators, which are checked themselves.
+// Operators that return views are not listed (except detach and alias), because they check the storage's bounds.
+// _backward and set_data are listed: they call other operators, which reach the fallback themselves.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",
@@ -34,7 +34,7 @@ const Names kMetadataOnly = {"aten::detach",
                              "aten::is_same_size",
                              "aten::_has_compatible_shallow_copy_type"};
 
-// Called by libtorch's pickler for each tensor: torch::save() would write a page's views without their data.
+// Called by the pickler for each tensor. Throws for a view of an empty page: torch::save() would omit its data.
 void refuse_to_pickle(const at::Tensor& tensor, std::unordered_map<std::string, bool>&) {
   const Page* page = page_of(tensor);
   if (page == nullptr || tensor.storage().nbytes() > 0 || tensor.numel() == 0) return;
@@ -54,7 +54,7 @@ void watch_pickling() {
 }  // namespace
 
 bool is_metadata_only(const c10::FunctionSchema& schema) {
-  // Of the listed operators only data() returns a fresh tensor, so most operators need no look-up by name.
+  // Only data() of the listed operators returns a tensor without alias information, so most operators need no look-up.
   const auto& returns = schema.returns();
   const bool makes_tensor =
       !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;

@@ -31,10 +31,10 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
 
 namespace {
 
-// The forms of at::linear: the positions of its arguments, and whether the weight is transposed.
+// An operator that computes at::linear: the positions of its arguments, and whether it gets the transposed weight.
 struct LinearForm {
   std::string_view name;
-  std::ptrdiff_t input, weight, bias;  // -1: none
+  std::ptrdiff_t input, weight, bias;  // positions among the arguments; -1: none
   bool is_transposed;
 };
 constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
@@ -42,7 +42,7 @@ constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
                                        {"aten::mm", 0, 1, -1, true},
                                        {"aten::addmm", 1, 2, 0, true}};
 
-// Returns the result if a stand-in computes the operator itself; undefined otherwise.
+// Returns the result if a stand-in computes the operator itself; otherwise an undefined tensor.
 at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
   if (schema.name() == "aten::t") {
     const at::Tensor& tensor = arguments[0].toTensor();

@@ -13,24 +13,24 @@ class StandIn {
   virtual ~StandIn() = default;
   // Returns the values that an operator gets in place of the tensor.
   virtual at::Tensor values_for(const std::string& operation) const = 0;
-  // Computes at::linear(input, the tensor, bias); `bias` may be undefined. Also called for matmul, mm, and addmm (beta
-  // = alpha = 1) with the tensor's t(), as in torch::nn::functional::linear. If it returns undefined, the operator runs
-  // on values_for().
+  // Computes at::linear(input, tensor, bias) for the represented tensor; `bias` may be undefined. Also called for
+  // matmul, mm, and addmm (with beta = alpha = 1) of the tensor's t(), as in torch::nn::functional::linear. If the
+  // function returns an undefined tensor, the operator runs on values_for().
   virtual at::Tensor linear(const at::Tensor& /*input*/, const at::Tensor& /*bias*/) { return {}; }
-  // Computes at::batch_norm() of the input, for a tensor that is one of its statistics or weights. If it returns
-  // undefined, the operator runs on values_for().
+  // Computes at::batch_norm() of `input`, if the represented tensor is one of the operator's statistics or weights. If
+  // the function returns an undefined tensor, the operator runs on values_for().
   virtual at::Tensor batch_norm(const at::Tensor& /*input*/, bool /*training*/, double /*momentum*/, double /*eps*/) {
     return {};
   }
-  // "quantized", for errors.
+  // Returns a description for errors, such as "quantized".
   virtual const char* what_it_is() const = 0;
 };
 
-// Makes a tensor without data, of this dtype and shape, which owns `stand_in`. Operators that would write to it throw
-// std::logic_error with `name`.
+// Returns a tensor without data, of this dtype and shape, which owns `stand_in`. Operators that would write to the
+// tensor throw std::logic_error with `name`.
 at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& name, at::Device device,
                          at::ScalarType dtype, at::IntArrayRef sizes);
-// The stand-in of the tensor, or null.
+// Returns the stand-in of the tensor; null if it has none.
 std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal
