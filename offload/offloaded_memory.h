@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// How shards in host memory are copied to the device.
+// The engine and the device buffers that copy shards from host memory to the device.
 struct ShardSource {
   CopyEngine* engine = nullptr;  // null: shards are on the device
   CountedBuffers* staging = nullptr;
@@ -28,17 +28,17 @@ class OffloadedMemory {
   // Throws std::invalid_argument if parameters and gradients would be on different devices.
   OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
-  // Allocators of host or disk memory for a unit's shards and gradients; null: they are on the device.
+  // Return allocators of host or disk memory for a unit's shards and gradients; null if these are on the device.
   CountedBuffers::Memory shards(const std::string& unit);
   CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
   CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
   ShardSource source() { return options_.params ? ShardSource{copies_.get(), &staging_} : ShardSource{}; }
 
   CopyEngine* copies() const { return copies_.get(); }  // null without offload
-  CountedBuffers& staging() { return staging_; }        // of shards and reduced gradients in flight
+  CountedBuffers& staging() { return staging_; }        // device buffers of shards and reduced gradients in flight
   bool has_disk() const { return disk_ != nullptr; }
 
-  // Sets the bytes of staging, host memory and disk.
+  // Sets the report's bytes of staging buffers, host memory and disk.
   void report(MemoryReport& report) const;
 
  private:

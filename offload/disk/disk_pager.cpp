@@ -188,7 +188,7 @@ bool DiskPager::forget_one_read_ahead() {
   return true;
 }
 
-// Waits for the write. Keeps the data in memory if `is_wanted`. If the write fails, keeps them as dirty and throws.
+// Blocks until the write ends. Keeps the data in memory if `is_wanted`. If the write failed, keeps them and throws.
 void DiskPager::finish_write(Entry& entry, bool is_wanted) {
   writing_.remove(&entry);
   std::exception_ptr failure;
@@ -207,7 +207,7 @@ bool DiskPager::has_room(int64_t bytes) const {
   return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
-// Makes room for `bytes` in the buffers; else returns false. Without `may_wait`, it evicts and waits for nothing.
+// Makes room for `bytes` in the buffers; returns false if it cannot. Evicts tensors and blocks only if `may_wait`.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   while (!has_room(bytes)) {
     if (!writing_.empty() &&
@@ -259,7 +259,7 @@ void DiskPager::require_resident(Entry& entry) {
   last_loaded_ = &entry;
 }
 
-// Evicts at most one tensor, and does not wait for its write. Returns false if there is no room.
+// Starts reading a tensor, after evicting at most one. Does not wait for a write. Returns false if there is no room.
 bool DiskPager::start_read_if_room(Entry& entry) {
   if (entry.state != State::kOnDisk) return true;
   if (!has_room(entry.bytes)) evict_one();

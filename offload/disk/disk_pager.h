@@ -30,22 +30,22 @@ struct DiskPagerOptions {
   int threads = 4;                            // concurrent reads and writes
 };
 
-// Tensors on disk that are read into memory when an operator uses them: ZeRO-Infinity's NVMe tier (Rajbhandari et al.,
-// 2021), but with Tessera's paging. It needs no module hooks.
+// Keeps tensors on disk, and reads them into memory when an operator uses them. This is ZeRO-Infinity's NVMe tier
+// (Rajbhandari et al., 2021), but with Tessera's paging, which needs no module hooks.
 //
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
-// The least recently used tensors are evicted when room is needed; dirty ones are written back asynchronously. The next
-// tensors are predicted from the previous order of loads, and read ahead. Operators may read and write the tensors like
-// any others; code that takes pointers must hold() them first. Data are in one unnamed file (DiskSpace), which has
-// space for a tensor from creation until its release. A dry run has no file and moves no data.
+// When room is needed, the least recently used tensors are evicted; changed ones are written back asynchronously. The
+// next tensors are predicted from the previous order of loads, and read ahead. Operators may read and write the tensors
+// like any others; code that takes pointers must hold() a tensor first. The data are in one unnamed file (DiskSpace),
+// which has space for a tensor from creation until release. A dry run has no file and moves no data.
 //
 // Is thread-safe. Tensors that outlive the pager throw std::logic_error on use.
 class DiskPager : public Pager {
   struct Entry;
 
  public:
-  // Throws std::invalid_argument for options out of range, std::runtime_error if no file can be created in the
+  // Throws std::invalid_argument for options out of range. Throws std::runtime_error if no file can be created in the
   // directory.
   explicit DiskPager(DiskPagerOptions options);
   ~DiskPager() override;
@@ -57,7 +57,7 @@ class DiskPager : public Pager {
   // Returns the tensor's pager; null if the tensor is not on disk.
   static DiskPager* of(const at::Tensor& tensor);
 
-  // Keeps the data in memory while it exists. Move-only.
+  // Keeps the data of a tensor in memory while this object exists. Move-only.
   class Hold {
    public:
     // Returns the elements as an ordinary tensor.
@@ -74,20 +74,20 @@ class DiskPager : public Pager {
     at::Tensor values_;
   };
   // Blocks until the data are in memory. `writes`: the caller may write until the hold ends. Throws std::runtime_error
-  // if all buffers are held, or on disk failure.
+  // if all buffers are held, or if the disk fails.
   Hold hold(const at::Tensor& tensor, bool writes);
 
-  // Returns new memory of `bytes` bytes (above 0) mapped from an unnamed file of the folder. The system can page it out
-  // if host memory is short. Throws std::runtime_error if the disk is full.
+  // Returns new memory of `bytes` bytes (above 0), mapped from a new unnamed file in the directory. The system can page
+  // it out. Throws std::runtime_error if the disk is full. In a dry run, returns ordinary memory.
   at::Tensor make_spool(int64_t bytes) const;
 
-  // Starts to read the data if there is room. Does not block.
+  // Starts to read the tensor's data if there is room. Does not block.
   void read_ahead(const at::Tensor& tensor);
 
   int64_t disk_bytes() const;    // size of the file, which never shrinks
-  int64_t buffer_bytes() const;  // host memory in use
+  int64_t buffer_bytes() const;  // host memory of the buffers in use
   int64_t peak_buffer_bytes() const;
-  int64_t read_bytes() const { return read_bytes_; }  // total so far
+  int64_t read_bytes() const { return read_bytes_; }  // total since construction
   int64_t written_bytes() const { return written_bytes_; }
   bool is_direct() const { return space_.file() != nullptr && space_.file()->is_direct(); }
 
@@ -101,7 +101,7 @@ class DiskPager : public Pager {
     // The page's storage, which the tensor and its views share.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
     int64_t offset = 0;
-    int64_t bytes = 0;    // whole blocks
+    int64_t bytes = 0;    // a multiple of File::kBlockBytes
     bool is_zero = true;  // never written: the disk has no data
     State state = State::kOnDisk;
     at::Tensor buffer;  // from `buffers_`
@@ -133,17 +133,17 @@ class DiskPager : public Pager {
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
   DiskSpace space_;
-  const bool waits_;  // each transfer blocks
+  const bool waits_;  // whether each transfer blocks until it completes
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // indexed by page id; addresses are stable
   std::vector<int> vacant_;                                      // indices of entries without a page
   std::list<Entry*> recent_;                                     // resident; least recently used first
-  std::list<Entry*> reading_;                                    // read ahead, not yet used; oldest first
-  std::list<Entry*> writing_;                                    // oldest first
-  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by each thread's last operator
+  std::list<Entry*> reading_;                                    // read ahead and not yet used; oldest first
+  std::list<Entry*> writing_;                                    // being written; oldest first
+  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // entries used by each thread's last operator
   Entry* last_loaded_ = nullptr;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
-  TaskQueue queue_;  // last: its threads use the other members
+  TaskQueue queue_;  // declared last, because its threads use the other members
 };
 
 }  // namespace tessera::internal

@@ -11,20 +11,20 @@ namespace tessera::internal {
 // For tests: simulates a link between host and device on the CPU, to test order, overlap and failures without an
 // accelerator.
 struct SimulatedLink {
-  // A copy takes at least its bytes divided by this, independently in each direction. 0: no lower bound.
+  // A copy takes at least its bytes divided by this rate. Each direction has the full rate. 0: no lower bound.
   double bytes_per_s = 0;
-  // Called before each copy, on its direction's thread. May block, which delays later copies of that direction, and may
-  // throw, which makes the copy fail.
+  // Called before each copy, on the thread of the copy's direction. It may block, which delays later copies of that
+  // direction. It may throw, which makes the copy fail.
   std::function<void(CopyDirection direction, int64_t bytes)> before_copy;
 };
 
-// While it exists, every CopyEngine made on this thread, e.g. by a wrapper's constructor, keeps this link for the
-// engine's lifetime. Making an engine for a device other than the CPU throws std::invalid_argument.
+// While an object exists, every CopyEngine that this thread makes (in a wrapper's constructor, say) uses its link, for
+// the engine's lifetime. Making an engine for a device other than the CPU throws std::invalid_argument.
 class SimulatedLinkScope {
  public:
   explicit SimulatedLinkScope(SimulatedLink link);
 
-  // Returns this thread's current link, or null.
+  // Returns this thread's current link; null if there is none.
   static const SimulatedLink* current();
 
  private:

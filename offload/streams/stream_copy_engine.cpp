@@ -10,9 +10,9 @@ namespace tessera::internal {
 namespace {
 
 // Note [Streams of a copy]. The copy's stream first waits for the caller's current stream. So a copy runs after kernels
-// that produce its source or still use its destination. `end` is recorded on the copy's stream. After a stream has
-// waited for `end`, the device memory may be freed or written on that stream. If the handle is destroyed first, the
-// current stream waits for `end`. HostMemoryInUse keeps the host memory alive until `end`.
+// that produce its source or still use its destination. The event `end_` is recorded on the copy's stream. A stream
+// that has waited for the event may free or write the device memory. If no stream has waited when the handle is
+// destroyed, the current stream waits then. HostMemoryInUse keeps the host memory alive until the event.
 class EventEnd : public CopyEnd {
  public:
   explicit EventEnd(const c10::Stream& stream) : event(stream.device_type()) { event.record(stream); }
@@ -76,7 +76,7 @@ class StreamCopyEngine : public CopyEngine {
     try {
       in_.synchronize();
       out_.synchronize();
-    } catch (...) {  // NOLINT(bugprone-empty-catch): as above
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the device has failed; later calls report it
     }
   }
 

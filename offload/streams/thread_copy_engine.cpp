@@ -72,7 +72,7 @@ class ThreadCopyEngine : public CopyEngine {
 
   const SimulatedLink link_;
   const bool without_data_ = is_without_data();
-  // One queue for each direction. Declared last, because their threads use the other members.
+  // One queue for each direction. Declared last, because the threads of the queues use the other members.
   TaskQueue in_{1}, out_{1};
 };
 
