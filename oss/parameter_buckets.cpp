@@ -28,7 +28,7 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
     if (bucket.flat.defined()) adopt(bucket);
 }
 
-// Frozen parameters are not published, so they have separate buckets.
+// Groups parameters into buckets. Frozen parameters are not published, so they have separate buckets.
 void ParameterBuckets::plan(int64_t bucket_bytes) {
   std::vector<BucketItem> items;
   std::vector<size_t> order;
@@ -75,7 +75,7 @@ bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
          is_view_at(parameter, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
 }
 
-// Whether tensors other than the members share the member's memory.
+// Whether tensors other than this object's parameters share the memory of the member.
 bool ParameterBuckets::is_shared(const Bucket& bucket, size_t member) const {
   const c10::Storage& storage = parameters_[bucket.members[member]].storage();
   if (storage.use_count() == 1) return false;
@@ -99,8 +99,8 @@ void ParameterBuckets::adopt(Bucket& bucket) {
   }
 }
 
-// Moves parameters back that torch::load(), module.to() or set_data() gave other memory. Their old places in the bucket
-// are reused only if no other tensor, such as a kept view or a swapped parameter, uses them.
+// Moves parameters back to which torch::load(), module.to() or set_data() gave other memory. If other tensors use the
+// old memory (a kept view, a swapped parameter), allocates a new buffer, and all members stay in their own memory.
 void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
@@ -129,7 +129,7 @@ void ParameterBuckets::note_trained() {
   for (Bucket& bucket : buckets_) bucket.has_trained = trains(bucket);
 }
 
-// Whether published values are rounded.
+// Whether published values of a parameter of `dtype` are rounded.
 bool ParameterBuckets::is_rounded(at::ScalarType dtype) const {
   return broadcast_dtype_ && *broadcast_dtype_ != dtype && at::isFloatingType(dtype);
 }
@@ -198,7 +198,7 @@ void ParameterBuckets::finish(PendingGather& gather) {
   for (size_t member = 0; member < bucket.stays.size(); ++member)
     if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] != comm_.rank())
       parameters_[index].data().copy_(view_of(bucket, member));
-  // Bumps versions, because the exchange wrote without autograd: graphs that saved old values must be refused.
+  // Raises versions, because autograd has not seen the exchange's writes and must refuse graphs with the old values.
   for (size_t index : bucket.members)
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
@@ -217,7 +217,7 @@ std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(Collectiv
     }
   };
   if (step_owned) {
-    // Alternates: steps enough buckets for one efficient call of the operator, then publishes them.
+    // Alternates: steps enough buckets for one efficient call of the optimizer's operator, then publishes them.
     const int64_t turn_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
     std::vector<at::Tensor> turn = owned_outside_buckets();
     int64_t bytes = 0;
@@ -234,7 +234,7 @@ std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(Collectiv
   return gathers;
 }
 
-// Parameters without elements are not published, but their state counts steps.
+// Returns this rank's parameters without elements. They are not published, but their state counts steps.
 std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
   std::vector<at::Tensor> owned;
   for (size_t i = 0; i < parameters_.size(); ++i)

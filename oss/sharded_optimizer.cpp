@@ -36,7 +36,7 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
-// Returns each tensor once, named by its place in the groups, because an optimizer has no names.
+// Returns each parameter once, named by its place in the groups, because an optimizer does not know names.
 std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -55,13 +55,13 @@ const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParam
 }
 
 // Returns the geometry of a state's tensor in a dictionary. A state with one value for each element has the parameter's
-// strides; a state by blocks is row-major.
+// strides. States by blocks, rows or columns are 1-D.
 ParameterGeometry state_geometry(const std::string& name, const at::Tensor& parameter) {
   if (form_of_state(name) == StateForm::kElements) return geometry_of(parameter);
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// Returns a line for each state of a dictionary, from which a receiver allocates its memory.
+// Returns a line for each number and tensor of the states. A receiver allocates memory by these lines.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -138,7 +138,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const NoGradNoInferenceGuard quiet;  // for small parameters: moves them to ordinary tensors
+  const NoGradNoInferenceGuard quiet;  // parameters that are moved into buckets must stay ordinary tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -172,8 +172,8 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
       std::move(parameters), std::move(owners), options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
 }
 
-// Assigns parameters with expensive steps first, balanced by cost; then trainable ones, balanced by bytes. Frozen ones
-// have no state, and are balanced separately.
+// Assigns owners: first of parameters with expensive steps, balanced by cost; then of other trainable parameters,
+// balanced by bytes. Frozen parameters have no state, and are balanced separately.
 void ShardedOptimizer::assign_owners(size_t first_group) {
   auto index = static_cast<int64_t>(partition_->owners.size());
   std::vector<at::Tensor> expensive, trainable, frozen;
@@ -289,13 +289,13 @@ ScopeExit ShardedOptimizer::lend_state() {
   return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Adopts groups that the base class's add_param_group(), which is not virtual, has added. Collective.
+// Adopts groups that the add_param_group() of the base class, which is not virtual, has added. Collective.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // a smaller index: listed twice
+      if (known == ownership_.end() || known->second.index > place)  // a smaller index: the parameter is listed twice
         throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
@@ -356,7 +356,7 @@ void ShardedOptimizer::step_owned() {
   if (comm_->size() > 1) publish();
 }
 
-// The local optimizer's part of replays needs this rank's options and states.
+// Adds the local optimizer's recorded step, with this rank's options and states, which replays need.
 void ShardedOptimizer::add_recorded_step(CapturedWork& work) {
   const auto parts = std::make_shared<std::vector<RecordedStep>>(work.take_steps());
   work.add_step({[this, parts] {
@@ -386,9 +386,9 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   return lbfgs.step_among(owners, closure);
 }
 
-// Publishes parameters, and compares the ranks' options like the end of backward their logs. The exchanges overlap.
+// Publishes parameters, and compares the ranks' options and collectives. The publishing and the comparison overlap.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
-  std::vector<std::string> options;  // a rank may have changed its learning rate alone
+  std::vector<std::string> options;  // compared, because one rank may have changed its learning rate
   for (const auto& group : param_groups_)
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
   CollectiveLog log;
@@ -405,7 +405,7 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   if (comm_->device().is_cpu()) {
     if (!report.unlike_ranks()) return;
     require_agreement(*comm_, "what was published in a step", log.lines());
-    report.require_alike("what was published in a step");  // if the log has dropped the lines that differ
+    report.require_alike("what was published in a step");  // reached if the log has dropped the lines that differ
   }
   late_reports_->add(std::move(report),
                      [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
@@ -419,7 +419,7 @@ bool ShardedOptimizer::are_swapped_in() const {
   return averages != nullptr && averages->are_swapped_in();
 }
 
-// Owners swap in their averages, and publish the values as after a step.
+// Makes owners swap in their averages, and publishes them as after a step. The scope's end swaps back and publishes.
 ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
@@ -460,7 +460,7 @@ GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double nor
   take_added_groups();
   check_before_step(all_parameters());
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> all;  // this rank's gradients, also of parameters that other ranks own
+  std::vector<at::Tensor> all;  // this rank's gradients, including those of parameters that other ranks own
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
     if (seen.insert(parameter.unsafeGetTensorImpl()).second && parameter.grad().defined())
@@ -482,7 +482,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
   return dict;
 }
 
-// Sends owner by owner and tensor by tensor, so that a rank holds at most one tensor of another rank.
+// Sends one tensor after another, owner by owner, so that a rank receives at most one tensor at a time.
 void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
@@ -536,7 +536,7 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   require_matching(dict, *this);
   at::NoGradGuard no_grad;
   const auto parameters = all_parameters();
-  for (const at::Tensor& parameter : parameters) owner(parameter);  // throws for one without an owner
+  for (const at::Tensor& parameter : parameters) owner(parameter);  // throws if the parameter has no owner
   decltype(state_) states;
   for (const auto& [index, values] : dict.state) {
     const at::Tensor& parameter = parameters[index];
