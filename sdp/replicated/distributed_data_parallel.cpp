@@ -34,8 +34,8 @@ std::string describe(const DdpOptions& options) {
   return text.str();
 }
 
-// Calls the operators of torch::nn::utils::clip_grad_norm_, so results are bit-equal. Torch's function reads the norm
-// on the host, fails if a gradient has no elements, and throws another error.
+// Calls the operators of torch::nn::utils::clip_grad_norm_, so that results are bit-equal. Unlike that function, leaves
+// the norm on the device, accepts gradients without elements, and throws Tessera's error.
 GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
               int rank) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();

@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns a name for errors.
+// Returns the name of a bucket, for errors.
 std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
   if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
   return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
@@ -58,7 +58,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// The hooks stay, and no longer change gradients, so the module may be trained without the wrapper.
+// Hooks stay without effect, so the module can be trained alone. A running backward that would have reduced throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
@@ -174,7 +174,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
                            "call the wrapper's forward after requires_grad_(true), not the module's");
   if (!reduces()) {
     if (gradient.defined()) begin_own_sum(parameter);
-    return gradient;  // then autograd accumulates it
+    return gradient;  // autograd accumulates this gradient
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
@@ -182,8 +182,8 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
-// Records the state of a gradient on one rank, where autograd accumulates. Needed if a divisor is set between a
-// backward under no_sync() and the last backward.
+// Records the state of a gradient in a group of one rank, where autograd accumulates it. The state is needed if a
+// divisor is set between a backward under no_sync() and the next backward that reduces.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;
@@ -195,9 +195,9 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
     if (state.grad == GradState::kAccumulating) state.grad = GradState::kOrdinary;
 }
 
-// An existing gradient is an average: from a backward, from before wrapping, or the user's. Scales it so that the next
-// reduction restores it: the reduction adds the gradients of all ranks that hold the average (under SDP only the
-// owner), and divides by the divisor.
+// Begins this rank's own sum. An existing gradient is an average: of a backward, from before wrapping, or the user's.
+// Scales the average so that the next reduction restores it. That reduction adds up the averages of all ranks that hold
+// one (under SDP only the owner), and divides the sum by the divisor.
 void ReplicatedGradients::begin_own_sum(size_t parameter) {
   at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
   ParameterState& state = states_[parameter];
@@ -244,7 +244,7 @@ void ReplicatedGradients::require_all_used() {
           "as they were");
 }
 
-// The end callback must belong to the outermost pass: a nested pass, which recomputes a part, must not end it.
+// Hooks the outputs, so that the outermost backward begins the pass, and not a nested one that recomputes a part.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (!inside_backward()) flags_.is_forward_open = false;
@@ -269,13 +269,13 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// Called if a forward throws, which then does not call end_forward().
+// If a forward has thrown and so has not called end_forward(), logs it. Called by the next forward or backward.
 void ReplicatedGradients::note_failed_forward() {
   if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
-// Logs which parameters hold an average: all ranks must clear gradients alike, and compare their logs at the end of the
-// pass. With owners, ranks hold gradients of different parameters, which cannot be compared.
+// Logs which parameters hold an average. All ranks must clear gradients alike; they compare their logs at the end of
+// the pass. A no-op with owners, because the gradients of different parameters cannot be compared.
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -308,7 +308,7 @@ void ReplicatedGradients::end() {
     if (!gets_average(i)) binding_.tensor(i).mutable_grad().reset();  // only the owner keeps the average
     states_[i].grad = GradState::kOrdinary;
   }
-  // torch::autograd::grad() for inputs uses no parameters, so it need not use all.
+  // torch::autograd::grad() for inputs uses no parameter. Parameters without a gradient are no error then.
   flags_.any_backward = flags_.any_backward || any_used;
   if (!flags_.order_agreed && any_used) agree_on_order();
   if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
@@ -322,7 +322,7 @@ void ReplicatedGradients::fail() {
   }
 }
 
-// After zero_grad() the placeholder is gone, and the gradient is no longer lost.
+// Whether a failed backward lost the gradient. zero_grad() removes the placeholder, and then it is no longer lost.
 bool ReplicatedGradients::is_lost(size_t parameter) const {
   return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
@@ -334,7 +334,7 @@ void ReplicatedGradients::abandon() {
     if (!is_lost(i)) states_[i].grad = GradState::kOrdinary;
 }
 
-// Plans buckets again, for the order in which gradients arrived on rank 0.
+// Plans buckets again, in the order in which gradients arrived on rank 0. Collective.
 void ReplicatedGradients::agree_on_order() {
   std::vector<size_t> order = reducer_.arrivals();
   std::vector<bool> came(states_.size(), false);

@@ -22,25 +22,25 @@ namespace tessera::internal {
 struct ReplicatedOptions {
   BucketLimits limits;
   std::optional<at::ScalarType> wire_dtype;  // dtype of gradients on the wire
-  WireFormat wire = WireFormat::kDtype;      // with owners only
-  bool gradients_are_views = true;           // of their buckets
+  WireFormat wire = WireFormat::kDtype;      // format of gradients on the wire; used only with owners
+  bool gradients_are_views = true;           // whether gradients are views of their buckets
   bool must_use_all = false;                 // throws if a parameter got no gradient on any rank in an iteration
   int64_t compare_replicas_every = 0;        // see ReplicaComparison
-  bool copies_are_equal = true;              // replicas have the same bits; else they are never compared
+  bool copies_are_equal = true;              // whether replicas have the same bits; if not, they are never compared
   ReducerOptions reducer;
 };
 
-// Gradients of wrappers whose ranks hold whole parameters: DDP reduces each bucket to every rank, SDP to the rank that
-// owns its parameters.
+// The gradients of wrappers whose ranks hold whole parameters. DDP reduces each bucket to every rank; SDP reduces it to
+// the rank that owns its parameters.
 //
-// After backward, a parameter's .grad is the average over ranks (GradState::kOrdinary), or undefined on ranks that do
-// not own it. Under no_sync() it is this rank's own sum, on every rank (kAccumulating). After a failed backward it is a
-// placeholder (kLost), and steps throw until zero_grad(). The first pass reduces buckets in reverse order of
-// registration; later passes in the order in which gradients arrived on rank 0.
+// After backward, a parameter's `.grad` is the average over ranks (GradState::kOrdinary), or undefined on ranks that do
+// not own the parameter. Under no_sync(), `.grad` is this rank's own sum, on every rank (kAccumulating). After a failed
+// backward it is a placeholder (kLost), and steps throw until zero_grad(). The first pass reduces buckets in reverse
+// order of registration; later passes in the order in which gradients arrived on rank 0.
 class ReplicatedGradients : public BackwardPass {
  public:
-  // Returns a parameter's owner; called again when requires_grad changes; may throw. Empty: every rank gets all
-  // gradients.
+  // Returns the rank that owns a parameter. Called again when requires_grad changes. May throw. If the function is
+  // empty, every rank gets all gradients.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
   static std::shared_ptr<ReplicatedGradients> make(std::shared_ptr<torch::nn::Module> module,
                                                    std::vector<PlannedParameter> parameters,
@@ -66,7 +66,7 @@ class ReplicatedGradients : public BackwardPass {
   // Throws std::logic_error, naming the parameter, if one was registered after wrapping.
   void require_nothing_new() const { binding_.require_nothing_new(); }
 
-  void report(MemoryReport& report) const;  // the bytes of buckets
+  void report(MemoryReport& report) const;  // sets the report's bytes of buckets
   void reset_peak();
 
  protected:
@@ -79,10 +79,10 @@ class ReplicatedGradients : public BackwardPass {
  private:
   struct ParameterState {
     bool trainable = false;
-    bool used = false;              // by a backward since the last forward
-    bool awaits_reduction = false;  // used by a training forward since the last reduction
+    bool used = false;              // whether any rank used it in a backward since the last forward
+    bool awaits_reduction = false;  // whether a training forward used it since the last reduction
     GradState grad = GradState::kOrdinary;
-    bool has_average = false;  // kAccumulating: an average is part of the sum
+    bool has_average = false;  // for kAccumulating: whether an average is part of the sum
   };
 
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
@@ -117,8 +117,8 @@ class ReplicatedGradients : public BackwardPass {
   std::optional<StepCheck> step_check_;
   ReplicaComparison comparison_;
   struct Flags {
-    bool order_agreed = false;     // the order of buckets is rank 0's
-    bool has_own_sums = false;     // on one rank: some states are kAccumulating
+    bool order_agreed = false;     // the buckets follow the order of gradients on rank 0
+    bool has_own_sums = false;     // in a group of one rank: some states are kAccumulating
     bool any_backward = false;     // a backward since the last forward had gradients
     bool is_forward_open = false;  // a training forward has begun, and has not returned
     bool first_backward = true;

@@ -78,8 +78,8 @@ void ReplicatedModule::broadcast_buffers() {
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
   at::NoGradGuard no_grad;
-  comm_->throw_if_aborted("full_state_dict");           // if the last step's exchange was aborted
-  std::map<const c10::TensorImpl*, at::Tensor> copies;  // tied parameters stay one tensor
+  comm_->throw_if_aborted("full_state_dict");           // throws if the last step's exchange was aborted
+  std::map<const c10::TensorImpl*, at::Tensor> copies;  // one copy for each tensor, so that tied parameters stay tied
   torch::OrderedDict<std::string, at::Tensor> state;
   for (const auto& parameter : module_->named_parameters()) {
     if (!parameter.value().defined()) continue;
@@ -111,7 +111,7 @@ MemoryReport ReplicatedModule::memory() const {
   for (const PlannedParameter& parameter : parameters_) {
     report.shard_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
     if (const at::Tensor gradient = parameter.tensor.grad();
-        gradient.defined() && !is_paged(gradient))  // not a placeholder
+        gradient.defined() && !is_paged(gradient))  // excludes placeholders
       report.grad_bytes += static_cast<int64_t>(gradient.nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;
@@ -128,7 +128,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
   if (!c10::GradMode::is_enabled()) return;
   struct Backward {
     bool has_begun = false;
-    OpenRange range;  // if backward fails, ends with the hooks
+    OpenRange range;  // if backward fails, ends when the hooks are destroyed
   };
   auto backward = std::make_shared<Backward>();
   for (const at::Tensor& output : outputs) {
@@ -136,7 +136,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
     output.register_hook([trace, backward](const at::Tensor&) {
       if (std::exchange(backward->has_begun, true)) return;
       backward->range.begin([] { return std::string("backward"); });
-      // Includes callbacks that other code has queued: this callback queues itself again, to be the last.
+      // The span includes callbacks of other code. So this callback queues a second callback, which runs last.
       auto& engine = torch::autograd::Engine::get_default_engine();
       engine.queue_callback([&engine, trace, backward, since = Trace::Clock::now()] {
         engine.queue_callback([trace, backward, since] {

@@ -31,7 +31,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::tensor_list;
 
-// Returns [C] as [1, C, 1, ...], in the dtype of `like`.
+// Returns `values`, [C], as a tensor [1, C, 1, ...] in the dtype of `like`.
 at::Tensor by_channel(const at::Tensor& values, const at::Tensor& like) {
   std::vector<int64_t> sizes(like.dim(), 1);
   sizes[1] = values.numel();
@@ -44,14 +44,14 @@ std::vector<int64_t> all_but_channel(const at::Tensor& input) {
   return dims;
 }
 
-// Returns inputs of double unchanged, and others in fp32, in which they are computed.
+// Returns an input of double unchanged, and any other input in fp32, the dtype of the computation.
 at::Tensor widened(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? input : input.to(at::kFloat);
 }
 
 struct Statistics {
-  at::Tensor mean, variance;  // [C], double; the variance biased
-  double count = 0;           // values of a channel, over all ranks
+  at::Tensor mean, variance;  // [C], in double; the variance is biased
+  double count = 0;           // number of values of a channel, over all ranks
 };
 
 Statistics over_ranks(const at::Tensor& input, Communicator& group) {
@@ -122,11 +122,11 @@ class Normalize : public torch::autograd::Function<Normalize> {
 };
 
 struct NormTensors {
-  at::Tensor weight, bias;               // [C], or undefined
-  at::Tensor running_mean, running_var;  // the same
+  at::Tensor weight, bias;               // [C], or undefined if the module has none
+  at::Tensor running_mean, running_var;  // [C], or undefined if the module keeps no statistics
 };
 
-// For training: uses the statistics of all ranks, and updates the running ones with `momentum`.
+// Normalizes in training by the statistics of all ranks. Updates the running statistics with `momentum`. Collective.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
   if (!at::isFloatingType(input.scalar_type()))
@@ -171,8 +171,8 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 
 namespace {
 
-// Stands in for a BatchNorm's running mean (its weight, if it keeps no statistics). at::batch_norm, which the module's
-// own forward() calls, then uses the statistics of all ranks.
+// Stands in for a BatchNorm's running mean, or for its weight if it keeps no statistics. at::batch_norm, which the
+// module's own forward() calls, then uses the statistics of all ranks in training.
 class SyncedBatchNorm : public StandIn {
  public:
   SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, NormTensors tensors,
@@ -190,7 +190,7 @@ class SyncedBatchNorm : public StandIn {
 
  private:
   const std::weak_ptr<torch::nn::Module> owner_;
-  const at::Tensor stands_for_;  // the registered tensor
+  const at::Tensor stands_for_;  // the registered tensor that this object represents
   const NormTensors tensors_;
   const std::shared_ptr<Communicator> group_;
 };
