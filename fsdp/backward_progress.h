@@ -8,14 +8,14 @@
 namespace tessera::internal {
 
 // Decides the order in which a backward pass reduces the buckets of units, and tracks which units have all gradients.
-// The order is the reverse of the units' first uses in forward. So it is equal on all ranks, regardless of the order of
-// gradients. A value type: units and buckets are numbers.
+// The order is the reverse of the units' first uses in forward, so the order is equal on all ranks even if gradients
+// arrive in another order. A value type: units and buckets are numbers.
 class BackwardProgress {
  public:
   // `first_buckets` has the index of each unit's first bucket, then the number of all buckets.
   void set_buckets(std::vector<size_t> first_buckets);
 
-  // Records a use of the unit with autograd recording, in forward or in a part of it that backward recomputes.
+  // Records a use of the unit with autograd recording, in forward or in a part of forward that backward recomputes.
   void expect(size_t unit);
 
   // Begins a pass, and returns the order of its buckets. If no unit is expected (a second backward of one graph), the
@@ -29,10 +29,10 @@ class BackwardProgress {
 
  private:
   std::vector<size_t> first_buckets_;
-  std::vector<size_t> uses_, last_uses_;  // units in order of first use: since the last pass, and of that pass
-  std::vector<bool> is_expected_;         // by unit
+  std::vector<size_t> uses_, last_uses_;  // units in order of first use: for the next pass; for the last pass
+  std::vector<bool> is_expected_;         // by unit: whether it is in `uses_`
   std::vector<int64_t> missing_;          // by unit: number of buckets that lack gradients of this pass
-  std::vector<bool> is_done_;             // by bucket
+  std::vector<bool> is_done_;             // by bucket: whether it has all gradients of this pass
 };
 
 }  // namespace tessera::internal

@@ -33,7 +33,7 @@ uint64_t BetweenPasses::writes() const {
   return writes;
 }
 
-// A step may write nothing on a rank that has no elements with gradients, because optimizers may skip empty tensors.
+// Whether a step writes on every rank. A rank without elements that have gradients may write nothing.
 bool BetweenPasses::all_ranks_step() const {
   std::vector<bool> steps(model_.mesh().shard->size(), false);
   for (const Parameter& parameter : parameters_)
@@ -52,7 +52,7 @@ void BetweenPasses::pass_begins(bool is_observed) {
       parameter.trained = trains;
       has_changed = true;
     }
-    // On a device, any difference of the logs throws, so parameters without elements on some rank are left out.
+    // On a device any difference of the logs throws, so parameters of which some rank has no element are not logged.
     if (comm.device().is_cpu() || parameter.ranks.numel() == comm.size())
       model_.log().add_kept(parameter.shard.grad().defined(), parameter.shard.numel() == 0);
   }

@@ -19,8 +19,8 @@ class CastBuffers {
   // Returns the value in the buffer's original dtype; unchanged if the buffer is not cast.
   at::Tensor own_value(const std::string& name, const at::Tensor& value) const;
 
-  // torch::load() replaces the storage of a tensor but keeps its dtype, which makes a cast buffer garbage. Throws
-  // std::logic_error, naming the buffer, if a storage has the size of the original dtype. `rank` is for errors.
+  // Throws std::logic_error, naming the buffer, if a cast buffer's storage has the size of the original dtype.
+  // torch::load() replaces the storage but keeps the dtype, which makes the values garbage. `rank` is for errors.
   void require_no_foreign_bytes(const std::string& rank) const;
 
  private:

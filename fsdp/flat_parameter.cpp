@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns of(tensor) for each of the parameters.
+// Returns of(tensor) for the tensor of each parameter.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -25,7 +25,7 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   return values;
 }
 
-// Returns `chosen`, or the own dtype if that is empty or the parameter is in full precision or not floating-point.
+// Returns `chosen`; the parameter's own dtype if `chosen` is empty, or for full precision or non-floating-point dtypes.
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);

@@ -30,18 +30,18 @@ struct FlatParameterOptions {
   std::optional<at::ScalarType> reduce_dtype;
   // The wire format of all-gathers before use. Ignored for full_precision parameters, and if there are no other ranks.
   WireFormat wire = WireFormat::kDtype;
-  // The ranks that hold this shard in other copies of the model, and this rank. With `sync_module_states`, values are
-  // those of rank 0 of the first copy. Used in the constructor only.
+  // The group of the ranks that hold this shard in the copies of the model; null if there is one copy. Used in the
+  // constructor only: with `sync_module_states`, all copies get the values of the first copy's rank 0.
   Communicator* replicas = nullptr;
-  // Allocates [numel] in host memory for the shard and its gradient. Empty: both are on the communicator's device.
+  // Allocates [numel] in host memory. If shard_memory or grad_memory is empty, its tensor is on the device instead.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Called before writes to the shard, and for writes that set_shard_writable(false) forbids; for a shard on disk, the
-  // latter call the DiskPager. Must outlive the flat parameter.
+  // Its before_write() is called before writes to the shard; its refuse(), for writes that set_shard_writable(false)
+  // forbids. For a shard on disk the DiskPager's refuse() is called. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
-  Memory low_precision_memory;  // for the copy in gather_dtype of a shard in host memory; empty: shard_memory
+  Memory low_precision_memory;  // allocates a host shard's copy in gather_dtype; empty: shard_memory
 };
 
 // The names, shapes and dtypes of the parameters that share one flat buffer, and this rank's part of it. A value type
@@ -57,8 +57,8 @@ class FlatSpec {
   const ParameterGeometry& geometry(size_t parameter) const { return geometries_[parameter]; }
   const FlatLayout& layout() const { return layout_; }
   int rank() const { return rank_; }
-  at::ScalarType dtype() const { return dtype_; }                // of the shard and its gradient
-  at::ScalarType gather_dtype() const { return gather_dtype_; }  // of unsharded parameters
+  at::ScalarType dtype() const { return dtype_; }                // dtype of the shard and its gradient
+  at::ScalarType gather_dtype() const { return gather_dtype_; }  // dtype of unsharded parameters
   at::ScalarType reduce_dtype() const { return reduce_dtype_; }
   bool is_cast() const { return gather_dtype_ != dtype_; }
   int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
@@ -74,9 +74,9 @@ class FlatSpec {
   at::Tensor own_part_of(const at::Tensor& full) const {
     return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
   }
-  // Returns the part of a parameter in this rank's shard, [layout().shard_numel()].
+  // Returns the part of a parameter that `shard`, [layout().shard_numel()], contains.
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
-  std::string shard_label(size_t parameter) const;  // "parameter 'fc.weight' on rank 1"
+  std::string shard_label(size_t parameter) const;  // for errors: "parameter 'fc.weight' on rank 1"
 
  protected:
   static int64_t bytes(int64_t numel, at::ScalarType dtype) {
@@ -98,12 +98,12 @@ class FlatSpec {
 // gradient. Used by one thread at a time, without autograd.
 class FlatParameter : public FlatSpec {
  public:
-  // Copies this rank's part of the parameters' values: its own, or with `sync_module_states` rank 0's (collective).
-  // Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
+  // Copies this rank's part of the parameters' values. The values are this rank's own or, with `sync_module_states`,
+  // rank 0's (then collective). Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
   FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
                 const FlatParameterOptions& options = {});
 
-  // [layout().shard_numel()]
+  // This rank's part of the flat buffer, [layout().shard_numel()].
   const at::Tensor& shard() const { return shard_; }
   // The page of the shard, which counts writes. After set_shard_writable(false), writes by operators throw.
   const Page& shard_page() const { return *shard_page_; }
@@ -114,16 +114,16 @@ class FlatParameter : public FlatSpec {
   bool is_shard_attached(size_t parameter) const;
 
   // Returns the tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the
-  // device. This is the shard, or this rank's part of `full` if the shard must be cast or copied from the host.
+  // device. This is the shard or, if the shard must be cast or copied from the host, this rank's part of `full`.
   at::Tensor shard_for(const at::Tensor& full) const {
     if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
     return own_part_of(full).copy_(shard_);
   }
 
-  // The encoded bytes of a shard; 0 if shards are sent unencoded.
+  // The number of bytes of an encoded shard; 0 if shards are sent unencoded.
   int64_t encoded_bytes() const { return encoded_bytes_; }
-  // Starts gathering encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of any
-  // dtype. After the all-gather decode() must be called. It decodes this rank's shard too: all ranks get equal values.
+  // Starts an all-gather of encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of
+  // any dtype. Then decode() must be called; it also decodes this rank's shard, so that all ranks get equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
     const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
     codec_->encode(shard, own);
@@ -163,42 +163,42 @@ class FlatParameter : public FlatSpec {
   const std::shared_ptr<const WireCodec> codec_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
-  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() differs
+  std::shared_ptr<LowPrecisionCopy> low_precision_;  // copy of a host shard in gather_dtype(); null if dtypes are equal
   std::vector<at::Tensor> parameter_shards_;
-  std::unique_ptr<Page> own_page_;  // of the shard; null on a disk, since the DiskPager owns the page
+  std::unique_ptr<Page> own_page_;  // page of the shard; null for a shard on disk, whose page the DiskPager owns
   // Stored, because page_of(shard_) would race with another thread that evicts the shard.
   Page* shard_page_ = nullptr;
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
-// A flat parameter, the pages that back the module's parameters, and its copies and all-gathers in flight. Unit and its
-// members use the fields.
+// A flat parameter, the pages that back the module's parameters, and the copy and all-gather in flight. Unit and the
+// classes of its members use the fields.
 struct PagedFlatParameter {
   FlatParameter flat;
-  std::unique_ptr<Page> page;        // of the unsharded parameters, in gather_dtype()
-  std::unique_ptr<Page> exact_page;  // of summoned parameters, in dtype(), if unsharded ones are cast; else null
-  std::unique_ptr<Page> host_page;   // of parameters that are summoned to the host; null before the first time
-  uint32_t writes_before = 0;        // count of writes to the page in use when the unit was summoned
-  size_t first_parameter = 0;        // index of its first parameter among the model's
-  at::Tensor staging{};    // of a shard in host memory: its copy on the device, [shard_numel] of gather_dtype()
-  Copy fetching{};         // into `staging`
-  DiskPager::Hold held{};  // keeps a shard on disk in memory while it is copied
-  Pending gathering{};     // the all-gather
-  at::Tensor wire{};       // of an all-gather of encoded shards: the encoded bytes of all ranks
+  std::unique_ptr<Page> page;        // page of the unsharded parameters, in gather_dtype()
+  std::unique_ptr<Page> exact_page;  // page of summoned parameters, in dtype(); null if unsharded ones are not cast
+  std::unique_ptr<Page> host_page;   // page of parameters that are summoned to the host; null before the first time
+  uint32_t writes_before = 0;        // writes to the page in use, counted when the unit was summoned
+  size_t first_parameter = 0;        // index of its first parameter among the parameters of the model
+  at::Tensor staging{};              // device copy of a shard in host memory, [shard_numel] of gather_dtype()
+  Copy fetching{};                   // the copy into `staging`
+  DiskPager::Hold held{};            // keeps a shard on disk in memory while it is copied
+  Pending gathering{};               // the all-gather in flight
+  at::Tensor wire{};                 // the encoded bytes of all ranks, in an all-gather of encoded shards
 
-  // The page whose views the module's parameters are now.
+  // Returns the page of which the module's parameters are views now.
   Page& page_in_use() const {
     if (host_page && host_page->is_attached()) return *host_page;
     return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
-  // Makes the parameters views of another page. Keeps the module's members, ties and requires_grad.
+  // Makes the parameters views of page `to`. Keeps the module's members, ties and requires_grad.
   void point_parameters(const Page& to, at::ScalarType dtype) const;
 };
 
-using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of one unit
+using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // the flat parameters of one unit
 
-// Splits a unit's parameters into flat parameters: by dtype, by full precision, and into frozen and trainable, so that
-// frozen parameters cost no gradient memory. The result is in order of first appearance.
+// Splits a unit's parameters into groups, one for each flat parameter. Parameters of a group agree in dtype, in full
+// precision and in being frozen, so frozen ones cost no gradient memory. Groups are in order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
 // Splits the unit, copies its values, and makes the module's parameters views of pages with the id `index`. `name` is

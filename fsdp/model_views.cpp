@@ -30,7 +30,7 @@ void ShardedModel::name_shards() {
   }
 }
 
-// Relies on the order of ranks: those of a copy are consecutive (make_mesh()).
+// Relies on the order of ranks: the ranks of one copy of the model are consecutive (make_mesh()).
 std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<ModelShards::HeldPart> held;
@@ -86,7 +86,7 @@ void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOpti
   }
   settle();
   for (const auto& parameter : module_->named_parameters())
-    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // of ignored modules
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // in an ignored module
   for (const auto& buffer : defined_buffers(*module_)) {
     show(buffer.key(), cast_buffers_.own_value(buffer.key(), buffer.value().detach()));
   }

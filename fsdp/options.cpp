@@ -22,9 +22,9 @@ void check_least(const char* field, int64_t value, int64_t least) {
                                 std::to_string(least) + " or more");
 }
 
-// Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or exported. These need parameters and
-// statistics in one dtype, and running averages in 16 bits would stop changing. A module with children is not a batch
-// norm, even if it has such buffers.
+// Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or an exported one. A batch norm needs
+// its parameters and statistics in one dtype, and running averages in 16 bits would stop changing. A module with
+// children is not a batch norm, even if it has such buffers.
 bool keeps_running_statistics(const torch::nn::Module& module) {
   if (!module.children().empty()) return false;
   const auto buffers = module.named_buffers(/*recurse=*/false);

@@ -21,14 +21,14 @@ class PrefetchOrder {
   // Sets the prediction for the first pass. Each later pass is expected to repeat the previous one.
   void expect(std::vector<int> order) { expected_ = std::move(order); }
 
-  // Records a use. Successive uses of one unit count once. A pass that does not end (an evaluation that calls modules
-  // instead of the wrapper) starts over after kLongestPass uses.
+  // Records a use. Successive uses of one unit count once. If a pass does not end, because an evaluation calls modules
+  // instead of the wrapper, it starts over after kLongestPass uses.
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit) {
     if (!current_.empty() && current_.back() == unit) return;
     if (current_.size() >= kLongestPass) begin_pass();
     current_.push_back(unit);
-    // Usually found at next_; otherwise the pass skipped units, or started over.
+    // The unit is usually at next_. If not, the pass has skipped units, or started over.
     auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
     if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
     on_path_ = found != expected_.end();
@@ -36,7 +36,7 @@ class PrefetchOrder {
   }
 
   // If the last uses repeat one sequence three times, removes the last repetition. Otherwise seen() would grow without
-  // limit if modules are called directly between passes.
+  // limit while modules are called directly between passes.
   void forget_repetition() {
     const size_t count = current_.size();
     for (size_t period = 1; 3 * period <= count; ++period) {
@@ -68,7 +68,7 @@ class PrefetchOrder {
   std::vector<int> expected_;
   std::vector<int> current_;
   size_t next_ = 0;      // the index in expected_ of the next use
-  bool on_path_ = true;  // the last use is in expected_
+  bool on_path_ = true;  // whether the last use is in expected_
 };
 
 }  // namespace tessera::internal

@@ -41,7 +41,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
-    // Inspects inside forward() too, which may freeze or replace parameters itself.
+    // Inspects units in each use, because forward() itself may freeze or replace parameters.
     for (Unit* unit : needed) {
       inspect(*unit);
       gradients_.show_version(*unit);
@@ -58,7 +58,7 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
-// Does not lock the mutex: writes come from the optimizer's threads, and from within a phase.
+// Does not lock the mutex: optimizers write on their own threads, and phases write with the mutex locked.
 void Scheduler::before_write(int index) {
   const auto& units = model_.units();
   if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
@@ -91,10 +91,10 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
     enter();
     if (gradients_.add(parameter, gradient)) {
       Unit& unit = gradients_.unit_of(parameter);
-      if (reduces()) unit.secondary().drop();  // the next step changes the shards
+      if (reduces()) unit.secondary().drop();  // becomes stale, because the next step changes the shards
       unsharded_.reshard(unit);
     }
-    if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(), whose memory buckets may reuse
+    if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(), since buckets may reuse freed memory
   }
   tell_observer();
   return {};  // the module's own parameter gets no gradient
@@ -138,7 +138,7 @@ void Scheduler::end() {
   unsharded_.post_backward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
   unsharded_.reshard_all();
-  // The first step allocates the optimizer's state, so free idle memory first.
+  // The first step will allocate the optimizer's state, so frees idle memory now.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
 }

@@ -20,9 +20,9 @@ namespace tessera::internal {
 // Runs the phases of training on events: an operator is about to use parameters, autograd has computed a gradient, a
 // backward ends or fails.
 //
-//   use(unit)   unshard it, evict and prefetch others (UnshardedUnits)
+//   use(unit)   unshard the unit, evict and prefetch other units (UnshardedUnits)
 //   gradient    pass it to the reducer; after the unit's last gradient, reshard the unit
-//   end         reduce the rest; reshard all units, because the optimizer changes the shards next
+//   end         reduce the remaining buckets; reshard all units, because the optimizer changes the shards next
 class Scheduler : public Pager, public BackwardPass {
  public:
   // Shards the module. Collective.
@@ -37,17 +37,17 @@ class Scheduler : public Pager, public BackwardPass {
   void prepare_capture() override;
   void prepare_replay() override;
 
-  ScopeExit pre_forward();  // the scope ends with forward, and within this object's lifetime
-  void post_forward();      // after a forward that returned
+  ScopeExit pre_forward();  // the returned scope must end with forward, before this object is destroyed
+  void post_forward();      // called after a forward that did not throw
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
-  void refuse_use(std::string reason);  // empty: permit use again
+  void refuse_use(std::string reason);  // an empty reason permits use again
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
   // Must be called before a save: copies the module's parameters into the shards if they differ. Not collective.
   void show_in_shards();
-  // Outside backward, first takes over the user's changes: replaced parameters, and requires_grad.
+  // Outside backward, first takes over replaced parameters and changes of requires_grad.
   const std::vector<NamedShard>& named_shards();
-  // Whether parameters are in their own dtype now, despite mixed precision: all units are summoned.
+  // Whether parameters have their own dtype now, despite mixed precision, because all units are summoned.
   bool shows_exact_values() const;
 
   const ShardedModel& model() const { return model_; }

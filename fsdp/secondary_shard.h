@@ -10,21 +10,21 @@
 
 namespace tessera::internal {
 
-// The ranks that share one secondary copy (ranks_per_secondary_copy), and the memory of secondary shards.
+// The ranks that share a secondary copy (ranks_per_secondary_copy), and the allocator of secondary shards.
 struct SecondaryGroup {
   Communicator* comm = nullptr;  // null: no secondary shards
   CountedBuffers* memory = nullptr;
 };
 
-// One unit's secondary shard: this rank's part of the unsharded parameters, which backward gathers among fewer and
-// nearer ranks than the shard (ZeRO++'s hpZ).
+// One unit's secondary shard: this rank's part of the unsharded parameters, kept for backward. Backward gathers it
+// among fewer and nearer ranks than the shard (hpZ of ZeRO++).
 //
 //   kNone --keep()--> kWanted --cut()--> kHeld --evict()--> kWanted, drop() from any state --> kNone
 //
 // All ranks must keep, cut, evict and drop at the same points. Used by one thread at a time.
 class SecondaryShard {
  public:
-  // The states, with their costs in memory.
+  // The states, each with the memory that it costs.
   enum class State : uint8_t {
     kNone,    // 0
     kWanted,  // 0: the next reshard calls cut()
@@ -38,13 +38,13 @@ class SecondaryShard {
   State state() const { return state_; }
   Communicator* comm() const { return group_.comm; }
 
-  // A no-op without a group.
+  // Makes the next reshard call cut(). A no-op without a group, or if the state is not kNone.
   void keep();
-  // Copies this rank's part of the unsharded parameters, one buffer for each flat parameter. A no-op unless kWanted.
+  // Copies this rank's part of `full`, the unsharded flat parameters, into new memory. A no-op unless kWanted.
   void cut(const std::vector<at::Tensor>& full);
   // Starts an all-gather of one flat parameter into `full`. The state must be kHeld. Collective in the group.
   void start_gather(size_t flat_parameter, const at::Tensor& full, CollectiveLog& log);
-  // Frees the memory; the next reshard calls cut() again.
+  // Frees the memory if kHeld. The next reshard then calls cut() again.
   void evict();
   // Blocks until no peer reads the secondary shard, and frees it.
   void drop();
@@ -53,7 +53,7 @@ class SecondaryShard {
   const SecondaryGroup group_;
   FlatParameters& flat_parameters_;
   State state_ = State::kNone;
-  std::vector<at::Tensor> parts_;  // one for each flat parameter, if kHeld
+  std::vector<at::Tensor> parts_;  // one for each flat parameter if kHeld; otherwise empty
 };
 
 }  // namespace tessera::internal

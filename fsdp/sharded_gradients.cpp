@@ -14,7 +14,7 @@ void ShardedGradients::show_version(const Unit& unit) {
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Raises versions already here, because forward may save a parameter before any operator uses it.
+// Raises versions before any operator uses parameters, because forward may save a parameter before its use.
 void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }
@@ -25,12 +25,12 @@ void ShardedGradients::begin() {
   for (const auto& unit : model_.units()) show_version(*unit);
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = states_[i];
-    // A shard that the user has frozen since the forward gets no gradient, like any leaf.
+    // A shard that the user has frozen since the forward gets no gradient, as any frozen leaf.
     if (state.shard_requires_grad && !state.shard.requires_grad())
       binding_.tensor(i).set_requires_grad(state.shard_requires_grad = false);
     if (state_in_module(i) != GradState::kPlaceholder && state.in_module == GradState::kPlaceholder) clear(i);
     const GradState in_shard = state_in_shard(i);
-    if (in_shard == GradState::kLost) continue;  // add() throws
+    if (in_shard == GradState::kLost) continue;  // add() throws the reason if a gradient arrives
     if (in_shard == GradState::kAccumulating) {
       shard_placeholders_->take_out(i, state.shard);
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());

@@ -26,9 +26,9 @@ namespace tessera::internal {
 // A placeholder throws if an operator uses it. Used by one thread at a time, without autograd; called by Scheduler.
 class ShardedGradients {
  public:
-  // Runs `change`, which a placeholder reports (zero_grad(), for example), while no other thread uses this object.
+  // Runs `change` while no other thread uses this object. Called by a placeholder that zero_grad() has cleared.
   using Exclusively = std::function<void(const std::function<void()>& change)>;
-  // `model` must outlive it.
+  // `model` must outlive this object.
   ShardedGradients(ShardedModel& model, const Exclusively& exclusively);
   ~ShardedGradients();
   ShardedGradients(const ShardedGradients&) = delete;
@@ -38,15 +38,15 @@ class ShardedGradients {
   GradientReducer& reducer() { return reducer_; }
   const GradientReducer& reducer() const { return reducer_; }
 
-  // Must be called before each use of the unit outside backward, also with autograd off: a custom autograd function
-  // computes with autograd off, and saves its arguments afterwards. If the shards have changed, raises the versions of
-  // the unit's parameters, so that autograd refuses the backward of older graphs.
+  // Must be called before each use of the unit outside backward. If the shards have changed, raises the versions of the
+  // unit's parameters, so that autograd refuses the backward of older graphs. Must be called even with autograd off: a
+  // custom autograd function computes with autograd off, and saves its arguments afterwards.
   void show_version(const Unit& unit);
-  // Records a use of the unit with autograd recording, in forward or in a part of it that backward recomputes.
+  // Records a use of the unit with autograd recording, in forward or in a part of forward that backward recomputes.
   void expect(const Unit& unit) { progress_.expect(static_cast<size_t>(unit.index())); }
-  // Must be called outside backward. Hooks parameters again that lost their hook, and copies changes of requires_grad
-  // between shard and parameter. Throws std::logic_error for a hook on a shard, which would never be called. Throws it
-  // also for a gradient that the user put into a parameter's .grad: no step would use it.
+  // Must be called outside backward. Hooks parameters again that have lost their hook, and copies changes of
+  // requires_grad between shard and parameter. Throws std::logic_error for a hook on a shard, which would never be
+  // called. Also throws it for a gradient that the user put into a parameter's `.grad`, because no step would use it.
   void inspect(const Unit& unit);
   // Copies changes of requires_grad between all shards and their parameters.
   void follow_freezing();
@@ -61,7 +61,7 @@ class ShardedGradients {
   void fail();
   void abandon();
 
-  // The gradients of all shards, without the padding of buffers, which may be NaN (after int8 blocks with an infinity).
+  // Returns the gradients of all shards, without padding. Padding may be NaN, after int8 blocks with an infinity.
   // Throws std::logic_error if a gradient is not ready for a step.
   std::vector<at::Tensor> ready() const;
   Unit& unit_of(size_t parameter) const { return *states_[parameter].unit; }
@@ -70,20 +70,20 @@ class ShardedGradients {
   struct ParameterState {
     Unit* unit;
     at::Tensor shard;
-    bool shard_requires_grad;                    // at the last check
+    bool shard_requires_grad;                    // requires_grad() of `shard` at the last check
     GradState in_shard = GradState::kOrdinary;   // kAccumulating or kLost while `.grad` is a placeholder
     GradState in_module = GradState::kOrdinary;  // kPlaceholder; kOrdinary if cleared since the last check
-    at::Tensor kept = {};                        // the shard's older gradient, while its state is kAccumulating
+    at::Tensor kept = {};                        // the shard's older gradient; only for kAccumulating
   };
   GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;
-  // These put a placeholder into `.grad`, unless one is there.
+  // The next three functions put placeholders into `.grad`, unless these are there already.
   void place_in_module(size_t parameter);
   void place_in_modules();
   void place_in_shard(size_t parameter, GradState state);
   std::string reason(size_t parameter) const;  // the error text of the shard's placeholder
   void follow_freezing(size_t parameter);
-  // Drops the sums of earlier passes. clear() also drops the shard's `.grad`, and zero() replaces it by zeros.
+  // forget() drops the sums of earlier passes. clear() also drops the shard's `.grad`; zero() replaces it by zeros.
   void forget(size_t parameter);
   void clear(size_t parameter);
   void zero(size_t parameter);

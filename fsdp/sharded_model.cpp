@@ -16,7 +16,7 @@
 namespace tessera::internal {
 namespace {
 
-// Options are compared first, because the groups are made before require_same_plan().
+// Compares the hybrid options over ranks, because groups are made by them before require_same_plan(). Returns `comm`.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",
@@ -25,7 +25,7 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
   return comm;
 }
 
-// Parameters of the module that are in no unit.
+// Returns the parameters of the module that are in no unit, under all of their names.
 torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<PlannedParameter>& planned,
                                                               const torch::nn::Module& module) {
   std::unordered_set<const at::TensorImpl*> known;
@@ -47,7 +47,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
       mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
                       options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
-      // The group that gathers into these buffers allocates them, and must outlive them.
+      // The shard group allocates these buffers, because it gathers into them. It must outlive them.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
@@ -77,9 +77,9 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   if (mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
-// [Note: Sharding a deferred model] Replays the tape of a deferred model batch by batch. A unit is made as soon as its
-// values are computed, and frees them, so memory never holds the whole model. All ranks have equal tapes, so they run
-// collective constructors in one order. Deferred tensors in no unit (buffers, ignored parameters) are separate batches.
+// [Note: Sharding a deferred model] Replays the tape of a deferred model batch by batch. As soon as a unit's values are
+// computed, the unit is made and the values are freed, so memory never holds the whole model. Ranks have equal tapes,
+// so they run collective constructors in one order. A deferred tensor in no unit (a buffer, say) is a batch by itself.
 void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   const MixedPrecision& precision = options_.mixed_precision;
   FlatParameterOptions flat_options;
@@ -120,7 +120,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
       if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
   for (const at::Tensor& tensor : others) deferred.push_back({tensor});
 
-  // A batch without deferred parameters needs no replay, so for an ordinary model this is a loop over the plan.
+  // A batch without deferred parameters needs no replay, so for an ordinary model this is a loop over `plan`.
   replay_deferred(deferred, [&](size_t batch, const std::vector<at::Tensor>& values) {
     if (batch >= plan.size()) return fill_deferred(deferred[batch][0], values[0].to(mesh_.world->device()));
     for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];

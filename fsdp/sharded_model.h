@@ -25,8 +25,8 @@ namespace tessera::internal {
 // unsharded, and ShardedGradients owns the gradients.
 class ShardedModel {
  public:
-  // Plans units, checks that ranks agree, and shards the module. Collective. Operators on parameters call `pager`
-  // first.
+  // Plans units, checks that the ranks' plans agree, and shards the module. Collective. From then on, operators on
+  // parameters call `pager` first.
   ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options, Pager* pager);
 
   const FsdpOptions& options() const { return options_; }
@@ -39,12 +39,12 @@ class ShardedModel {
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
-  // All parameters, by unit, then by flat parameter. Gradients are numbered in this order.
+  // Returns all parameters, ordered by unit, then by flat parameter. Gradients are numbered in this order.
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
-  std::vector<ModelShards::HeldPart> held_by(int rank) const;  // of named_shards()
-  // The parameters of ignored modules, which are not sharded, under each of their names.
+  std::vector<ModelShards::HeldPart> held_by(int rank) const;  // the parts of named_shards() on `rank`
+  // The parameters of ignored modules, which are not sharded. A tied parameter is listed under each of its names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
   const CastBuffers& cast_buffers() const { return cast_buffers_; }
 
@@ -54,9 +54,9 @@ class ShardedModel {
   // user's changes. Collective; at most one unit is gathered at a time.
   void visit_full_state(const VisitState& visit, const StateDictOptions& options);
 
-  MemoryReport memory() const;  // without gradient buckets
+  MemoryReport memory() const;  // without buckets of gradients
   void reset_peak_memory();
-  void describe(std::ostream& text) const;  // a line for each flat parameter
+  void describe(std::ostream& text) const;  // writes a line for each flat parameter
 
  private:
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);
@@ -75,7 +75,7 @@ class ShardedModel {
     const FlatLayout* layout;
     int64_t parameter;
   };
-  std::vector<InLayout> in_layouts_;  // of named_shards_
+  std::vector<InLayout> in_layouts_;  // place of each of named_shards_ in its layout
   torch::OrderedDict<std::string, at::Tensor> ignored_parameters_;
   CastBuffers cast_buffers_;
 };

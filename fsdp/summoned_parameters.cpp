@@ -30,7 +30,7 @@ bool shows_shard(const PagedFlatParameter& paged) { return paged.page_in_use().b
 void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
   at::NoGradGuard no_grad;
   const bool on_host = where == Summon::kOnHost, are_copies = on_host || !is_whole;
-  std::vector<at::Tensor> full;  // all are gathered before any is shown, because a gather may fail
+  std::vector<at::Tensor> full;  // gathers all before showing any, because a gather may fail
   for (auto& paged : flat_parameters_) {
     if (are_copies) full.push_back(on_host ? gather(*paged).cpu() : gather(*paged));
   }
@@ -45,7 +45,7 @@ void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
     } else if (changes == Changes::kLost) {
       saved_.push_back(paged.flat.shard().clone());
     }
-    // Forbids steps to change the shard: hide() may overwrite it with the full parameters or the saved copy.
+    // Forbids steps to change the shard, because hide() may overwrite it with the full parameters or the saved copy.
     if (are_copies || changes == Changes::kLost) paged.flat.set_shard_writable(false);
     paged.page_in_use().set_writable(true);
     paged.writes_before = paged.page_in_use().writes();
@@ -59,7 +59,7 @@ void SummonedParameters::hide(bool writeback) {
     Page& page = paged.page_in_use();
     page.set_writable(false);
     paged.flat.set_shard_writable(true);
-    // If no value changes, the shard's version stays, so that a backward of an earlier graph may follow.
+    // If no value changes, keeps the shard's version, so that the backward of an earlier graph may still run.
     if (shows_shard(paged)) {
       if (!saved_.empty()) paged.flat.shard().data().copy_(saved_[i]);
       continue;
@@ -84,7 +84,7 @@ void SummonedParameters::write_back() {
     }
     if (shows_shard(*paged)) continue;
     paged->flat.set_shard_writable(true);
-    copy_own_part(*paged, paged->flat.shard().data());  // keeps the version, for a backward of an earlier graph
+    copy_own_part(*paged, paged->flat.shard().data());  // keeps the version, so that an earlier graph may go backward
     paged->flat.set_shard_writable(false);
   }
 }

@@ -20,30 +20,30 @@ enum class Summon : uint8_t {
   kElsewhere,  // this is not rank 0, and only rank 0 shows them
 };
 
-// One unit's full parameters in summon_full_params(): in their own dtype, and writable by operators. Meanwhile the
-// shards are read-only, except a shard that is the full parameters itself. Used by one thread at a time.
+// One unit's full parameters in summon_full_params(), in their own dtype and writable by operators. Meanwhile the
+// shards are read-only, unless a shard is shown itself and its changes are kept. Used by one thread at a time.
 class SummonedParameters {
  public:
-  // Whether changes are kept. Comments name the cost in memory in addition to the shard.
+  // Whether changes are kept, and the memory that this costs in addition to the shard.
   enum class Changes : uint8_t {
     kWrittenBack,  // the full parameters; 0 if the shard has all of them
-    kLost,         // the full parameters; or a copy of the shard if it has all, which hide() restores
+    kLost,         // the full parameters; if the shard has all, a copy of it for hide()
   };
 
   // `flat_parameters` must outlive this object.
   SummonedParameters(FlatParameters& flat_parameters, Communicator& comm, CountedBuffers& memory, CollectiveLog& log)
       : flat_parameters_(flat_parameters), comm_(comm), memory_(memory), log_(log) {}
 
-  // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters. Then it is
-  // shown itself, unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
+  // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters; then the
+  // shard itself is shown, unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
   void show(Summon where, Changes changes, bool is_whole);
-  // Makes the parameters views of their pages again. If `writeback`, copies this rank's part into the shards.
+  // Makes the parameters views of their pages again. If `writeback`, first copies this rank's part into the shards.
   void hide(bool writeback);
-  // Copies this rank's part into the shards, as hide() would. Throws std::logic_error if parameters were changed and
-  // changes are kLost. Not collective.
+  // Copies this rank's part into the shards, as hide(true) would. If changes are kLost, copies nothing, and throws
+  // std::logic_error if a parameter was changed. Not collective.
   void write_back();
 
-  // All elements of a flat parameter in its own dtype, in new memory. Collective; blocks.
+  // Returns all elements of a flat parameter in its own dtype, in new memory. Collective; blocks.
   at::Tensor gather(const PagedFlatParameter& paged);
 
  private:
@@ -54,7 +54,7 @@ class SummonedParameters {
   CountedBuffers& memory_;
   CollectiveLog& log_;
   Changes changes_ = Changes::kWrittenBack;
-  std::vector<at::Tensor> saved_;  // copies of shards that are shown themselves, if Changes::kLost
+  std::vector<at::Tensor> saved_;  // for Changes::kLost: copies of shards that are shown themselves
 };
 
 }  // namespace tessera::internal

@@ -52,9 +52,9 @@ void Unit::read_ahead() {
       disk->read_ahead(paged->flat.shard());
 }
 
-// [Note: Overlapping host copies] A copy needs 1/N of the memory of an all-gather, so copies run one unit further ahead
-// than all-gathers: the copy of one unit overlaps with the all-gather of the unit before. A single rank copies directly
-// into the full buffer.
+// [Note: Overlapping host copies] A copy needs 1/N of the memory of an all-gather. So copies run one unit further ahead
+// than all-gathers, and the copy of one unit overlaps with the all-gather of the previous unit. A single rank copies
+// directly into the full buffer.
 void Unit::start_fetch() {
   if (state_ != State::kSharded || context_.source.engine == nullptr || has_secondary()) return;
   const bool is_alone = context_.comm.size() == 1;
@@ -101,7 +101,7 @@ void Unit::start_all_gather(PagedFlatParameter& paged, const at::Tensor& full) {
   }
 }
 
-// A lazy all-gather copies from the peers' memory only in wait(), so an early start would only hold its buffer longer.
+// A lazy all-gather copies from peer memory only in wait(). Starting it early would only hold its buffer longer.
 bool Unit::can_unshard_ahead() const {
   const Communicator& comm = has_secondary() ? *secondary_.comm() : context_.comm;
   return std::ranges::none_of(flat_parameters_,
@@ -121,7 +121,7 @@ void Unit::wait_for_unshard() {
   state_ = State::kUnsharded;
 }
 
-// Frees the staging buffers for work that is ordered after the current stream.
+// Frees the staging buffers. Work on the current stream may reuse their memory.
 void Unit::free_staging() {
   for (auto& paged : flat_parameters_) {
     if (!paged->staging.defined()) continue;
@@ -139,7 +139,7 @@ void Unit::reshard() {
   if (state_ == State::kUnsharding) wait_for_unshard();
   uses_.join();  // the next user of this memory must wait for all streams that read it
   if (state_ == State::kUnsharded && !is_stale()) secondary_.cut(buffers_);
-  // Ignores errors of copies that no operator waited for.
+  // Ignores errors of copies on which no operator has waited.
   for (auto& paged : flat_parameters_) {
     paged->fetching = Copy();
     paged->gathering.wait();

@@ -17,10 +17,10 @@
 
 namespace tessera::internal {
 
-// The resources that all units of a model share. They must outlive the units.
+// The resources that all units of a model share. The references must outlive the units.
 struct UnitContext {
   Communicator& comm;      // the ranks that share a copy of the model
-  CountedBuffers& memory;  // of unsharded parameters
+  CountedBuffers& memory;  // buffers of unsharded parameters
   CollectiveLog& log;
   ShardSource source{};
   SecondaryGroup secondary{};
@@ -32,11 +32,11 @@ struct UnitContext {
 //      ^                                                                                               |
 //      +------------------------------------------ reshard() ------------------------------------------+
 //
-// UnshardedUnits decides when. Collective methods must be called in one order on all ranks. Used by one thread at a
-// time.
+// UnshardedUnits decides when these methods are called. Collective methods must be called in one order on all ranks.
+// Used by one thread at a time.
 class Unit {
  public:
-  // The states, with their costs in memory beside the shard. A shard is 1/N of the parameters in their own dtype.
+  // The states, with the memory that each costs besides the shard, which is 1/N of the parameters in their own dtype.
   enum class State : uint8_t {
     kSharded,     // 0
     kFetching,    // with offload: the shard in gather_dtype(), on the device, which a copy is filling
@@ -46,8 +46,8 @@ class Unit {
     kWhole,       // 0: always unsharded, because the shard has all parameters (one rank, no cast, no offload)
   };
 
-  // Copies the values of the planned parameters, and makes the module's own parameters views of pages. Collective if
-  // `sync_module_states`.
+  // Copies the values of the planned parameters to shards, and makes the module's own parameters views of pages.
+  // Collective if `sync_module_states`.
   Unit(int index, const PlannedUnit& plan, const UnitContext& context, const FlatParameterOptions& options,
        bool sync_module_states);
   ~Unit();
@@ -55,12 +55,12 @@ class Unit {
   Unit& operator=(const Unit&) = delete;
 
   int index() const { return index_; }
-  const std::string& name() const { return name_; }            // "unit 'blocks.3'"
-  const std::string& plan_name() const { return plan_name_; }  // "blocks.3"
+  const std::string& name() const { return name_; }            // for errors: "unit 'blocks.3'"
+  const std::string& plan_name() const { return plan_name_; }  // in the plan: "blocks.3"
   State state() const { return state_; }
   bool is_summoned() const { return state_ == State::kSummoned; }
   const FlatParameters& flat_parameters() const { return flat_parameters_; }
-  int64_t full_bytes() const;  // of all parameters, in gather_dtype()
+  int64_t full_bytes() const;  // bytes of all parameters in gather_dtype()
 
   // ---- life cycle
 
@@ -68,13 +68,13 @@ class Unit {
   void read_ahead();
   // Starts copying a shard that is in host memory to the device. Not collective.
   void start_fetch();
-  // Starts the all-gather; a no-op unless kSharded or kFetching. Collective.
+  // Starts the all-gather of the unit's parameters; a no-op unless kSharded or kFetching. Collective.
   void unshard();
-  // Whether unshard() moves data before wait_for_unshard().
+  // Whether the all-gather moves data before wait_for_unshard(); false if it is lazy.
   bool can_unshard_ahead() const;
-  // Must be called after unshard(): blocks until the parameters may be used on the current stream.
+  // Must be called after unshard(). Blocks until the parameters may be used on the current stream.
   void wait_for_unshard();
-  // Frees the unsharded parameters, after the all-gather or copy in flight. A no-op if summoned.
+  // Frees the unsharded parameters, after an all-gather or copy in flight has completed. A no-op if summoned.
   void reshard();
   SecondaryShard& secondary() { return secondary_; }
 
@@ -84,16 +84,16 @@ class Unit {
   void wait_for_reads();
   // Whether the shards were written to since the last all-gather.
   bool is_stale() const;
-  // The sum of autograd's version counters of the shards. A change between forward and backward is an error.
+  // Returns the sum of autograd's version counters of the shards. They must not change between forward and backward.
   uint32_t version() const;
-  // Calls Page::set_current() of all pages in use.
+  // Calls Page::set_current() of all attached pages.
   void set_current(Page::GradMode mode);
 
   // ---- full parameters
 
-  // Reshards, and shows full parameters in their own dtype. With kElsewhere, only joins the all-gathers. Collective.
+  // Reshards, and shows full parameters in their own dtype. If kElsewhere, only joins the all-gathers. Collective.
   void summon(Summon where, SummonedParameters::Changes changes);
-  // The unit must be summoned. Without `writeback`, changes are lost.
+  // Ends summon(); the unit must be summoned. If `writeback` is false, changes are lost.
   void dismiss(bool writeback);
   // Copies changes into the shards, as dismiss(true) would. The unit must be summoned. Not collective.
   void write_back();
@@ -114,7 +114,7 @@ class Unit {
   SummonedParameters summoned_;
   State state_ = State::kSharded;
   std::vector<at::Tensor> buffers_;  // one for each flat parameter, if unsharding or unsharded
-  StreamUses uses_;                  // of the buffers
+  StreamUses uses_;                  // the streams that use the buffers
 };
 
 }  // namespace tessera::internal

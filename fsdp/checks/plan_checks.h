@@ -18,7 +18,7 @@ namespace tessera::internal {
 void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                        const torch::nn::Module& module, Communicator& world);
 
-// The memory of shards, gradients and unsharded units on this rank's device.
+// Returns the bytes of shards, gradients and unsharded units that this rank's device will hold.
 MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh);
 
 // Warns on rank 0 about policies that select no module. This is probably a mistake, although the model would train.
