@@ -32,8 +32,8 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 using State = StateObjects;
-// While averages are swapped in, the optimizer's state belongs to other parameter values, and loaded values would be
-// lost when the swap ends.
+// Returns the state. Throws std::invalid_argument while averages are swapped in. The optimizer's state then belongs to
+// other parameter values, and loaded values would be lost at the end of the swap.
 State without_averages(State state) {
   for (const auto& [name, optimizer] : state.optimizers)
     if (const auto* averages = dynamic_cast<const Averages*>(optimizer);
@@ -62,7 +62,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
-// Refuses values that a manifest cannot hold, before anything is written.
+// Throws std::invalid_argument for a value that a manifest cannot hold, before any file is written.
 void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
   const std::string where = " of the state '" + state_name + "'";
   if (!is_utf8(name)) throw std::invalid_argument("the name of a value" + where + " is not UTF-8");
@@ -80,7 +80,7 @@ SavePlan internal::plan_save(const StateObjects& state, const json& extra, const
   const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // a caller's `{}` is a JSON null
   plan.models = state.models;
   NamedOptimizers named = named_optimizers(shards, state.optimizers);
   bool all_count_writes = !named.empty();
@@ -115,20 +115,20 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// Called if a load failed. If another job replaced the checkpoint meanwhile, the load may have mixed two checkpoints:
-// returns the path to read again, otherwise "". While `lock` (rank 0's) is held, a replaced local checkpoint remains
-// under another path. Collective; returns the same on all ranks.
+// Called on all ranks after a load failed. If another job replaced the checkpoint meanwhile, the load may have mixed
+// two checkpoints. Then returns the path to read again; otherwise returns "". While `lock` (rank 0's) is held, a
+// replaced local checkpoint remains under another path. Collective; all ranks get the same path.
 fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std::string& manifest_text,
                              const std::optional<ReadLock>& lock) {
   std::string next;
   try {
     if (lock) next = lock->moved_from(dir).string();
     if (next.empty() && comm.rank() == 0 && read_manifest_text(dir) != manifest_text) next = dir.string();
-  } catch (const CheckpointError&) {  // it was removed
+  } catch (const CheckpointError&) {  // the checkpoint was removed
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
 }
-constexpr int kMostReplacements = 20;  // of one load: without locks, a job may save as fast as this reads
+constexpr int kMostReplacements = 20;  // most retries of one load, because jobs may replace a checkpoint repeatedly
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -145,7 +145,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
   fs::path from = dir;
-  std::optional<ReadLock> hold;  // on rank 0, until all ranks have read
+  std::optional<ReadLock> hold;  // held by rank 0 until all ranks have read
   for (int replacements = 0;; ++replacements) {
     // Rank 0 reads the manifest for all ranks, because another job may replace it between their reads.
     const auto texts = gather_results(comm, attempt([&] {
@@ -170,8 +170,8 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   }
 }
 
-// Returns "name/sequence/" of each checkpoint of a folder, the newest first. Those of unknown age (damaged) precede
-// all others, with an empty sequence. Rank 0 lists for all ranks, because the folder may change.
+// Returns "name/sequence/" of each checkpoint of a folder, the newest first. Damaged checkpoints, whose age is unknown,
+// precede all others and have an empty sequence. Rank 0 lists for all ranks, because the folder may change.
 std::string list_newest_first(Communicator& comm, const fs::path& folder) {
   const auto names = attempt([&] {
     std::string all;
@@ -202,12 +202,12 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
     } catch (const CheckpointMismatch&) {
       throw;
     } catch (const StorageUnavailable&) {
-      throw;  // loading an older one would lose progress
+      throw;  // loading an older checkpoint would lose progress
     } catch (const OtherFailure&) {
       throw;
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
-      // Another job may have removed or replaced this checkpoint: then it is not damaged, and there are newer ones.
+      // If another job removed or replaced this checkpoint, it is not damaged. Then starts again with the new list.
       if (std::string now = list_newest_first(comm, folder); now != listing && listings++ < kMostListings) {
         listing = std::move(now);
         newest_first = std::istringstream(listing);
@@ -247,8 +247,8 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  // During unwinding, other ranks may be lost, or may not know of the exception. So the save must not wait for them for
-  // the group's whole timeout.
+  // During unwinding, other ranks may have failed, or may not know of the exception. So the save must not wait for
+  // other ranks until the group's timeout.
   if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }

@@ -27,26 +27,26 @@ std::string to_string(const Box& box);                       // "[0:2, 3:6]"
 // Returns the elements that two boxes of one tensor share, or nullopt.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
-// Splits a range of an N-d row-major tensor's elements into boxes, in order: at most 2 N - 1, none for an empty range.
+// Splits a range of a row-major N-d tensor's elements into boxes, in order. Returns at most max(1, 2 N - 1) boxes.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 
 // Returns whether these strides place each element in memory once, with neither holes nor overlaps.
 bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
-// Returns the dimensions from the slowest in memory to the fastest. Throws std::invalid_argument for strides with holes
-// or overlaps.
+// Returns the dimensions by descending stride. A dimension of size 1 keeps its position, and so do all dimensions of an
+// empty tensor. Throws std::invalid_argument if the strides have holes or overlaps.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // A box whose elements are contiguous in memory.
 struct Segment {
-  Box box;       // in the tensor's own dimensions
-  Range memory;  // in elements, in the order of memory
+  Box box;       // indices in the tensor's own dimensions
+  Range memory;  // the box's elements, as positions in memory order
 };
 
-// Like boxes_of_range(), for a tensor with these strides and a range in memory order.
+// Splits `held`, a range in memory order of a tensor with these strides, into segments. Throws like memory_order().
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
-// A run of elements, contiguous in a row-major source and target_step apart in the target.
+// Consecutive elements of a row-major source array. In the target, they are `target_step` elements apart.
 struct Run {
   int64_t source = 0;
   int64_t target = 0;
@@ -54,8 +54,8 @@ struct Run {
   int64_t target_step = 1;
 };
 
-// Visits the fewest runs that copy `part` from a row-major array of `source`, in ascending source order. In the target,
-// the element at index i is at sum(i * target_strides) - target_origin.
+// Splits `part` of a row-major array of `source` into as few runs as possible, and visits them in ascending source
+// order. In the target, the element at index i is at sum(i * target_strides) - target_origin.
 void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
                   const std::function<void(const Run&)>& visit);
 

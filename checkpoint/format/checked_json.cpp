@@ -16,7 +16,7 @@ using nlohmann::json;
 namespace {
 
 // Builds the value from the parser's events. nlohmann's own callback parser visits all earlier members of an object at
-// the end of each member, so its cost is quadratic in the members.
+// the end of each member, so its cost is quadratic in the number of members.
 class TreeBuilder : public nlohmann::json_sax<json> {
  public:
   TreeBuilder(const std::string& where, int max_depth, const MemberVisitor* visit = nullptr)
@@ -47,7 +47,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   }
 
  private:
-  // Pointers to open values stay valid: only the innermost open value grows.
+  // Pointers to open values stay valid, because only the innermost open value grows.
   json& place(json value) {
     if (std::ssize(open_) > max_depth_)
       throw CheckpointError(where_ + ": JSON nested deeper than " + std::to_string(max_depth_) + " levels");
@@ -62,7 +62,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   bool visits_members() const { return visit_ != nullptr && open_.size() == 1 && root_.is_object(); }
   bool end_value() {
     if (visits_members()) {
-      const auto member = root_.begin();  // the only one
+      const auto member = root_.begin();  // the only member: earlier ones were cleared
       (*visit_)(member.key(), member.value());
       root_.clear();
     }
@@ -75,7 +75,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   std::unordered_set<std::string> visited_;
   json root_;
   std::vector<json*> open_;  // objects and arrays, from the root to the innermost
-  json* member_ = nullptr;   // of the innermost object: the value of the key that was read last
+  json* member_ = nullptr;   // value of the key that was read last in the innermost object
 };
 
 }  // namespace

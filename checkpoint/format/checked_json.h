@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Parses JSON from files that may be damaged or hostile. All functions throw CheckpointError; `where` starts the
-// message ("step-200/tessera.json").
+// Parses JSON from files that may be damaged or hostile. Failures throw CheckpointError, whose text starts with `where`
+// ("step-200/tessera.json").
 
 constexpr int kMaxJsonDepth = 64;
 
@@ -19,17 +19,17 @@ constexpr int kMaxJsonDepth = 64;
 nlohmann::json parse_json(std::string_view text, const std::string& where, int max_depth = kMaxJsonDepth);
 
 using MemberVisitor = std::function<void(const std::string& name, const nlohmann::json& value)>;
-// Like parse_json() for an object, but passes each member to `visit` and then frees it, so that a header of very many
-// tensors needs little memory.
+// Like parse_json() for an object, but passes each member to `visit` and then frees it. So a header with many tensors
+// needs little memory. Throws if the value is not an object.
 void visit_json_members(std::string_view text, const std::string& where, int max_depth, const MemberVisitor& visit);
 
 // Returns whether the value is an integer from 0 to JsonObject::kMost.
 bool is_count(const nlohmann::json& value);
 
-// Returns the depth of nested arrays and objects: 0 for a number or a string.
+// Returns the depth of nested arrays and objects, at most limit + 1. A number or a string has depth 0.
 int json_depth(const nlohmann::json& value, int limit);
 
-// Typed access to the fields of one object; errors name its place in the file.
+// Gives typed access to the fields of one object. Errors start with the object's place in the file.
 class JsonObject {
  public:
   static constexpr int64_t kMost = int64_t{1} << 62;

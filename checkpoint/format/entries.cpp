@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The words for the FileActions, in the order of the enumeration.
+// The text of each FileAction in error messages, in the order of the enumeration.
 constexpr const char* kDoing[] = {
     "creating",          "opening", "looking at", "reading", "writing", "writing to the disk", "setting the size of",
     "claiming space for"};
@@ -68,7 +68,7 @@ void sync_directory(const fs::path& directory) {
   const int error_number = retried([&] { return ::fsync(fd); }) == 0 ? 0 : errno;
   ::close(fd);
   errno = error_number;
-  // Some file systems have no fsync for directories.
+  // EINVAL: the file system has no fsync for directories.
   if (errno != 0 && errno != EINVAL) fail_at(directory, "writing to the disk");
 }
 
@@ -95,7 +95,7 @@ std::string first_line(const fs::path& path) {
 
 void rename_entry(const fs::path& from, const fs::path& to, bool replace) {
   int result = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), replace ? 0 : RENAME_NOREPLACE);
-  // A file system without RENAME_NOREPLACE: plain rename still refuses a directory with entries.
+  // Without RENAME_NOREPLACE on this file system, uses rename(), which still refuses a directory that has entries.
   if (result != 0 && !replace && (errno == EINVAL || errno == ENOSYS)) result = ::rename(from.c_str(), to.c_str());
   if (result != 0) fail_at(to, "renaming " + from.string() + " to it");
 }

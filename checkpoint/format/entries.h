@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // Files and directories of checkpoints. Failures throw CheckpointError with the path and the system's reason.
 
-// Returns the storage of a path; one instance of each kind exists.
+// Returns the storage of a path. Each scheme has one instance, which is never destroyed.
 const Storage& storage_of(const std::filesystem::path& path);
 // Opens an existing file on any storage; refuses a symbolic link.
 inline std::unique_ptr<InputFile> open_file(const std::filesystem::path& path) { return storage_of(path).open(path); }
@@ -26,7 +26,7 @@ inline void write_text(const std::filesystem::path& path, std::string_view text)
 
 // The functions below take local paths.
 
-// Throws if the file exists.
+// Creates a file. Throws if it exists.
 File create_file(const std::filesystem::path& path);
 // Opens an existing file in order to write parts of it.
 File open_file_to_write(const std::filesystem::path& path);
@@ -36,12 +36,12 @@ void make_directories(const std::filesystem::path& directory);
 // Makes a directory's entries durable (fsync).
 void sync_directory(const std::filesystem::path& directory);
 
-// Returns "" if the file is empty or cannot be read.
+// Returns the first line of a file (at most 4096 bytes); "" if the file is empty or cannot be read.
 std::string first_line(const std::filesystem::path& path);
 
-// Replaces an existing target only if `replace`; otherwise throws.
+// Renames an entry. Replaces an existing target only if `replace`; otherwise throws.
 void rename_entry(const std::filesystem::path& from, const std::filesystem::path& to, bool replace);
-// Exchanges two directory entries atomically.
+// Exchanges two directory entries atomically. Throws if the file system cannot.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);
 
 // Formats a number for a file name: 42 is "00042".

@@ -16,7 +16,7 @@ using nlohmann::json;
 constexpr const char* kKinds[] = {"parameter", "buffer", "state", "beside"};
 constexpr int64_t kMaxWorld = 10'000'000;
 
-// Letters, digits, '.', '_' and '-', with no leading dot: a name that cannot leave the directory.
+// Accepts letters, digits, '.', '_' and '-' without a leading dot. Such a name cannot lead out of its directory.
 bool is_plain_file_name(const std::string& name) {
   constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
   return !name.empty() && name.size() < 256 && name[0] != '.' && name.find_first_not_of(kPlain) == std::string::npos;
@@ -30,7 +30,7 @@ SavedSlice slice_from_json(const json& entry, const std::string& where) {
           checksums_from_hex(slice.text("checksums"), slice.where())};
 }
 
-// [rank, rank_step, count, begin, numel]
+// Parses [rank, rank_step, count, begin, numel].
 RankRun run_from_json(const json& entry, const JsonObject& tensor) {
   const bool fits = entry.is_array() && entry.size() == 5 && std::all_of(entry.begin(), entry.end(), [](const json& n) {
                       return n.is_number_unsigned() && n.get<uint64_t>() <= uint64_t{JsonObject::kMost};
@@ -142,7 +142,7 @@ void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   }
 }
 
-// Formats a field as one line; the fields with an entry for each file, tensor or rank, as one line per entry.
+// Formats a field on one line, but "files", "tensors" and "rng" with one line for each of their entries.
 std::string in_lines(const json& value, std::string_view field) {
   if ((field != "files" && field != "tensors" && field != "rng") || !value.is_structured() || value.empty())
     return value.dump();
@@ -155,13 +155,13 @@ std::string in_lines(const json& value, std::string_view field) {
   return text + (value.is_array() ? "]" : "}");
 }
 
-// The checksum of all fields but "checksum", which is removed.
+// Removes the field "checksum", and returns the checksum of all other fields.
 std::string take_sum(json& manifest) {
   manifest.erase("checksum");
   try {
     return to_hex(checksum(manifest.dump()));
   } catch (const json::exception&) {
-    return "";  // not UTF-8: matches no checksum
+    return "";  // the text is not UTF-8; "" matches no checksum
   }
 }
 
@@ -262,7 +262,7 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
   GeneratorStates states;
   try {
     for (const auto& [device, bytes] : value.items()) states[device] = bytes_from_hex(bytes.get<std::string>());
-  } catch (const std::bad_alloc&) {  // not damage
+  } catch (const std::bad_alloc&) {  // lack of memory does not mean that the file is damaged
     throw;
   } catch (const std::exception&) {
     throw CheckpointError(where + ": 'rng' has an entry that is not hex digits");
@@ -294,7 +294,7 @@ std::string format_manifest(const Manifest& manifest) {
     for (const auto& states : manifest.rng) rng.push_back(generators_to_json(states));
   }
   fields["checksum"] = take_sum(fields);
-  // Puts the fields that people look up first, with one file or tensor a line.
+  // Writes the fields that people look up first, then the fields with one line for each file or tensor.
   std::string text = "{";
   for (const char* name : {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes",
                            "extra", "beside", "models", "optimizer", "optimizers", "files", "tensors", "rng"}) {

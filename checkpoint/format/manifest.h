@@ -16,7 +16,7 @@
 namespace tessera::internal {
 
 constexpr char kManifestName[] = "tessera.json";
-constexpr int kFormatVersion = 2;  // The version written; version 1 can be read too.
+constexpr int kFormatVersion = 2;  // the newest version; version 1 can be read too
 constexpr int kMaxExtraDepth = 32;
 constexpr int64_t kMaxManifestBytes = int64_t{1} << 30;
 
@@ -25,16 +25,16 @@ struct SavedGroup {
   std::vector<std::string> parameters;
 };
 
-// An optimizer without its tensors.
+// An optimizer's kind, groups and numbers, without its tensors.
 struct SavedOptimizer {
   std::string kind;
   std::vector<SavedGroup> groups;
-  std::map<std::string, std::map<std::string, int64_t>> numbers;  // by parameter: {"step", 7}
+  std::map<std::string, std::map<std::string, int64_t>> numbers;  // by parameter, then by key: {"step", 7}
 };
 
 using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // by name, which is "" for an optimizer without a name
 
-using GeneratorStates = std::map<std::string, std::string>;  // by device type: "cpu" -> bytes
+using GeneratorStates = std::map<std::string, std::string>;  // by device type, such as "cpu": the bytes of its state
 
 // The content of tessera.json: see FORMAT.md.
 struct Manifest {
@@ -43,38 +43,38 @@ struct Manifest {
   int world_size = 1;
   SavedTensors saved;
   SavedOptimizers optimizers;
-  std::vector<std::string> models;   // their names, the prefixes of tensor names; empty: one model without a name
-  std::vector<GeneratorStates> rng;  // by rank; version 1 only
+  std::vector<std::string> models;   // model names, which begin tensor names; empty: one model without a name
+  std::vector<GeneratorStates> rng;  // random generator states by rank; only in version 1
   nlohmann::json extra = nlohmann::json::object();
-  std::string folder;                         // subfolder with the ranks' files; "": the checkpoint itself
-  std::map<std::string, StateValues> beside;  // the values of Stateful objects, by state_name()
+  std::string folder;                         // subfolder that has the ranks' files; "": the checkpoint itself
+  std::map<std::string, StateValues> beside;  // values of Stateful objects, by state_name()
 };
 
-// Returns why no optimizer can have this option (not finite, or a negative learning rate, for example), or "".
+// Returns the reason that no optimizer can have this option, such as "is not finite", or "" if the option is valid.
 std::string why_not_an_option(const std::string& name, const OptimizerOption& option);
 
-// Returns whether a checksum may cover this many bytes: a multiple of every dtype's element size, within limits.
+// Returns whether one checksum may cover this many bytes: a multiple of 16 (so of every element size), up to 1 GiB.
 bool is_block_bytes(int64_t bytes);
 
-// Convert to and from the file's text. parse_manifest() checks everything that needs no other file, throws
-// CheckpointError that starts with `where`, and leaves saved.directory empty. The tensors of one rank's part need not
-// be whole (`is_part`).
+// Convert a manifest to and from the text of tessera.json. parse_manifest() makes all checks that need no other file.
+// Its CheckpointErrors start with `where`, and it leaves saved.directory empty. If `is_part`, the text describes one
+// rank's part, whose tensors may lack elements.
 std::string format_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& where, bool is_part = false);
 
-// Returns the sequence number if the text is an intact manifest of this or a later version.
+// Returns the sequence number if the text is an intact manifest, or any manifest of a later version; else nullopt.
 std::optional<int64_t> sequence_of(std::string_view text);
 
-// Convert parts of the manifest. Ranks also send such parts to rank 0, to report the files that they wrote. Reading
-// checks each entry, but not that slices cover their tensor.
+// Convert parts of the manifest. SavedPart uses them too, to describe the files that some ranks wrote. The functions
+// that read JSON check each entry, but not that slices cover their tensor.
 nlohmann::json tensors_to_json(const SavedTensors& saved);
 void tensors_from_json(const nlohmann::json& tensors, const std::string& where, SavedTensors& saved);
 nlohmann::json optimizer_to_json(const SavedOptimizer& optimizer);
-nlohmann::json optimizers_to_json(const SavedOptimizers& optimizers);  // null if there is none
+nlohmann::json optimizers_to_json(const SavedOptimizers& optimizers);  // JSON null if there are no optimizers
 nlohmann::json generators_to_json(const GeneratorStates& states);
 GeneratorStates generators_from_json(const nlohmann::json& value, const std::string& where);
 
-// Block checksums as one text, 16 hex digits each.
+// Convert block checksums to and from one text, 16 hex digits each. Invalid texts throw CheckpointError.
 std::string checksums_to_hex(const std::vector<uint64_t>& checksums);
 std::vector<uint64_t> checksums_from_hex(const std::string& text, const std::string& where);
 

@@ -27,7 +27,7 @@ size_t seal_position(const std::string& header) {
   return found + sizeof kSeal - 1;
 }
 
-// The checksum of a header with its own digits zeroed.
+// Returns the checksum of a header in which the digits of its own checksum are zeroed.
 std::string seal_of(std::string header, size_t position) {
   header.replace(position, kSealDigits, kUnsealed);
   return to_hex(checksum(header));
@@ -50,7 +50,7 @@ struct HeldBox {
   Box box;
 };
 
-// Adds the slices of `boxes`, which are in the rank's file, with their places from its header.
+// Adds a file of the rank, and the slices of `boxes` in it, to `all`. The file's header gives the slices' positions.
 void list_file(const SavedTensors& saved, int64_t rank, size_t number, const std::vector<HeldBox>& boxes,
                SavedTensors& all) {
   const auto file = open_file(saved.directory / rank_file_name(rank, number));
@@ -87,7 +87,7 @@ std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held) {
   if (numel_of(tensor.shape) == 0) return {whole_box(tensor.shape)};
   std::vector<Box> boxes;
   for (auto& segment : segments_of(tensor.shape, memory_strides(tensor), held)) boxes.push_back(std::move(segment.box));
-  // The largest first, as in write_rank_files().
+  // Sorts the largest box first, as write_rank_files() does.
   std::stable_sort(boxes.begin(), boxes.end(), [](const Box& a, const Box& b) { return a.numel() > b.numel(); });
   return boxes;
 }

@@ -16,10 +16,10 @@ namespace tessera::internal {
 
 // Returns safetensors' name of a dtype ("F32", "BF16", "I64", "BOOL", ...), or nullopt if it has none.
 std::optional<std::string> safetensors_name(at::ScalarType dtype);
-// Reads the field "dtype". Throws CheckpointError.
+// Returns the field "dtype". Throws CheckpointError for an unknown dtype.
 at::ScalarType dtype_field(const JsonObject& fields);
 
-// Returns the bytes of a tensor of these sizes, or nullopt if they reach 2^62.
+// Returns the bytes of a tensor of these sizes, or nullopt if they exceed 2^62.
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
 // Throws std::invalid_argument if safetensors has no name for the dtype of a tensor to write.
@@ -36,28 +36,28 @@ struct SafetensorsEntry {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
-  int64_t begin = 0;  // first byte, from the start of the file
+  int64_t begin = 0;  // first byte, counted from the start of the file
   int64_t bytes = 0;
 };
 
 struct SafetensorsHeader {
-  std::vector<SafetensorsEntry> entries;        // in the order of their data
-  std::map<std::string, std::string> metadata;  // __metadata__
-  int64_t header_bytes = 0;                     // length, JSON and padding: where data begins
+  std::vector<SafetensorsEntry> entries;        // sorted by the position of their data
+  std::map<std::string, std::string> metadata;  // content of the member "__metadata__"
+  int64_t header_bytes = 0;                     // bytes before the data: length, JSON and padding
 };
 
-constexpr int64_t kMaxHeaderBytes = 100'000'000;  // Python's limit too
+constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the limit of the safetensors library, too
 
-// Parses the JSON `text` of the header of a file of file_bytes bytes. Checks that sizes fit shapes, and that the data
-// is in order, has no overlap or hole, and ends with the file. Throws CheckpointError; `where` names the file.
+// Parses the JSON `text` of the header of a file of file_bytes bytes. Checks that byte counts match shapes, and that
+// the data fills the rest of the file without overlaps or holes. Throws CheckpointError; `where` names the file.
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where);
 
-// Returns the bytes before the data: length, JSON, padding. Throws CheckpointError.
+// Returns the bytes before the data: length, JSON, padding. Throws CheckpointError if the length is impossible.
 std::string read_header_bytes(const InputFile& file);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 
-// Returns the bytes before the data (a multiple of 64) for a file with these entries in this order; sets their `begin`
-// and `bytes`.
+// Returns the bytes before the data (a multiple of 64) for a file with these entries in this order. Sets `begin` and
+// `bytes` of each entry.
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
                                       const std::map<std::string, std::string>& metadata);
 

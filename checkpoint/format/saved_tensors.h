@@ -13,24 +13,24 @@
 namespace tessera::internal {
 
 struct SavedFile {
-  std::string name;  // In the directory; the whole path if it is the target of a symbolic link there.
+  std::string name;  // relative to the directory; the absolute target if the directory has a symbolic link
   int64_t bytes = 0;
   int64_t header_bytes = 0;
   uint64_t header_checksum = 0;
 };
 
-// A box of a tensor in a file, row-major.
+// A box of a tensor, stored row-major in one file.
 struct SavedSlice {
   int file = 0;       // index in SavedTensors::files
-  int64_t begin = 0;  // first byte in the file
+  int64_t begin = 0;  // position of the first byte in the file
   Box box;
-  std::vector<uint64_t> checksums;  // one for each block; none outside checkpoints
+  std::vector<uint64_t> checksums;  // one for each block; empty if SavedTensors::block_bytes is 0
 };
 
-enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: a Stateful wrote it
+enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: a tensor of a Stateful object
 
-// The elements of a tensor that some ranks hold: `count` ranks (rank, rank + rank_step, ...) hold `numel` elements
-// each, one after the other from `begin` on, in memory order.
+// Parts of a tensor on several ranks. Each of the `count` ranks rank, rank + rank_step, ... holds `numel` elements. The
+// parts are adjacent in memory order, and the first part begins at element `begin`.
 struct RankRun {
   int64_t rank = 0;
   int64_t rank_step = 0;
@@ -45,9 +45,9 @@ struct SavedTensor {
   std::vector<int64_t> shape;
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
-  std::vector<SavedSlice> slices;  // if listed
-  // If not listed, the slices follow from these (rank_files.h): the dimensions from the slowest in memory to the
-  // fastest (empty for row-major), and the ranks' elements in memory order.
+  std::vector<SavedSlice> slices;  // empty if SavedTensors::by_rank, because `order` and `runs` imply the slices
+  // If SavedTensors::by_rank, rank_files.h computes the slices from `order` and `runs`. `order` has the dimensions by
+  // descending stride (empty: row-major). `runs` has the ranks' elements in memory order.
   std::vector<int64_t> order;
   std::vector<RankRun> runs;
 };
@@ -58,18 +58,18 @@ struct SavedTensors {
   std::vector<SavedFile> files;
   std::map<std::string, SavedTensor> tensors;
   int64_t block_bytes = 0;  // bytes that one checksum covers; 0: no checksums
-  // If true, files are not listed: rank_files.h derives those of world_size ranks, which contain the checkpoint's id.
+  // If true, `files` is empty. rank_files.h names the files of `world_size` ranks; the header of each file has `id`.
   bool by_rank = false;
   int64_t world_size = 0;
   uint64_t id = 0;
   bool has_rng = false;  // rank files include random generator states
 };
 
-// Checks that every slice is inside its tensor and its file, and that slices share no byte. Checks that the slices (or
-// runs) of each tensor cover it without overlap. Otherwise throws CheckpointError that starts with `where`.
+// Throws CheckpointError, which starts with `where`, unless every slice is inside its tensor and its file, slices share
+// no byte, and the slices (or runs) of each tensor cover it without overlap.
 void check_saved_tensors(const SavedTensors& saved, const std::string& where);
 
-// The bytes of the data, without headers.
+// Return the bytes of the data of all tensors, of one tensor or of one slice, without headers.
 int64_t bytes_of(const SavedTensors& saved);
 int64_t bytes_of(const SavedTensor& tensor);
 int64_t bytes_of(const SavedTensor& tensor, const SavedSlice& slice);

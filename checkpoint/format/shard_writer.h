@@ -18,18 +18,18 @@ namespace tessera::internal {
 struct Piece {
   std::string name;
   at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> shape;  // of the whole tensor
+  std::vector<int64_t> shape;  // sizes of the whole tensor
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
   Box box;
-  // Returns the box's elements, row-major and contiguous in host memory. Called when they are written. The result is
-  // released afterwards, so that only one is in memory at a time.
+  // Returns the box's elements, row-major and contiguous in host memory. The writer calls it when it writes the piece,
+  // and frees the result before it calls data() of the next piece.
   std::function<at::Tensor()> data;
-  // The box's elements in memory order, and the tensor's dimensions from the slowest to the fastest (empty for
-  // row-major). For write_rank_files().
+  // Used by write_rank_files(): the positions of the box's elements in memory order, and the tensor's dimensions by
+  // descending stride (empty: row-major).
   Range memory;
   std::vector<int64_t> order;
-  // The live tensor with these elements, on any device and with any strides. Empty: only data() provides them.
+  // Returns the box's elements in the live tensor, on any device and with any strides. Null: only data() has them.
   std::function<at::Tensor()> view = nullptr;
 };
 int64_t bytes_of(const Piece& piece);
@@ -41,7 +41,7 @@ using Progress = std::function<void(int64_t bytes)>;
 
 // Writes the pieces to new files "<stem>-0.safetensors", "<stem>-1.safetensors", ... in the directory and syncs them.
 // Each file has at most one piece of a tensor, and the metadata that PyTorch's HuggingFaceStorageReader expects.
-// Returns their entries for a manifest. block_bytes 0: no checksums.
+// Returns the files and slices for a manifest. If block_bytes is 0, writes no checksums.
 SavedTensors write_pieces(const std::filesystem::path& directory, const std::string& stem,
                           const std::vector<Piece>& pieces, int64_t block_bytes);
 
@@ -51,7 +51,7 @@ SavedTensors write_pieces(const std::filesystem::path& directory, const std::str
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// Adds the tensors written by one rank to those of others. After the last append(), join_all() merges the runs.
+// Adds the tensors written by one rank to those of other ranks. After the last append(), call join_all() to merge runs.
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

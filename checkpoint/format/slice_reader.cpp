@@ -17,10 +17,10 @@ namespace tessera::internal {
 namespace {
 
 constexpr int64_t kPageBytes = 4096;                   // unit of reading in files without checksums
-constexpr size_t kOpenFiles = 16;                      // files kept open between reads, at most
-constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this, one thread is as fast
+constexpr size_t kOpenFiles = 16;                      // most files kept open between reads
+constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // with fewer bytes, one thread is as fast as several
 
-// `data` holds the elements `read` of a slice. Copies those that belong to the run to their places in the target.
+// Copies the elements that the run shares with `read`, the range of a slice that `data` holds, to the target.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
   const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
   const char* from = data + (begin - read.begin) * element_bytes;
@@ -104,7 +104,7 @@ void SliceReader::read_interval(const InputFile& file, const Part& part, size_t 
     return (run.source + run.numel) * element_bytes <= from;
   });
   const int64_t run_begin = first->source * element_bytes, run_end = run_begin + first->numel * element_bytes;
-  // If the target needs the whole interval in this order, reads directly into it.
+  // Reads directly into the target if one run has the whole interval and is contiguous in the target.
   const bool direct = first->target_step == 1 && run_begin <= begin && end <= run_end;
   char* target = part.wanted->target;
   if (!direct) buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));

@@ -17,9 +17,9 @@
 
 namespace tessera::internal {
 
-// Reads boxes of saved tensors from files, and verifies every block and file header that it reads. Reads only the
-// blocks that contain the boxes; keeps few files open. Must be used by one thread at a time. Throws CheckpointError
-// with file, tensor and reason.
+// Reads boxes of saved tensors from files, and verifies the checksums of every block and file header that it reads.
+// Reads only the blocks that contain the boxes, and keeps at most 16 files open. Must be used by one thread at a time.
+// Throws CheckpointError with file, tensor and reason.
 class SliceReader {
  public:
   // `saved` must pass check_saved_tensors() and outlive the reader. fetch() reads on up to `threads` threads.
@@ -47,14 +47,14 @@ class SliceReader {
   struct Wanted {
     const std::string* name;
     const SavedTensor* tensor;
-    const SavedSlice* slice;  // null: not listed, so `box` finds it in a rank's file
+    const SavedSlice* slice;  // null for a rank's file, whose header then gives the slice of `box`
     Box box;                  // the slice's box
     Box part;
     char* target;
     std::vector<int64_t> strides;
     int64_t origin;
   };
-  // A scheduled part with its slice, runs and the bytes to read.
+  // A scheduled part with its slice, its runs and the byte ranges to read.
   struct Part {
     const Wanted* wanted;
     SavedSlice slice;
@@ -62,7 +62,7 @@ class SliceReader {
     std::vector<Run> runs;
     std::vector<Range> intervals;
   };
-  using FileKey = std::pair<int64_t, size_t>;  // {a listed file's index, 0}, or {a rank, the number of its file}
+  using FileKey = std::pair<int64_t, size_t>;  // {index of a listed file, 0}, or {rank, number of its file}
 
   const InputFile& listed_file(int index);
   void fetch_file(const FileKey& key, const std::vector<Wanted>& wanted);
@@ -70,17 +70,17 @@ class SliceReader {
   void read_parts(const InputFile& file, const std::vector<Part>& parts);
   void read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes);
   void read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer);
-  // Returns the bytes of a slice to read for the runs: whole blocks, at most one window each.
+  // Returns the byte ranges of a slice that the runs need. Each is whole blocks, up to window_bytes_ or one block.
   std::vector<Range> intervals_of(const std::vector<Run>& runs, int64_t element_bytes, int64_t slice_bytes) const;
   void verify(const InputFile& file, const Part& part, Range interval, const char* data) const;
 
   const SavedTensors& saved_;
   const Progress progress_;
   const int threads_;
-  const int64_t window_bytes_;  // bytes of one read
+  const int64_t window_bytes_;  // most bytes of one read, unless a block is larger
   std::map<FileKey, std::vector<Wanted>> wanted_;
-  std::map<int, std::unique_ptr<InputFile>> files_;  // open listed files
-  std::vector<bool> verified_;                       // by listed file: header was verified
+  std::map<int, std::unique_ptr<InputFile>> files_;  // open listed files, by index
+  std::vector<bool> verified_;                       // by index of a listed file: whether its header was verified
   std::vector<char> buffer_;
   std::atomic<int64_t> bytes_read_ = 0;
 };

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns a tensor's offsets, which PyTorch's distributed writer stores as {"<name>": {"saved_offsets": [...]}}.
+// Returns the offsets of an entry in its tensor, from {"<name>": {"saved_offsets": [...]}} of PyTorch's DCP; else 0.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -34,7 +34,7 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   return offsets;
 }
 
-// Follows a symbolic link, of which the caches of model hubs consist.
+// Returns the target of a symbolic link, or any other path unchanged. The caches of model hubs consist of links.
 fs::path followed(const fs::path& path) {
   std::error_code error;
   if (is_remote(path) || !fs::is_symlink(path, error)) return path;
@@ -43,7 +43,7 @@ fs::path followed(const fs::path& path) {
   return target;
 }
 
-// Adds the tensors of a file that `belongs` accepts. Infers a tensor's shape from the extent of its slices.
+// Adds a file, and those of its tensors that `belongs` accepts. Infers a tensor's shape from the extent of its slices.
 void add_file(const fs::path& path, SavedTensors& saved, const std::function<bool(const std::string&)>& belongs) {
   const auto file = open_file(followed(path));
   const bool is_link = file->path() != path;
@@ -71,17 +71,17 @@ void add_file(const fs::path& path, SavedTensors& saved, const std::function<boo
     }
     for (size_t d = 0; d < entry.shape.size(); ++d)
       tensor.shape[d] = std::max(tensor.shape[d], box.offsets[d] + entry.shape[d]);
-    // Skips a copy of a replicated tensor that several ranks wrote.
+    // If several ranks wrote copies of a replicated tensor, uses only the first copy.
     if (std::none_of(tensor.slices.begin(), tensor.slices.end(), [&](const auto& slice) { return slice.box == box; }))
       tensor.slices.push_back({index, entry.begin, box, {}});
   }
-  // safetensors.torch.save_model stores omitted names as {"<alias>": "<name>"}.
+  // safetensors.torch.save_model stores the omitted names of tied tensors as {"<alias>": "<name>"}.
   for (const auto& [alias, name] : header.metadata)
     if (saved.tensors.contains(name) && !saved.tensors.contains(alias) && alias != "format")
       saved.tensors[name].aliases.push_back(alias);
 }
 
-// Reads an index: the file of each tensor, a plain name in the index's folder.
+// Reads the file name of each tensor from an index. Throws CheckpointError if a file is not in the index's folder.
 std::map<std::string, std::string> read_index(const fs::path& path) {
   const json index = parse_json(read_text(followed(path), int64_t{1} << 30), path.string());
   const JsonObject fields(index, path.string(), {"weight_map"}, {"metadata"});
@@ -95,11 +95,11 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return places;
 }
 
-// Whether it names an index: that of save_full() for a file of any name.
+// Returns whether the path names an index. save_full() adds ".index.json" to the path of a file, with any extension.
 bool is_index(const fs::path& path) { return path.filename().string().ends_with(".index.json"); }
 
-// Returns the directory's only index of safetensors files, or "model.safetensors.index.json" if there are several; ""
-// if none.
+// Returns the only safetensors index of the directory, or "" if there is none. If there are several, returns
+// model.safetensors.index.json, or throws CheckpointError if that is not among them.
 fs::path index_of(const fs::path& directory) {
   std::vector<fs::path> found;
   for (const auto& name : storage_of(directory).list(directory))
@@ -111,7 +111,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// Returns the snapshot of a hub's cache ("models--gpt2") that "main" names, or its only one; otherwise the path.
+// Returns the snapshot that refs/main of a hub's cache ("models--gpt2") names, or the only one. Else returns `path`.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;
@@ -151,7 +151,7 @@ SavedTensors internal::find_full_tensors(const fs::path& given) {
   SavedTensors saved{.directory = directory ? path : path.parent_path()};
   if (saved.directory.empty()) saved.directory = ".";
   fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
-  // An index means that save_full() wrote several files; a file with the plain name is then from an older save.
+  // If save_full() wrote several files, an index is beside the path. A file at the path is then from an older save.
   if (const fs::path beside = path.string() + ".index.json";
       !directory && index.empty() && storage_of(path).exists(beside))
     index = beside;

@@ -35,7 +35,7 @@ std::string explain_missing(const fs::path& directory) {
          " (safetensors files of another program are for load_full())";
 }
 
-// "rank-00042-0.safetensors"
+// Returns whether a name has the form "rank-00042-0.safetensors".
 bool is_rank_file(const std::string& listed) {
   constexpr std::string_view kStart = "rank-", kEnd = ".safetensors";
   return listed.starts_with(kStart) && listed.ends_with(kEnd) &&
@@ -43,8 +43,8 @@ bool is_rank_file(const std::string& listed) {
 }
 
 struct Contents {
-  int ranks = 0;   // rank files, or folders of saves
-  int others = 0;  // not written by a save
+  int ranks = 0;   // number of rank files and of data folders of remote saves
+  int others = 0;  // number of files that no save wrote
 };
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
@@ -57,8 +57,8 @@ Contents contents_of(const fs::path& checkpoint) {
   return contents;
 }
 
-// Returns "" if the manifest was removed, or two reads fail. One read may fail because another job replaces the
-// manifest.
+// Returns a checkpoint's manifest, or "" if the manifest was removed or two reads fail. One read may fail because
+// another job replaces the manifest.
 std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   for (int attempt = 0; attempt < 2 && is_checkpoint(checkpoint); ++attempt) try {
       return read_text(checkpoint / kManifestName, kMaxManifestBytes);
@@ -69,7 +69,7 @@ std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   return "";
 }
 
-// Lists repeatedly: while one checkpoint is renamed away and the next appears, a listing may contain neither.
+// Repeats an empty listing. It may miss both a checkpoint that is being renamed away and the one that replaces it.
 std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
   constexpr int kMostListings = 3;
   std::vector<fs::path> found;
@@ -135,7 +135,7 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
   for (int listing = 1;; ++listing) {
     const auto listed = entries_with_manifest(folder);
     FoundCheckpoints found = found_among(listed);
-    // Other jobs may have saved newer checkpoints, and removed all that were listed.
+    // Other jobs may have saved newer checkpoints, and removed all checkpoints that were listed.
     const bool lists_again = found.whole.empty() && found.damaged.empty() && listing < kMostListings &&
                              !std::ranges::all_of(listed, [](const fs::path& path) { return is_checkpoint(path); });
     if (!lists_again) return found;
@@ -169,13 +169,13 @@ Manifest manifest_of(const std::string& text, const fs::path& directory) {
 Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
-  // The start of the file contains both fields: see format_manifest().
+  // format_manifest() writes both fields within the first 256 bytes.
   std::string start;
   try {
     start = storage_of(directory).beginning(directory / kManifestName, 256);
   } catch (const StorageUnavailable&) {
     throw;
-  } catch (const CheckpointError&) {  // not a file
+  } catch (const CheckpointError&) {  // the manifest is not a file
     return std::nullopt;
   }
   const auto format = start.find("\"format\": \"tessera-checkpoint\"");

@@ -46,14 +46,14 @@ Values reversed(Values values) {
   return values;
 }
 
-// Throws the error that a write would throw, without writing.
+// Throws the error that a write to `target` would throw, but writes nothing.
 void write_nothing(const at::Tensor& target) {
   const WritesTo scope(target);
   target.as_strided({0}, {1}).fill_(0);
 }
 
-// Returns why a buffer cannot be written to; "" if it can. Writes through .data(), so that tensors saved by autograd
-// stay valid.
+// Returns the reason that a buffer cannot be written to, or "" if it can be. Uses .data(), so that tensors saved by
+// autograd stay valid.
 std::string what_keeps(const at::Tensor& buffer) try {
   write_nothing(buffer.data());
   return "";
@@ -61,7 +61,7 @@ std::string what_keeps(const at::Tensor& buffer) try {
   return error.what_without_backtrace();
 }
 
-// Shards must not be written to inside summon_full_params(), for example.
+// Throws if a shard must not be written to, for example inside summon_full_params().
 void require_writable(const NamedShard& shard) {
   if (DiskPager::of(shard.tensor) == nullptr) {
     write_nothing(shard.tensor.detach());
@@ -98,7 +98,7 @@ class Loader {
     match_generators();
     match_writable();
     throw_if_any(misfits_);
-    // Must be done before anything is modified.
+    // Checks all shards before any object is modified.
     for (const auto* shards : {&shards_, &shards_beside_})
       for (const NamedShard& shard : *shards) require_writable(shard);
     read_model();
@@ -108,12 +108,12 @@ class Loader {
     reader_.fetch();
     check_tied();
     check_states();
-    // A sharded optimizer rounds parameters after a step, so loaded parameters are rounded alike.
+    // Under a sharded optimizer, ranks other than the owner hold rounded parameters. Rounds loaded values alike.
     for (auto& [target, value] : tensors_)
       for (const LoadedOptimizer& optimizer : optimizers_) value = optimizer.named.as_kept(target, value);
   }
 
-  // Applies the values. Can fail only for lack of memory.
+  // Writes the values to the objects. Fails only if memory cannot be allocated.
   void apply() {
     for (auto& [target, value] : tensors_) {
       const WritesTo scope(target);
@@ -159,7 +159,7 @@ class Loader {
     return all.empty() ? "one without a name" : all;
   }
 
-  // Skips the tensors of named models that are not loaded.
+  // Compares the names of models. Skips saved tensors of models that are not loaded.
   void match_models() {
     const auto& saved = manifest_.models;
     if (saved.empty() != models_.empty() && !options_.rename)
@@ -176,7 +176,7 @@ class Loader {
           if (is_of_model(tensor->second)) left_out_.insert(tensor->first);
   }
 
-  // Maps the model's names to the names in the checkpoint.
+  // Returns a map from names of the model's tensors to names in the checkpoint.
   std::map<std::string, std::string> names_in_model() {
     std::map<std::string, std::string> names;
     const auto of_other_models = left_out_;
@@ -250,8 +250,8 @@ class Loader {
     }
   }
 
-  // Returns the name in the checkpoint of a model's tensor. Falls back to its own name, unless renaming may have given
-  // that to another tensor.
+  // Returns the name in the checkpoint of a model's tensor. If none was matched, returns `name`; but "" if names are
+  // changed by `rename`, because `name` may then be another saved tensor.
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
     if (found != saved_names_.end()) return found->second;
@@ -264,7 +264,7 @@ class Loader {
            (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0);
   }
 
-  // If several tensors of the checkpoint are one tensor in the model, they must be equal.
+  // Throws if several saved tensors are one tensor in the model, but have different values.
   void check_tied() const {
     Misfits misfits;
     for (const auto& [own, other, value, other_value] : tied_values_)
@@ -276,7 +276,7 @@ class Loader {
     throw_if_any(misfits);
   }
 
-  // Reports a parameter that only one of the two optimizers has.
+  // Records a difference between a saved and a given optimizer: an error if strict, else part of the report.
   void differs(const std::string& text) {
     (options_.strict ? misfits_["optimizer"] : report_.optimizer).push_back(text);
   }
@@ -294,14 +294,14 @@ class Loader {
       optimizer.saved = &saved->second;
       if (!match_optimizer(optimizer, optimized)) return;
     }
-    for (const auto& [name, saved] : all)  // not loaded
+    for (const auto& [name, saved] : all)  // optimizers that are not loaded
       if (std::ranges::find(optimizers_, name, &LoadedOptimizer::name) == optimizers_.end())
         for (const auto& group : saved.groups)
           without_optimizer_.insert(group.parameters.begin(), group.parameters.end());
     match_states(optimized);
   }
 
-  // Adds the optimizer's parameters, by their names in the checkpoint. Returns false if states cannot be compared.
+  // Adds the saved names of the optimizer's parameters to `optimized`. Returns false if states cannot be compared.
   bool match_optimizer(LoadedOptimizer& optimizer, std::set<std::string>& optimized) {
     const SavedOptimizer& saved = *optimizer.saved;
     const std::string whose = optimizer.name.empty() ? "" : "'" + optimizer.name + "': ";
@@ -342,7 +342,7 @@ class Loader {
       if (!left_out_.contains(name)) differs(group + " had " + name);
   }
 
-  // Returns a sentence if only the order of the groups differs; else "".
+  // Returns an error text if the groups are equal, but in another order; else "".
   static std::string other_order(const std::vector<std::set<std::string>>& own,
                                  const std::vector<std::set<std::string>>& saved) {
     const auto sorted = [](std::vector<std::set<std::string>> groups) {
@@ -412,7 +412,7 @@ class Loader {
                                       parameter + "', the model has it in " + to_string(own->second));
   }
 
-  // The checkpoint may contain more objects than are loaded.
+  // Compares Stateful objects with the checkpoint. The checkpoint may contain more objects than are loaded.
   void match_beside() {
     auto missing = [&](const std::string& name) {
       if (options_.strict) misfits_["missing from the checkpoint"].push_back(name);
@@ -447,8 +447,8 @@ class Loader {
     bool transposed = false;
   };
 
-  // Returns a Stateful tensor's name in the checkpoint. A tensor named after a parameter (an average) follows the
-  // parameter, and is skipped with it.
+  // Returns a Stateful tensor's name in the checkpoint. A tensor that is named after a parameter (such as an average)
+  // is renamed, transposed or skipped like that parameter.
   SavedBeside saved_beside(const std::string& own) const {
     const auto dot = own.find('.', std::string_view("beside.").size());  // "beside.<state_name>.<fqn>"
     const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
@@ -466,7 +466,7 @@ class Loader {
                                                 " is another libtorch's; load with rng = false");
   }
 
-  // Checks buffers; require_writable() checks shards.
+  // Checks that buffers are writable. require_writable() checks shards.
   void match_writable() {
     for (const LocalTensor& buffer : buffers_)
       if (saved_names_.contains(buffer.fqn))
@@ -508,7 +508,7 @@ class Loader {
     }
   }
 
-  // Writes each element of an expanded tensor once.
+  // Schedules the write of `value` to `target`. Each element of an expanded target is written once.
   void want_once(const std::string& fqn, at::Tensor target, const at::Tensor& value) {
     at::Tensor once = value;
     for (int64_t d = 0; d < target.dim(); ++d)
@@ -538,7 +538,7 @@ class Loader {
     for (const NamedShard& shard : shards_) {
       if (!optimizer.named.keeps(shard)) continue;
       const std::string name = saved_name(shard.fqn);
-      if (!optimizer.saved_parameters.contains(name)) continue;  // not strict: its state is unchanged
+      if (!optimizer.saved_parameters.contains(name)) continue;  // not strict: the parameter's state is unchanged
       ReadState& state = states_.emplace_back(ReadState{&optimizer.named, &shard, name, {}});
       const auto numbers = optimizer.saved->numbers.find(name);
       if (numbers != optimizer.saved->numbers.end())
@@ -576,7 +576,7 @@ class Loader {
           complete_state(*state->second, group.options());
   }
 
-  // Frees the old state first, so that a device never holds two.
+  // Frees the old state first, so that a device never holds both states.
   void put_state(ReadState& read) {
     auto& [optimizer, shard, name, values] = read;
     optimizer->set_state(*shard, nullptr);
@@ -602,18 +602,18 @@ class Loader {
   const LoadOptions& options_;
   SliceReader reader_;
   std::list<LoadedOptimizer> optimizers_;
-  GeneratorStates generators_;                          // empty: not restored
-  std::map<std::string, std::string> saved_names_;      // of tensors in both model and checkpoint
+  GeneratorStates generators_;                          // empty: generators are not restored
+  std::map<std::string, std::string> saved_names_;      // model's name -> saved name
   std::map<std::string, std::vector<int64_t>> orders_;  // memory order in the model, by saved name
   std::multimap<std::string, std::string> tied_names_;  // model's name -> the tensor's other names in the checkpoint
-  std::set<std::string> names_of_model_;                // the first name of each tensor
-  std::set<std::string> left_out_;                      // saved names that `rename` skips
+  std::set<std::string> names_of_model_;                // the first name of each of the model's tensors
+  std::set<std::string> left_out_;                      // saved names that are skipped
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
   std::set<std::string> without_optimizer_;  // saved names of parameters whose optimizer is not loaded
   Misfits misfits_;
   LoadReport report_;
-  // Values read, with their destinations.
+  // Values read from the checkpoint. `tensors_` has pairs of destination and value.
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
   std::vector<TiedValues> tied_values_;
   std::vector<Expanded> expanded_;
@@ -629,7 +629,7 @@ void load_state(const Manifest& manifest, const StateObjects& objects, const Loa
   Communicator& comm = *objects.model.comm();
   on_all_ranks(comm, what, [&] { loader.emplace(manifest, objects, options).read(); });
   loader->apply();
-  // Ranks that are threads share generators: without the barrier, a slow rank would reset a fast one's.
+  // Ranks that are threads share generators. Without the barrier, a slow rank could reset them while a fast rank runs.
   comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();

@@ -17,7 +17,7 @@ namespace tessera::internal {
 
 // The objects of a TrainingState, or a model and an optimizer that were passed without one.
 struct StateObjects {
-  ModelShards& model;  // one, or all named models together
+  ModelShards& model;  // one model, or all named models as one
   std::vector<std::string> models{};
   std::map<std::string, torch::optim::Optimizer*> optimizers{};
   std::vector<std::shared_ptr<Stateful>> beside{};

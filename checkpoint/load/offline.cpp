@@ -52,7 +52,7 @@ std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, Sl
 
 using SlicesByName = std::map<std::string, std::pair<const SavedTensor*, const SavedSlice*>>;
 
-// Compares a file's own header with the manifest.
+// Compares a file's header with the manifest, and appends a text to `problems` for each difference.
 void compare_header(const InputFile& file, const SlicesByName& slices, std::vector<std::string>& problems) {
   const std::string where = file.path().string();
   std::set<std::string> seen;
@@ -82,7 +82,7 @@ void compare_block(TensorDifference& difference, const at::Tensor& a, const at::
     return;
   }
   const at::Tensor distance = (a.to(at::kDouble) - b.to(at::kDouble)).abs().reshape({-1});
-  if (tolerance > 0) differs = differs.logical_and(distance.le(tolerance).logical_not());  // NaN is never close
+  if (tolerance > 0) differs = differs.logical_and(distance.le(tolerance).logical_not());  // NaN exceeds any tolerance
   const int64_t numel = differs.sum().item<int64_t>();
   if (numel == 0) return;
   difference.different_numel += numel;
@@ -163,7 +163,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
     try {
       check();
     } catch (const StorageUnavailable&) {
-      throw;  // not damage
+      throw;  // unavailable storage is not damage
     } catch (const CheckpointError& error) {
       problems.emplace_back(error.what());
     }
@@ -187,7 +187,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
         name.ends_with(".safetensors") && !names.contains(name) &&
         std::none_of(problems.begin(), problems.end(), [&](const auto& known) { return known.starts_with(start); }))
       problems.push_back(start + "is not in the manifest");
-  // Reads file by file and slice by slice, so that one error does not hide the next.
+  // Reads slice by slice in each file, so that one error does not hide another.
   SliceReader reader(manifest.saved, progress);
   for (size_t i = 0; i < slices.size(); ++i) {
     collect([&] { reader.open(static_cast<int>(i)); });
@@ -204,7 +204,7 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
-    // A full file does not mark buffers, but a checkpoint that it is compared with does.
+    // A full file does not mark buffers. So removes the names that either side marks as no parameters.
     std::set<std::string> others;
     for (const auto* saved : {&first, &second})
       for (const auto& [name, tensor] : saved->tensors)

@@ -14,8 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns the absolute target of a local path, as readers resolve it. ".." cannot be removed from the text: after a
-// symbolic link, it is the parent of the link's target.
+// Returns the absolute target of a local path, as readers resolve it. ".." must not be removed from the text, because
+// after a symbolic link it is the parent of the link's target.
 fs::path where_it_leads(const fs::path& path) {
   const fs::path whole = fs::absolute(path);
   if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();
@@ -41,8 +41,8 @@ uint64_t draw_checkpoint_id() {
 }
 
 PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
-  // Also refuses names of unfinished saves, which would be removed as leftovers; names that would make the parent look
-  // like a checkpoint; and "s3://bucket".
+  // Refuses an empty name; names of unfinished saves, which would be removed as leftovers; names of manifests, which
+  // would make the parent look like a checkpoint; and "s3://bucket".
   const std::string name = target_.filename().string();
   const bool is_taken =
       name == kManifestName || name == kDraftName ||
@@ -80,8 +80,8 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
 
 ReadLock::ReadLock(const fs::path& checkpoint) {
   if (is_remote(checkpoint)) return;
-  // Another process holds the exclusive lock only briefly, when it has completed the checkpoint or is about to remove
-  // it.
+  // Tries for a second. Another process holds the exclusive lock only briefly, after it has completed the checkpoint or
+  // before it removes the checkpoint.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   while (std::chrono::steady_clock::now() < end) {
     const LockOutcome outcome = lock_.take_shared(checkpoint / kManifestName);

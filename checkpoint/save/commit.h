@@ -11,19 +11,19 @@
 
 namespace tessera::internal {
 
-// Makes a directory a checkpoint in one atomic step, on rank 0 (FORMAT.md, "How a checkpoint is written"). Not
-// collective; everything throws CheckpointError.
+// Turns a directory of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is written"). Rank 0
+// calls these functions. They are not collective, and failures throw CheckpointError.
 
 // A checkpoint that is being written.
 class PartialCheckpoint {
  public:
   // Creates the folder for the ranks' files. Removes leftovers of killed saves of this target, and calls `progress` for
-  // each removed file. On a local path, the folder is beside the target, whose parents are created; on other storage it
-  // is in the target. Throws if an existing local target is neither a checkpoint (damaged or not) nor an empty
-  // directory, or if its file system cannot replace it.
+  // each removed file. On a local path, the folder is beside the target, and missing parents are created. On other
+  // storage, the folder is in the target. Throws if the target exists and is neither a checkpoint (damaged or not) nor
+  // empty, or if a local file system cannot replace it.
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
-  // If committed, removes the replaced checkpoint, except one that is being read; otherwise removes its own files.
+  // After commit(), removes the replaced checkpoint unless it is being read. Otherwise removes the files of this save.
   virtual ~PartialCheckpoint() = default;
   PartialCheckpoint(const PartialCheckpoint&) = delete;
   PartialCheckpoint& operator=(const PartialCheckpoint&) = delete;
@@ -33,9 +33,9 @@ class PartialCheckpoint {
   std::filesystem::path folder() const { return target_.parent_path(); }
   uint64_t id() const { return id_; }
 
-  // Checks that the manifest's slices cover every tensor, and writes it; the checkpoint then appears in one step. Sets
-  // the manifest's id and sequence. The destructor removes a replaced checkpoint; the user's files in it move to the
-  // new one.
+  // Sets the manifest's id and sequence, checks that its slices cover every tensor, and writes the manifest. The
+  // checkpoint then appears in one step. The destructor removes a replaced checkpoint. Files that the user put into a
+  // replaced checkpoint move to the new one.
   virtual void commit(Manifest manifest) = 0;
 
  protected:
@@ -49,24 +49,24 @@ class PartialCheckpoint {
   bool is_committed_ = false;
 };
 
-constexpr char kDraftName[] = ".manifest";  // Marks a save in flight, and names the process that writes it.
-// Part of the name of a local temporary directory, which begins with a dot.
+constexpr char kDraftName[] = ".manifest";  // marks a save in flight; its first line names the saving process
+// Parts of the names of local temporary directories, which begin with a dot.
 constexpr char kSaving[] = ".saving-";
-constexpr char kMaking[] = ".making-";  // used until the directory is locked
+constexpr char kMaking[] = ".making-";  // in the name until the directory is locked
 
-// Removes all but the newest `keep` complete checkpoints of the folder, those with damaged manifests, and the leftovers
-// of killed saves. A local checkpoint that is being read stays until the next call. Never removes files that no save
-// wrote.
+// Removes from the folder all complete checkpoints but the newest `keep`, all checkpoints with damaged manifests, and
+// the leftovers of killed saves. A local checkpoint that is being read stays until the next call. Never removes files
+// that no save wrote.
 void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
 
-// Protects a checkpoint from removal while it is read, by keep_last or by a save that replaces it. A no-op on storage
-// without locks.
+// While a checkpoint is read, prevents its removal by keep_last or by a save that replaces it. Is a no-op on storage
+// without locks, and if the lock cannot be taken within a second.
 class ReadLock {
  public:
   explicit ReadLock(const std::filesystem::path& checkpoint);
 
-  // Returns where the locked checkpoint is now if a save has replaced it at `checkpoint`; "" if it is there, or not
-  // locked.
+  // Returns the current path of the locked checkpoint if a save has replaced it at `checkpoint`. Returns "" if the
+  // checkpoint is still there, or if no lock is held.
   std::filesystem::path moved_from(const std::filesystem::path& checkpoint) const;
 
  private:
@@ -74,12 +74,12 @@ class ReadLock {
   FileLock lock_;
 };
 
-// Used by commit.cpp, one for each storage.
+// commit.cpp calls the functions below. There is one implementation for each kind of storage.
 std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem::path& target,
                                                           const std::function<void()>& progress);
 std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target,
                                                            const std::function<void()>& progress);
-// A no-op if another job has replaced the checkpoint, which then has another `sequence` (nullopt: a damaged one).
+// Is a no-op if the checkpoint is being read, or has another `sequence` because a job replaced it (nullopt: any).
 void remove_local_checkpoint(const std::filesystem::path& checkpoint, std::optional<int64_t> sequence);
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);

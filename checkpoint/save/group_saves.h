@@ -16,11 +16,11 @@ namespace tessera::internal {
 
 class SaveJob;
 
-// Removes superseded files on a background thread; only the end of the program waits for it. A failure is a warning:
-// the new checkpoint is complete, and the next removal tries again.
+// Removes superseded files on a background thread. The next save waits for it if its target exists, and so does the end
+// of the program. A failure is only a warning: the new checkpoint is complete, and the next removal tries again.
 class Removal {
  public:
-  // Starts when `before` has ended.
+  // Starts the thread, which runs `remove` after `before` (may be null) has ended.
   Removal(std::function<void()> remove, std::shared_ptr<Removal> before);
   ~Removal() { join(); }
   void join();
@@ -42,8 +42,8 @@ struct GroupSaves {
   at::Tensor host;                   // staging buffer of the next asynchronous save
 };
 
-// Makes the end of the program wait for removals. Must be called after a save has used the storage of that scheme: exit
-// handlers run in reverse order, so those of the storage (its TLS library's) then run after this wait.
+// Makes the end of the program wait for removals. Must be called after a save has used the storage of `scheme`. Exit
+// handlers run in reverse order, so the handlers of the storage's libraries (TLS) run after this wait.
 void await_removals_at_exit(const std::string& scheme);
 
 // Calls `visit` with the state of a group under a lock; `visit` must return soon.

@@ -23,7 +23,7 @@ constexpr auto kMakingTakes = std::chrono::minutes(5);
 // On a file system without locks, a directory without writes for this long is abandoned.
 constexpr auto kWithoutLocks = std::chrono::hours(24);
 
-// The prefix of a target's temporary directories, which are hidden, beside the target.
+// Returns the prefix of the names of a target's temporary directories, which are hidden and beside the target.
 std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
 fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
@@ -53,10 +53,10 @@ bool is_left_in_the_making(const fs::path& directory) {
          is_older_than(directory, kMakingTakes);
 }
 
-// Returns whether no process writes or reads the hidden directory. `lock` then keeps others out.
+// Returns whether no process writes or reads the hidden directory. If so, locks it with `lock` (if locks exist).
 bool is_abandoned(const fs::path& directory, FileLock& lock) {
   std::error_code error;
-  // Checks in this order, because a draft becomes the manifest, but not the reverse.
+  // Looks for the draft first, because a draft becomes the manifest, but a manifest never becomes a draft.
   const bool is_draft = fs::exists(directory / kDraftName, error);
   const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
   if (!fs::exists(manifest, error)) return !is_draft;
@@ -98,9 +98,9 @@ void bring_back_own(const fs::path& hidden) {
   }
 }
 
-// Removes the files of saves from a superseded hidden directory, then the directory; other processes may do so too.
-// Returns the reason if a file remains. Releases the lock on the manifest first, because NFS renames an open file
-// instead of removing it.
+// Removes the files of saves from a superseded hidden directory, then the directory. Other processes may remove the
+// same directory at the same time. Returns the reason if a file remains. Releases the lock on the manifest before it
+// removes the manifest, because NFS renames an open file instead of removing it.
 std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
@@ -143,7 +143,7 @@ void require_exchange(const fs::path& directory) {
   for (const auto& each : {a, b}) fs::remove(each, error);
 }
 
-// The lock on the directory's manifest, a draft until commit, protects it from the cleanup of other saves.
+// The lock on the directory's manifest (a draft until commit) protects the directory from the cleanup of other saves.
 class LocalPartial : public PartialCheckpoint {
  public:
   LocalPartial(const fs::path& target, const std::function<void()>& progress);
@@ -166,7 +166,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
   clear_leftovers(folder, hidden_prefix(target_), progress);
-  // Gets its final hidden name once it is locked, because other jobs remove unlocked directories with such names.
+  // The directory gets its final hidden name after it is locked. Other jobs remove unlocked ones with such names.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {
@@ -187,7 +187,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
 LocalPartial::~LocalPartial() {
   FileLock replaced;
   if (is_committed_ && !is_abandoned(path_, replaced)) return;
-  remove_hidden(path_, is_committed_ ? replaced : lock_);  // otherwise the next save of this name removes it
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // if this fails, the next save of this name does it
 }
 
 void LocalPartial::commit(Manifest manifest) {
@@ -203,12 +203,12 @@ void LocalPartial::commit(Manifest manifest) {
   sync_directory(path_);
   std::error_code error;
   if (fs::is_directory(target_, error) && !fs::is_empty(target_, error)) {
-    exchange_entries(path_, target_);  // the destructor removes the old one
+    exchange_entries(path_, target_);  // the destructor removes the old checkpoint
   } else {
     rename_entry(path_, target_, fs::is_directory(target_, error));
   }
   is_committed_ = true;
-  lock_.release();  // so that readers need not wait
+  lock_.release();  // readers then need not wait
   sync_directory(target_.parent_path());
   bring_back_own(path_);  // even if the replaced checkpoint is still being read
 }
@@ -222,7 +222,7 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target
 
 void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> sequence) {
   FileLock lock;
-  if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // it is being read
+  if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // a reader has locked it
   // Another job may have replaced the checkpoint since it was listed as an old one.
   if (sequence && peek_sequence(checkpoint) != sequence) return;
   // Renames it to a hidden name first, so that a partly removed checkpoint does not look complete.
@@ -230,12 +230,12 @@ void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> 
   try {
     rename_entry(checkpoint, hidden, false);
   } catch (const CheckpointError&) {
-    if (is_gone(checkpoint)) return;  // removed by another job
+    if (is_gone(checkpoint)) return;  // another job removed it
     throw;
   }
-  if (sequence && peek_sequence(hidden) != sequence) try {  // replaced just now
+  if (sequence && peek_sequence(hidden) != sequence) try {  // another job replaced it just now
       return rename_entry(hidden, checkpoint, false);
-    } catch (const CheckpointError&) {  // replaced once more
+    } catch (const CheckpointError&) {  // another job replaced it once more
       if (is_gone(checkpoint)) throw;
     }
   bring_back_own(hidden);

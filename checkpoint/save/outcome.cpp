@@ -104,7 +104,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
     Outcome outcome;
     try {
       outcome = attempt([&] { return part(), std::string(); });
-    } catch (const CommError& error) {  // must not leave this thread
+    } catch (const CommError& error) {  // exceptions must not leave this thread
       outcome.error = error.what();
     }
     const std::lock_guard lock(mutex);

@@ -19,7 +19,7 @@ class OtherFailure : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-// Reports progress of a long operation: the working thread beats, the waiting one checks. Thread-safe.
+// Shows the progress of a long operation. The working thread calls beat(); a waiting thread checks. Thread-safe.
 class Heartbeat {
  public:
   // A rank counts as stuck if one step (an fsync or a rename) takes this many times the group's timeout.
@@ -48,23 +48,23 @@ struct Outcome {
   static Outcome from_text(const std::string& text);
 };
 
-// Runs this rank's part and returns an exception as an Outcome. CommError passes through.
+// Runs this rank's part. Returns its result, or its exception, as an Outcome. Does not catch CommError.
 Outcome attempt(const std::function<std::string()>& part);
 
-// Exchanges outcomes. If any rank failed, throws on all ranks the error of the lowest failed rank, with its number.
-// Otherwise returns the results in rank order. Collective.
+// Exchanges outcomes. If any rank failed, throws on all ranks the error of the lowest failed rank, with that rank's
+// number. Otherwise returns the results in rank order. Collective.
 std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what);
 
-// Like gather_results() without results: gathers texts only if a rank failed.
+// Like gather_results(), but returns no results and gathers texts only if a rank failed. Collective.
 void require_success(Communicator& comm, const Outcome& own, const std::string& what);
 
-// Runs a part without a result; throws on all ranks if it fails on one.
+// Runs a part without a result. Throws on all ranks if the part fails on one rank. Collective.
 void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part);
 
 // Like on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs the part, which must
-// not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the others throw CommError
-// when their own parts end. If a rank is silent for kMostTimeouts times the group's timeout, all throw a
-// CheckpointError that names it; that rank still waits for its part.
+// not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the other ranks throw
+// CommError when their own parts end. If a rank is silent for kMostTimeouts times the group's timeout, all ranks throw
+// a CheckpointError that names it. The silent rank throws only when its part has ended.
 void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 

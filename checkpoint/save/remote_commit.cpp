@@ -23,7 +23,7 @@ int64_t now_seconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Returns whether no process writes to the folder. The draft has two lines: its process, and its start time.
+// Returns whether no process still writes to the folder. The draft has two lines: the process and its start time.
 bool is_abandoned(const fs::path& save) {
   const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);
   if (draft.empty()) return true;
@@ -41,7 +41,7 @@ std::string named_folder(const fs::path& target) {
   }
 }
 
-// Lists drafts before reading the manifest, because a save writes its manifest first and then removes its draft.
+// Removes abandoned saves. Reads drafts first, because a save writes its manifest before it removes its draft.
 void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;
@@ -51,7 +51,7 @@ void clear_target(const fs::path& target, const std::function<void()>& progress 
   if (abandoned.empty()) return;
   const bool was_complete = is_checkpoint(target);
   const std::string named = named_folder(target);
-  if (was_complete && named.empty()) return;  // damaged, or copied here: remove nothing
+  if (was_complete && named.empty()) return;  // the manifest is damaged, or was copied here: removes nothing
   for (const auto& name : abandoned)
     if (name != named) storage.remove_all(target / name), progress();
 }
@@ -76,7 +76,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_committed_)
         for (const auto& name : replaced_)
           name.ends_with('/') ? storage.remove_all(target_ / name) : storage.remove(target_ / name);
-    } catch (const std::exception&) {  // the next save of this name removes it
+    } catch (const std::exception&) {  // the next save of this name removes the files
     }
   }
 
@@ -89,7 +89,7 @@ class RemotePartial : public PartialCheckpoint {
     try {
       storage.put(target_ / kManifestName, format_manifest(manifest), /*durable=*/true);
     } catch (const CheckpointError&) {
-      // The manifest may have been written nevertheless. Then its files must not be removed.
+      // The manifest may have been written nevertheless. Then this save's files must not be removed.
       if (named_folder(target_) != manifest.folder) throw;
     }
     is_committed_ = true;

@@ -15,9 +15,9 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int kSmallWorld = 4;     // up to this world size rank 0 reads every rank's description
-constexpr int kMostMissed = 5;     // missing beats; then checks for ended ranks, and gives up after hurry()
-constexpr double kLateBeat = 1.2;  // missing beats; then checks after hurry(), and gives up if all ranks leave
+constexpr int kSmallWorld = 4;     // up to this world size, rank 0 reads every rank's description
+constexpr int kMostMissed = 5;     // missed beats until await() looks for ended ranks or, after hurry(), gives up
+constexpr double kLateBeat = 1.2;  // missed beats until await() looks after hurry(), or gives up if all ranks leave
 
 }  // namespace
 
@@ -57,7 +57,7 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
       if (heartbeat.is_older_than(Heartbeat::kMostTimeouts * comm_->timeout())) continue;
       try {
         notes_.add("alive", 1);
-      } catch (const CommError&) {  // the store is lost; this rank fails after its part
+      } catch (const CommError&) {  // the store is lost: this rank fails after its part
         return;
       }
     }
@@ -117,7 +117,7 @@ void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<vo
 Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<void()>& commit) {
   return attempt([&] {
     await([&] { return notes_.add("groups", 0) == subgroups_.count(); }, what_ + ": a group of ranks did not finish",
-          1.2);  // the subgroup's leader reports the lost rank, if it can
+          1.2);  // longer than a subgroup's leader, which reports the lost rank
     std::vector<Outcome> outcomes(comm_->size());
     if (notes_.add("failed", 0) > 0)
       for (int rank = 0; rank < comm_->size(); ++rank)
@@ -129,7 +129,7 @@ Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<vo
   });
 }
 
-// The store is usually in rank 0's process, so rank 0 waits until all ranks have read. Does not wait for lost ranks.
+// The store is usually in rank 0's process, so rank 0 waits until all ranks have read the result or a rank is lost.
 void SaveCoordinator::remove_notes() {
   notes_.remove("ended/" + std::to_string(comm_->rank()));
   notes_.remove("outcome/" + std::to_string(comm_->rank()));
@@ -153,7 +153,7 @@ Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const 
   Outcome result;
   if (comm_->rank() == 0) {
     result = commit_all(heartbeat, commit);
-    if (!result.error.empty()) hurry();  // the failed rank may be dead and never read
+    if (!result.error.empty()) hurry();  // the failed rank may have ended and never read
     notes_.leave("result", result.to_text());
   } else {
     await([&] { return notes_.find("result").has_value(); }, what_ + ": rank 0 did not finish", 1.4);

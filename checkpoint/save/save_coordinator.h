@@ -13,11 +13,11 @@
 
 namespace tessera::internal {
 
-// Splits the ranks into subgroups of about sqrt(size), so that no rank reads more than sqrt(size) small files.
+// Splits the ranks into subgroups of about sqrt(size) ranks, so that no rank reads more than about sqrt(size) files.
 class Subgroups {
  public:
   Subgroups(int rank, int size);
-  int ranks() const { return ranks_; }  // in one subgroup
+  int ranks() const { return ranks_; }  // number of ranks in a subgroup
   int count() const { return (size_ + ranks_ - 1) / ranks_; }
   // This rank's subgroup is [leader, end).
   int leader() const { return rank_ / ranks_ * ranks_; }
@@ -31,10 +31,10 @@ class Subgroups {
 // training loop's thread. Must be used by one thread, except for hurry().
 class SaveCoordinator {
  public:
-  // `what` starts error messages.
+  // Error messages start with `what`.
   SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
 
-  // Runs this rank's part, which must call heartbeat.beat(). Meanwhile reports to the other ranks that it makes
+  // Runs this rank's part, which must call heartbeat.beat(). Meanwhile reports to the other ranks that this rank makes
   // progress, unless the last beat is older than Heartbeat::kMostTimeouts times the group's timeout.
   Outcome work(Heartbeat& heartbeat, const std::function<void()>& part);
 
@@ -44,8 +44,8 @@ class SaveCoordinator {
   Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
                  const std::function<void()>& commit);
 
-  // From now on, waits for another rank only while it sends heartbeats, not for the group's timeout. If all ranks leave
-  // the group, one missing heartbeat is enough.
+  // Shortens waits from now on. A wait for another rank then ends after a few missing heartbeats, not after the group's
+  // timeout. If `all_ranks_leave`, one missing heartbeat is enough.
   void hurry(bool all_ranks_leave = false);
 
  private:
@@ -53,7 +53,7 @@ class SaveCoordinator {
   void lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge);
   Outcome commit_all(Heartbeat& heartbeat, const std::function<void()>& commit);
   void remove_notes();
-  // The intervals at which a working rank reports, and at which the others check for its end.
+  // The longest pause between two checks by a waiting rank, and the interval of a working rank's heartbeats.
   std::chrono::milliseconds longest_pause() const;
   std::chrono::milliseconds beat_every() const;
   // Blocks until ready() returns true. Throws CheckpointError if no rank reports progress for `patience` times the

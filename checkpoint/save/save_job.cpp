@@ -36,8 +36,8 @@ void check_options(const SaveOptions& options) {
                                 ", expected a multiple of 16 up to 1 GiB");
 }
 
-// Handles the previous save: throws its error, and waits for a removal in flight, which may involve this save's name.
-// Rank 0's state applies to all ranks.
+// Throws the error of the previous save, if it failed. Otherwise waits for a removal in flight, which may affect this
+// save's target. Rank 0's state decides for all ranks.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
                    const fs::path& dir, Heartbeat& heartbeat) {
   constexpr char kFailed = 'F', kRemoves = 'R';
@@ -116,7 +116,7 @@ void SaveJob::hurry_save_of(const std::shared_ptr<Communicator>& comm) {
 SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();
-  if (is_untold) {  // there may be no next save that throws it
+  if (is_untold) {  // there may be no next save that throws the error
     warn(c10::str(what_, " failed, and nobody has waited for it: ", result_.error));
   }
   with_group_saves(comm_, [&](GroupSaves& saves) {

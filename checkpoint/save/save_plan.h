@@ -22,9 +22,9 @@ struct SavePlan {
   SavedOptimizers optimizers;
   std::vector<std::string> models;
   GeneratorStates rng;
-  nlohmann::json extra;  // this field and the next are set on rank 0
+  nlohmann::json extra;  // rank 0 alone writes `extra`, `models` and `beside`
   std::map<std::string, StateValues> beside;
-  // Tensors that may be copied later, because their writes can be detected.
+  // A tensor that may be copied in the background, because a write to it meanwhile can be detected.
   struct Watched {
     std::string fqn;
     at::Tensor tensor;
@@ -37,30 +37,30 @@ struct StateObjects;
 // Captures this rank's part of a state. Throws std::invalid_argument for values that a manifest cannot hold.
 SavePlan plan_save(const StateObjects& state, const nlohmann::json& extra, const SaveOptions& options);
 
-// Returns a number that grows with each write that autograd counts; for a shard also with writes through data().
+// Returns a number that grows with each write that autograd counts; for a page, also with each write through data().
 int64_t writes_to(const at::Tensor& tensor);
 
-// Throws std::invalid_argument if `extra` cannot be stored: too deep, not finite, not UTF-8.
+// Throws std::invalid_argument if JSON cannot store `extra`: too deep, not finite, binary or not UTF-8.
 void check_extra(const nlohmann::json& extra);
 
 // Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
-// its copy. Device data is copied to pinned memory; only end() blocks.
+// the piece's copy. Device data is copied to pinned memory. Only end() blocks.
 class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
 
-  // The bytes of memory that are enough for these pieces.
+  // Returns the bytes of host memory that these pieces need.
   static int64_t bytes_for(const std::vector<Piece>& pieces);
 
-  // Copies pieces that cannot wait for end(): all except watched tensors, and except optimizer state in host memory,
-  // which copy-on-write freezes. Copies from a device (the model's) are ordered between earlier and later work of the
-  // current stream.
+  // Copies all pieces but those that end() may copy: watched tensors, and state and Stateful tensors in host memory,
+  // which copy-on-write protects until then. Copies from a device (the model's) are ordered between earlier and later
+  // work of the current stream.
   void begin(SavePlan& plan, at::Device device);
   // Copies the remaining pieces and waits for all copies; may run on any thread. Throws std::invalid_argument if a
   // watched tensor was modified since begin(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
-  // Returns the memory for reuse. Call after end() or instead of it.
+  // Returns the memory for reuse. Must be called after end(), or instead of it.
   at::Tensor take_memory();
 
  private:
@@ -69,9 +69,9 @@ class HostCopies {
 
   at::Tensor memory_;
   std::vector<at::Tensor> room_;     // the part of memory_ for each piece
-  std::vector<size_t> later_;        // indices of pieces left to end()
+  std::vector<size_t> later_;        // indices of pieces that end() copies
   std::vector<at::Tensor> sources_;  // device tensors that are being copied
-  std::optional<c10::Event> begun_;  // device work before begin()
+  std::optional<c10::Event> begun_;  // recorded after the device copies started last
 };
 
 }  // namespace tessera::internal

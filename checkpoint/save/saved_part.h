@@ -10,20 +10,20 @@
 namespace tessera::internal {
 
 // The description of files written by some ranks (one, a subgroup or all), in the form that ranks exchange. Runs of
-// ranks are merged, so its size grows with the tensors, but hardly with the ranks. A value type.
+// ranks are merged, so the size grows with the number of tensors, but hardly with that of ranks. A value type.
 class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);
 
-  // Sets the files written by this rank, and its optimizers. Of these, only the numbers are specific to this rank.
+  // Sets the files that this rank wrote, and its optimizers. Ranks' optimizers may differ only in `numbers`.
   void set(SavedTensors saved, const SavedOptimizers& optimizers);
-  // Adds the description `text` of other ranks. Throws CheckpointError, naming `who`, if the ranks differ where they
-  // must agree.
+  // Adds the description `text` of other ranks. Throws CheckpointError, naming `who`, if ranks differ in the form of a
+  // tensor, the groups or options of an optimizer, or a number that both have.
   void add(const std::string& text, const std::string& who);
 
   std::string text() const;
 
-  // Returns the manifest once all ranks were added; the caller sets id, sequence, rng and extra. `optimizers` are
+  // Returns the manifest once all ranks were added. The caller sets id, sequence, rng and extra. `optimizers` must be
   // rank 0's.
   Manifest manifest(SavedOptimizers optimizers) &&;
 
@@ -34,7 +34,7 @@ class SavedPart {
 
   SavedTensors saved_;
   bool has_any_ = false;
-  std::optional<std::string> optimizer_;  // fingerprint of their kinds, groups and options
+  std::optional<std::string> optimizer_;  // fingerprint of the optimizers' kinds, groups and options
   Numbers numbers_;
 };
 

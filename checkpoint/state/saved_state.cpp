@@ -22,10 +22,10 @@
 namespace tessera::internal {
 namespace {
 
-// Tensors smaller than this are written by one replica.
+// Tensors with fewer bytes are written by one replica. Larger tensors are split among replicas.
 constexpr int64_t kSplitBytes = int64_t{4} << 20;
 
-// Returns a tensor without holes as [numel], in memory order.
+// Returns a 1-D view of a tensor without holes: its elements in memory order.
 at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
@@ -43,7 +43,7 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
   return tensor.sizes() == at::IntArrayRef(shard.sizes) && shard.held.numel() == numel_of(shard.sizes);
 }
 
-// Returns a shard's elements in memory order, [held.numel()]: a view unless the strides differ from the shard's.
+// Returns a shard's elements as a 1-D tensor in memory order, a view if possible. Returns a tensor on disk unchanged.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr) return tensor;
@@ -54,8 +54,8 @@ at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
                               "; expected " + to_string(shard.tensor.sizes().vec()));
 }
 
-// Returns the elements of a segment. Those of a tensor on disk are copied, so that a save has one segment of it in
-// memory at a time.
+// Returns the elements of a segment. If the tensor is on disk, returns a copy, so that a save has only one segment of
+// the tensor in memory at a time.
 at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
   const auto part = [&](const at::Tensor& elements) {
     return elements.narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
@@ -66,7 +66,7 @@ at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
   return part(flat_elements(hold.values(), local)).clone();
 }
 
-// Returns the elements of a segment, in the shape of its box.
+// Views the elements of a segment in the shape of its box.
 at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Segment& segment) {
   const auto order = memory_order(local.sizes, local.strides);
   std::vector<int64_t> strides(order.size());
@@ -78,7 +78,7 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
   if (std::is_sorted(order.begin(), order.end())) order.clear();
-  // Has no view if on disk, so that a save copies the values at once, before the next step overwrites them.
+  // A tensor on disk has no Piece::view. So a save copies its values at once, before the next step overwrites them.
   const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
   const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
   return {local.fqn,
@@ -93,8 +93,8 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           is_read_at_once ? std::function<at::Tensor()>() : view};
 }
 
-// Returns the part of a tensor that replica `index` writes: equal numbers of slowest rows, so that a few runs describe
-// all parts.
+// Returns the part of a tensor that replica `index` writes. Its size is a multiple of a row, the elements of one index
+// of the dimension with the largest stride. Parts of equal size make the manifest short (RankRun).
 Range part_of_replica(const LocalTensor& local, int index) {
   const auto order = memory_order(local.sizes, local.strides);
   const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];
@@ -231,7 +231,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
   for (const NamedShard& shard : shards) {
     LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kParameter});
     local.tensor = flat_elements(shard.tensor, shard);
-    // The owner in a sharded optimizer has the exact values; other ranks may have rounded ones.
+    // Under a sharded optimizer, only the owner saves a parameter. Other ranks may have rounded values.
     if (const auto* optimizer = optimizer_of(shard); optimizer != nullptr && optimizer->sharded())
       local.replica = 0, local.replica_count = optimizer->keeps(shard) ? 1 : 0;
   }
@@ -281,7 +281,7 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
                                     reason);
   }
   for (const NamedShard& shard : shards) {
-    // Skips the numbers of a rank without elements of the parameter, which perhaps has not counted its steps.
+    // Skips parameters of which this rank has no elements, because it may not have counted their steps.
     if (shard.held.numel() == 0 && numel_of(shard.sizes) > 0) continue;
     if (const auto* state = optimizer.state(shard))
       for (const auto& [key, number] : read_state(*state).numbers) saved.numbers[shard.fqn][key] = number;
@@ -291,15 +291,15 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
 
 std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) {
   std::vector<Piece> pieces;
-  std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes that each replica writes
+  std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes of small tensors that each replica writes
   for (const LocalTensor& local : tensors) {
     const bool is_buffer = local.kind == TensorKind::kBuffer;
-    if (numel_of(local.sizes) == 0) {  // written by rank 0; optimizer state by replica 0
+    if (numel_of(local.sizes) == 0) {  // rank 0 writes an empty tensor; replica 0, if it is state
       if (local.kind == TensorKind::kState ? local.replica == 0 : rank == 0)
         pieces.push_back(piece_of(local, {whole_box(local.sizes), {0, 0}}));
       continue;
     }
-    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // written by rank 0, or by the owner
+    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // rank 0, or the owner, writes the tensor
     Range own = local.held;
     if (local.replica_count > 1 && !is_buffer) {
       const auto bytes = static_cast<int64_t>(local.tensor.nbytes());
@@ -339,7 +339,7 @@ void set_generator_states(const GeneratorStates& states, at::Device device) {
     const auto& bytes = found->second;
     const std::lock_guard lock(generator.mutex());
     const at::Tensor state = generator.get_state();
-    // A state of another length is from another libtorch; set_state() would abort the program.
+    // Skips a state of another length, which is from another libtorch. set_state() would abort the program.
     if (state.nbytes() != bytes.size()) continue;
     std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
     generator.set_state(state);

@@ -16,9 +16,9 @@
 
 namespace tessera::internal {
 
-// This rank's part of one tensor of the training state. `fqn` is its name in the checkpoint. `tensor` has held.numel()
-// elements in memory order, and is a view of the live tensor if possible. A tensor on disk is passed unchanged.
-// replica_count 0: another rank saves it.
+// This rank's part of one tensor of the training state. `fqn` is the tensor's name in the checkpoint. `tensor` has
+// held.numel() elements in memory order, and is a view of the live tensor if possible. A tensor on disk is passed
+// unchanged. If replica_count is 0, another rank saves the tensor.
 struct LocalTensor : NamedShard {
   TensorKind kind = TensorKind::kParameter;
 };
@@ -30,20 +30,20 @@ class NamedOptimizer {
   // optimizer unknown to optim/state/optimizer_state.h.
   NamedOptimizer(const std::vector<NamedShard>& shards, torch::optim::Optimizer& optimizer);
 
-  // The optimizer's algorithm, and the kind of its states; Lamb has the kind of AdamW.
+  // Return the names of the optimizer's algorithm and of the form of its state. Lamb's state has the form of AdamW's.
   const std::string& kind() const { return kind_; }
   const std::string& state_kind() const { return state_kind_; }
   torch::optim::Optimizer& whole() { return whole_; }
-  const std::vector<std::vector<std::string>>& groups() const { return groups_; }  // names by group, each once
+  const std::vector<std::vector<std::string>>& groups() const { return groups_; }  // names by group, each name once
   bool sharded() const { return shards_ != nullptr; }
   bool has(const std::string& fqn) const { return names_.contains(fqn); }
   const std::set<std::string>& names() const { return names_; }
-  // Returns whether this rank keeps the parameter's state, if any.
+  // Returns whether the optimizer has the parameter and, if the optimizer is sharded, this rank owns the parameter.
   bool keeps(const NamedShard& shard) const {
     return has(shard.fqn) && (shards_ == nullptr || shards_->owns(shard.tensor));
   }
-  // Returns the values that this rank holds of a parameter; a sharded optimizer may round those of ranks that are not
-  // its owner.
+  // Returns the parameter's `values` as this rank holds them. A sharded optimizer may round the values on ranks that do
+  // not own the parameter.
   at::Tensor as_kept(const at::Tensor& parameter, const at::Tensor& values) const {
     return shards_ == nullptr ? values : shards_->as_received(parameter, values);
   }
@@ -53,38 +53,38 @@ class NamedOptimizer {
 
  private:
   torch::optim::Optimizer& whole_;
-  const OptimizerShards* shards_;  // null unless the optimizer is sharded itself
+  const OptimizerShards* shards_;  // null if the optimizer is not sharded
   std::string state_kind_, kind_;
   std::vector<std::vector<std::string>> groups_;
   std::set<std::string> names_;
 };
 
-// The optimizers of a training state by name.
+// The optimizers of a training state, by name.
 using NamedOptimizers = std::map<std::string, NamedOptimizer>;
-// Throws std::invalid_argument for a parameter in two optimizers, and as NamedOptimizer.
+// Throws std::invalid_argument if a parameter is in two optimizers, or if NamedOptimizer's constructor throws it.
 NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
                                  const std::map<std::string, torch::optim::Optimizer*>& optimizers);
 
-// Returns a new host tensor, shaped like shard.tensor, for the shard's elements, and its flat view. For a shard on
-// disk, the tensor's memory is a file on that disk.
+// Returns a new host tensor for the shard's elements, in the shape of shard.tensor, and a flat view of that tensor. For
+// a shard on disk, the tensor's memory is a file on that disk.
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype);
 
 std::string state_name(const std::string& key, const std::string& fqn);  // "optim.exp_avg.blocks.0.weight"
 
-// Returns the shards with strides that define an order of elements. If a parameter's strides have holes or overlaps (a
-// column of a table, an expanded tensor), they become row-major, and it is saved as a dense copy.
+// Returns the shards with strides that define an order of elements. Strides with holes or overlaps (a column of a
+// table, an expanded tensor) become row-major, and the parameter is then saved as a dense copy.
 std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards);
 
-// Returns the buffers, each tensor once; {name, aliases} as for parameters.
+// Returns the buffers, each tensor once. If a tensor has several names, `fqn` is the first; `aliases` has the others.
 std::vector<LocalTensor> local_buffers(const ModelShards& model);
-// Returns this rank's parameters, buffers and optimizer state tensors; `shards` are from in_dense_order(). Throws
-// std::invalid_argument for a tensor that is not strided, such as a sparse one.
+// Returns this rank's parameters, buffers, optimizer state and tensors of `beside`. `shards` must be from
+// in_dense_order(). Throws std::invalid_argument for a tensor that is not strided, such as a sparse one.
 std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vector<NamedShard>& shards,
                                        const NamedOptimizers& optimizers,
                                        const std::vector<std::shared_ptr<Stateful>>& beside = {});
 // Returns the tensors of the Stateful objects under their names in the checkpoint: "beside.<state_name>.<fqn>".
 std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful>>& beside);
-// Returns the optimizer without its tensors. `numbers` has only those of states on this rank.
+// Returns the optimizer without its tensors. `numbers` has only parameters whose state is on this rank.
 SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptimizer& optimizer);
 
 // Returns the pieces that this rank must write. Each element is written by one replica; replicas share the work evenly.

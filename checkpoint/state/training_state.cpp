@@ -48,7 +48,7 @@ class SchedulerState : public Stateful {
   }
 
  private:
-  // Gives access to the count, which libtorch exposes to derived classes only.
+  // Gives access to the scheduler's step count, which libtorch exposes to derived classes only.
   struct Steps : torch::optim::LRScheduler {
     static unsigned& of(torch::optim::LRScheduler& scheduler) { return scheduler.*(&Steps::step_count_); }
   };

@@ -19,13 +19,13 @@ class FileLock {
   FileLock& operator=(FileLock&& other) noexcept;
   ~FileLock();
 
-  // Releases the held lock and tries once, without blocking. A shared lock needs a readable file, an exclusive one a
-  // writable file. Does not throw.
+  // Release the held lock, then try once to lock the file, without blocking. A shared lock needs a readable file, an
+  // exclusive lock a writable file. Do not throw.
   LockOutcome take_shared(const std::filesystem::path& file) { return take(file, false); }
   LockOutcome take_exclusive(const std::filesystem::path& file) { return take(file, true); }
   void release();
 
-  // Returns the path that the locked file has now, also if it was renamed; "" if nothing is locked.
+  // Returns the current path of the locked file, even if it was renamed; "" if no file is locked.
   std::filesystem::path path() const;
 
  private:

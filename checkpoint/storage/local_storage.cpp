@@ -27,8 +27,8 @@ class LocalInput : public InputFile {
 };
 
 // Writes large blocks, and starts write-back of each at once, so that the disk works while the next block is copied and
-// hashed. Allocates a large file's blocks first: allocation during the writes takes a third longer, and reports a full
-// disk late.
+// hashed. Allocates a large file's blocks before it writes. Otherwise, writing takes a third longer, and a full disk is
+// reported late.
 class LocalOutput : public OutputFile {
  public:
   LocalOutput(File file, int64_t start_bytes, int64_t bytes)

@@ -42,7 +42,7 @@ std::string percent_encoded(const std::string& text, bool is_key) {
   return encoded;
 }
 
-// Receives an answer piece by piece.
+// The part of an answer that was received so far.
 struct Answer {
   CURL* handle;
   const S3Request* request;
@@ -54,7 +54,7 @@ size_t take_body(char* data, size_t, size_t bytes, void* opaque) {
   long status = 0;
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &status);
   if (status == 206 && request->target != nullptr) {
-    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // more than requested
+    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // more than asked: abort
     std::memcpy(request->target + response.body_bytes, data, bytes);
   } else {
     response.body.append(data, bytes);

@@ -11,21 +11,21 @@
 
 namespace tessera::internal {
 
-// "s3://bucket/some/key"; the key has no '/' at either end and may be empty.
+// The parts of "s3://bucket/some/key". The key has no '/' at its end, and may be empty.
 struct S3Location {
   std::string bucket;
   std::string key;
 };
-// Throws std::invalid_argument for any other text.
+// Parses a URI. Throws std::invalid_argument if it has no bucket.
 S3Location s3_location(const std::string& uri);
 
 struct S3Request {
   std::string method;  // "GET", "HEAD", "PUT", "POST", "DELETE"
   S3Location location;
   std::vector<std::pair<std::string, std::string>> query;  // sorted by name
-  std::string range;                                       // "0-1023" in a GET; "": all
-  std::string_view body;                                   // in a PUT or POST
-  // Receives the body of a 206, up to target_bytes; null: S3Response::body receives it.
+  std::string range;                                       // "0-1023" in a GET; "": the whole object
+  std::string_view body;                                   // sent in a PUT or POST
+  // Memory of target_bytes bytes that receives the body of a 206. If null, S3Response::body receives the body.
   char* target = nullptr;
   int64_t target_bytes = 0;
 };
@@ -47,24 +47,24 @@ class S3Error : public std::runtime_error {
   const long status_;
 };
 
-// The object could not be read now; it may be undamaged.
+// The service gave no usable answer. The object may be undamaged.
 class S3Unanswered : public S3Error {
  public:
   using S3Error::S3Error;
 };
 
 // Sends signed requests over persistent connections. Retries transient failures: no, broken or stalled connections,
-// truncated answers, 408, 429, 5xx. Pauses double from 0.1 s to 20 s, minus a random part; makes AWS_MAX_ATTEMPTS
-// attempts in all, 10 by default. Thread-safe.
+// truncated answers, and the statuses 408, 429 and 5xx. Pauses double from 0.1 s to 20 s, minus a random part. Makes at
+// most AWS_MAX_ATTEMPTS attempts, 10 by default. Thread-safe.
 class S3Client {
  public:
-  // Reads the environment. Throws std::invalid_argument for a missing credential.
+  // Reads the environment. Throws std::invalid_argument for a missing credential or an invalid number.
   S3Client();
   ~S3Client();
   S3Client(const S3Client&) = delete;
   S3Client& operator=(const S3Client&) = delete;
 
-  // Returns answers 2xx and 404. Throws S3Error for a range outside the object (416), S3Unanswered for all others.
+  // Returns an answer with status 2xx or 404. Throws S3Error for 416, a range outside the object, else S3Unanswered.
   S3Response send(const S3Request& request) const;
 
  private:
@@ -74,7 +74,7 @@ class S3Client {
   void set_request(Connection& own, const S3Request& request) const;
   S3Response send_once(const S3Request& request, std::string& fault) const;
 
-  std::string endpoint_;  // "" for Amazon's own
+  std::string endpoint_;  // "" for Amazon's own endpoint
   std::string region_, key_id_, secret_, token_;
   int attempts_ = 10;
   long stall_seconds_ = 30;
@@ -83,7 +83,7 @@ class S3Client {
 
 // Returns the text of each <tag>...</tag>, with entities resolved.
 std::vector<std::string> xml_texts(const std::string& xml, const std::string& tag);
-// Decodes escapes: "%20" is ' '.
+// Decodes escapes: "%20" and "+" are ' '.
 std::string percent_decoded(std::string text);
 
 }  // namespace tessera::internal

@@ -16,10 +16,10 @@ namespace fs = std::filesystem;
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kPartBytes = 16 * kMiB;  // S3's minimum is 5 MiB, except for the last part
 constexpr int64_t kMaxParts = 10000;
-constexpr size_t kUploads = 4;             // parts in flight for each file
-constexpr int64_t kFirstBytes = 64 << 10;  // first read of a file: usually its whole header
-constexpr int64_t kWindowBytes = kMiB;     // least bytes of a request
-constexpr size_t kWindows = 8;             // kept
+constexpr size_t kUploads = 4;             // most parts in flight for one file
+constexpr int64_t kFirstBytes = 64 << 10;  // bytes of the first read of a file, usually its whole header
+constexpr int64_t kWindowBytes = kMiB;     // least bytes of a later read request
+constexpr size_t kWindows = 8;             // most windows that one file keeps
 
 std::string range_text(int64_t begin, int64_t end) { return std::to_string(begin) + "-" + std::to_string(end - 1); }
 
@@ -33,7 +33,7 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
   }
 }
 
-// Caches windows for small reads, so that a header, or several small tensors in sequence, is one request.
+// Caches windows of the file, so that one request serves a header, or several small tensors in sequence.
 class S3Input : public InputFile {
  public:
   S3Input(const fs::path& path, std::shared_ptr<S3Client> client, ThrowFailure fail)
@@ -43,7 +43,7 @@ class S3Input : public InputFile {
       try {
         response = client_->send({.method = "GET", .location = location_, .range = range_text(0, kFirstBytes)});
       } catch (const S3Error& error) {
-        if (error.status() != 416) throw;  // an empty file has no such range
+        if (error.status() != 416) throw;  // 416: the file is empty
         return;
       }
       if (response.status == 404) throw S3Error(404, "there is no such object");
@@ -118,8 +118,8 @@ class S3Input : public InputFile {
   mutable std::vector<Window> windows_;
 };
 
-// Uploads in parts, some in flight while the next is filled. Sends the first part last, because its content is known
-// last. A file of one part is one request.
+// Uploads a file in parts, some of them in flight while the next part is filled. Sends the first part last, because the
+// header in it is known last. A file of one part is sent in one request.
 class S3Output : public OutputFile {
  public:
   S3Output(fs::path path, std::shared_ptr<S3Client> client, ThrowFailure fail, int64_t start_bytes, int64_t bytes)
@@ -189,7 +189,7 @@ class S3Output : public OutputFile {
     });
   }
 
-  // Returns the part's tag.
+  // Uploads a part and returns its tag.
   std::string upload(size_t number, const std::string& part) const {
     auto response = client_->send({.method = "PUT",
                                    .location = location_,
@@ -231,8 +231,8 @@ class S3Output : public OutputFile {
   const S3Location location_;
   const ThrowFailure fail_;
   int64_t part_bytes_ = 0;
-  std::string part_;   // being filled
-  std::string first_;  // set once a second part exists
+  std::string part_;   // the part that is being filled
+  std::string first_;  // the first part; empty until there is a second one
   std::string upload_id_;
   std::vector<std::string> tags_;
   std::deque<std::future<std::pair<size_t, std::string>>> uploads_;

@@ -22,9 +22,9 @@ class InputFile {
 
   const std::filesystem::path& path() const { return path_; }
   virtual int64_t bytes() const = 0;
-  // Reads all bytes or fails; the end of the file is a failure.
+  // Reads exactly `bytes` bytes. Fails if the file ends earlier.
   virtual void read(void* data, int64_t bytes, int64_t position) const = 0;
-  // Returns another handle of the file if a second thread reads faster with one; null: threads may share this one.
+  // Returns another handle if a second thread reads faster with its own. If null, threads should share this handle.
   virtual std::unique_ptr<InputFile> for_another_thread() const { return nullptr; }
 
  private:
@@ -51,11 +51,11 @@ class Storage {
   Storage& operator=(const Storage&) = delete;
 
   virtual std::unique_ptr<InputFile> open(const std::filesystem::path& path) const = 0;
-  // Creates a file of `bytes` bytes whose first `start_bytes` are written last. If it exists, fails, or in an object
-  // store replaces it.
+  // Creates a file of `bytes` bytes whose first `start_bytes` are written last. If the file exists, fails on a local
+  // path, and replaces it on other storage.
   virtual std::unique_ptr<OutputFile> create(const std::filesystem::path& path, int64_t start_bytes,
                                              int64_t bytes) const = 0;
-  // Writes a small file; treats an existing one like create(). Unless `durable`, a power cut may lose a local file.
+  // Writes a small file; treats an existing file like create(). Unless `durable`, a power cut may lose a local file.
   virtual void put(const std::filesystem::path& path, std::string_view text, bool durable) const = 0;
   // Returns at most max_bytes from the start of a file; "" if it does not exist.
   virtual std::string beginning(const std::filesystem::path& path, int64_t max_bytes) const = 0;
@@ -67,7 +67,7 @@ class Storage {
   virtual void remove(const std::filesystem::path& file) const = 0;
   virtual void remove_all(const std::filesystem::path& folder) const = 0;
 
-  // The number of threads that read one file fastest, and the bytes of each read.
+  // Return the number of threads with which one file is read fastest, and the bytes of each read.
   virtual int reading_threads() const = 0;
   virtual int64_t reading_bytes() const { return int64_t{2} << 20; }
 
@@ -86,15 +86,15 @@ using MakeStorage = std::unique_ptr<Storage> (*)(ThrowFailure fail);
 void register_storage(const std::string& scheme, MakeStorage make);
 
 std::unique_ptr<Storage> make_local_storage(ThrowFailure fail);
-// Files by name, kept until they are removed or the process ends. All instances share their content.
+// Returns storage in memory. It keeps files until they are removed or the process ends. All instances share the files.
 std::unique_ptr<Storage> make_memory_storage(ThrowFailure fail);
-// Reads AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID,
-// AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_MAX_ATTEMPTS: docs/checkpoint.md.
+// Returns S3 storage. Reads AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION,
+// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_MAX_ATTEMPTS (docs/checkpoint.md).
 std::unique_ptr<Storage> make_s3_storage(ThrowFailure fail);
 
 // Returns "s3" for "s3://bucket/path"; "" for a local path.
 std::string scheme_of(const std::filesystem::path& path);
-// Returns whether the path is in an object store: files appear as a whole, and cannot be renamed or locked.
+// Returns whether the path has a scheme. On such storage, files appear as a whole, and have no renames or locks.
 inline bool is_remote(const std::filesystem::path& path) { return !scheme_of(path).empty(); }
 
 }  // namespace tessera::internal
