@@ -14,7 +14,7 @@ namespace {
 struct Filling {
   std::vector<size_t> members;
   int64_t end_numel = 0;
-  size_t last = 0;  // position of its last member in the order
+  size_t last = 0;  // position of the last member in `order`
 };
 
 }  // namespace

@@ -20,8 +20,8 @@
 
 namespace tessera::internal {
 
-// The dispatch key of recording. libtorch reserves it for modes with a boxed fallback and does not use it. No other
-// file names it.
+// The dispatch key of recording, which no other file names. libtorch reserves this key for modes with a boxed fallback,
+// and does not use it.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
@@ -34,21 +34,21 @@ class Tape {
     std::vector<int64_t> sizes, strides;
     int64_t offset;
   };
-  // An argument that is a view, or a list with a view at this index.
+  // A view in an argument: the argument itself, or the tensor with index `number` of a list.
   struct Argument {
     size_t argument, number;
     View view;
   };
   struct Call {
     c10::OperatorHandle op;
-    torch::jit::Stack arguments;  // without the views
+    torch::jit::Stack arguments;  // with undefined tensors in the place of the views
     std::vector<Argument> views;
     std::vector<std::optional<size_t>> made;  // by result: the index of the new storage, if any
   };
 
   std::vector<Call> calls;
   std::vector<size_t> last_use;  // by storage: the index of the last call that uses it
-  at::Tensor generator_state;    // of the default CPU generator at the start
+  at::Tensor generator_state;    // state of the default CPU generator when recording began
 };
 
 namespace {
@@ -66,7 +66,7 @@ const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
   return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
 }
 
-// The context of the storage of a tensor whose values are read from a file.
+// The context of the storage of a tensor from deferred_from().
 struct Source {
   ReadElements read;
   at::Device device;
@@ -96,7 +96,7 @@ at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
   return tensor.as_strided(view.sizes, view.strides, view.offset);
 }
 
-// Moves the tape's tensors from the call's arguments to its views.
+// Moves the tape's tensors from the call's arguments to its views. Throws std::logic_error for one with a reader.
 void take_views(Tape& tape, Tape::Call& call) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     size_t count = 0;
@@ -115,8 +115,8 @@ void take_views(Tape& tape, Tape::Call& call) {
   }
 }
 
-// Replaces ordinary tensors, which cannot be mixed with meta tensors, by their shapes. Keeps index tensors, which may
-// be mixed with meta tensors: the shape of a masked result depends on the mask's values.
+// Replaces ordinary tensors by meta tensors of their shapes, because other tensors cannot be mixed with meta tensors.
+// Keeps index tensors, which can be mixed: the shape of a masked result depends on the mask's values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -127,7 +127,7 @@ void substitute_meta(torch::jit::Stack& stack, size_t count) {
   }
 }
 
-// Assigns the storage of a new tensor to the tape.
+// Registers the storage of a new meta tensor with the tape. Returns the storage's index; nullopt for other results.
 std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result) {
   if (!result.isTensor()) return std::nullopt;
   const at::Tensor& tensor = result.toTensor();
@@ -173,7 +173,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
     call.made.push_back(adopt(recording, result));
   const auto dtype = schema.argumentIndexWithName("dtype");
-  if (is_factory && dtype && call.arguments[*dtype].isNone())  // torch's default may change before the replay
+  if (is_factory && dtype && call.arguments[*dtype].isNone())  // the default may change before the replay
     call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
   tape.calls.push_back(std::move(call));
 }
@@ -182,7 +182,7 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Locks the default generator, which has the tape's state while operators without a generator argument run.
+// Held while operators without a generator argument run. The default generator then has the tape's state.
 std::mutex default_generator_mutex;
 
 // Runs the calls of a tape.
@@ -192,7 +192,7 @@ class Replay {
     generator_.set_state(tape_->generator_state);
   }
   bool done() const { return next_ == tape_->calls.size(); }
-  // Runs the next call. If no later call needs a storage, passes it and a tensor on it to final(), and frees it.
+  // Runs the next call. For each storage that no later call needs, calls final(index, tensor on the storage); frees it.
   template <class Final>
   void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];
@@ -239,7 +239,7 @@ class Replay {
   const std::shared_ptr<Tape> tape_;
   at::Generator generator_;
   size_t next_ = 0;
-  std::map<size_t, at::Tensor> real_;  // by storage: a tensor on it
+  std::map<size_t, at::Tensor> real_;  // by index of a storage: a tensor on the storage
 };
 
 }  // namespace
@@ -291,7 +291,7 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
     size_t batch, number;
     Tape::View view;
   };
-  using Key = std::pair<const Tape*, size_t>;  // of a storage
+  using Key = std::pair<const Tape*, size_t>;  // {tape, index of one of its storages}
   at::NoGradGuard no_grad;
   std::vector<std::shared_ptr<Tape>> tapes;  // in order of first appearance
   std::multimap<Key, Wanted> wanted;

@@ -14,10 +14,10 @@
 
 namespace tessera::internal {
 
-// Whether this thread has an open DeferredScope.
+// Returns whether this thread has an open DeferredScope.
 bool is_deferring();
 
-// While it exists, this thread's operators are not recorded, even in deferred(). For reading values.
+// While an OrdinaryScope exists, this thread's operators are not recorded, even in deferred(). Used to read values.
 class OrdinaryScope {
  public:
   OrdinaryScope();
@@ -31,21 +31,21 @@ using ReadElements = std::function<void(Range elements, void* target)>;
 
 // Makes a deferred tensor whose values `read` can load in any part, from a file for example. FullyShardedDataParallel
 // lets each rank read its own part, regardless of FsdpOptions::sync_module_states. The filled tensor is on `device`.
-// Strides must have no holes or overlaps. In deferred(), an operator on it throws std::logic_error, because the
-// operator could not be replayed for a part.
+// Strides must have no holes or overlaps. In deferred(), an operator on such a tensor throws std::logic_error, because
+// the operator could not be replayed for a part.
 at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, at::ScalarType dtype,
                          at::Device device, ReadElements read);
 
-// The reader of a tensor of deferred_from(); null for other tensors.
+// Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// The device of a tensor's values, now or once they are filled in; the CPU for recorded constructors.
+// Returns the device of a tensor's values, or of a deferred tensor's future values (the CPU for recorded ones).
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed
 // together. Calls ready(batch, values) once for each batch, as soon as its values are final. Values have the shapes and
-// strides of the given tensors, on the device that the constructor named. Memory is freed as soon as no later call or
-// batch needs it. A batch that is empty, or whose tensors have a reader, is ready at the start. May be called again.
+// strides of the given tensors, on the device that the constructor named. Frees memory as soon as no later call or
+// batch needs it. A batch without recorded tensors is ready at the start. May be called again.
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
                      const std::function<void(size_t batch, const std::vector<at::Tensor>& values)>& ready);
 

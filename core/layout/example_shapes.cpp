@@ -15,7 +15,7 @@
 namespace tessera::internal {
 namespace {
 
-// Composite operators may read values inside; of these, only where() with numbers is known not to.
+// Returns whether result shapes need no values. A composite operator may read values; where() with numbers does not.
 bool shapes_need_no_values(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) return false;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && op.schema().name() != "aten::where")
@@ -29,7 +29,7 @@ at::Tensor copy_on(const at::Tensor& tensor, at::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
 }
 
-// Returns zeros, which are valid indices, and ones, which are valid weights of multinomial().
+// Fills integers with zeros, which are valid indices, and others with ones, which are valid weights of multinomial().
 at::Tensor example_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_meta()) return tensor;
   return copy_on(tensor, at::kCPU).fill_(at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) ? 0 : 1);

@@ -17,7 +17,7 @@ namespace tessera::internal {
 //   |          every rank                          |   kWhole: DDP
 //
 // Parameters start at multiples of `alignment_numel`. So a parameter in the buffer is aligned like an ordinary tensor,
-// and kernels give the same bits. If the cut is even, the end is padded to a multiple of the world size. (FSDP1's
+// and kernels give the same bits. If the cut is even, the end is padded to a multiple of the world size. (Like FSDP1's
 // FlatParameter, but padding is not part of a parameter's view.)
 class FlatLayout {
  public:
@@ -30,11 +30,11 @@ class FlatLayout {
   static FlatLayout whole(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
     return {std::move(parameter_numels), Cut::kWhole, world_size, alignment_numel};
   }
-  // `owners` has a rank for each parameter, ascending; otherwise also throws.
+  // `owners` must have a rank for each parameter, in ascending order. Otherwise also throws std::invalid_argument.
   static FlatLayout by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
                              int64_t alignment_numel);
 
-  // The alignment of at::empty, in elements of `element_bytes`. Every layout uses it.
+  // Returns the alignment of at::empty, in elements of `element_bytes` bytes. Every layout uses this alignment.
   static int64_t alignment_numel(int64_t element_bytes) { return element_bytes < 64 ? 64 / element_bytes : 1; }
 
   Cut cut() const { return cut_; }
@@ -46,18 +46,18 @@ class FlatLayout {
   int64_t parameters_numel() const { return parameters_numel_; }  // without padding
   int64_t full_numel() const { return full_numel_; }
 
-  // The part of the flat buffer that `rank` gets.
+  // Returns the part of the flat buffer that `rank` gets.
   Range shard(int rank) const;
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
-  // The size of every rank's shard, if the cut is even.
+  // Returns the size of every rank's shard, if the cut is even.
   int64_t shard_numel() const { return shard(0).numel(); }
-  // Shard sizes by rank, for collectives; empty if they are equal.
+  // Returns the shard sizes by rank, for collectives; empty if all shards have one size.
   std::vector<int64_t> counts() const;
 
-  // The part of the parameter that `rank` gets, in elements of the parameter; empty ({0, 0}) if none.
+  // Returns the part of the parameter that `rank` gets, in elements of the parameter; {0, 0} if there is none.
   Range owned(int64_t parameter, int rank) const;
 
-  // The offset of that part in the rank's shard, 0 if it is empty.
+  // Returns the offset of owned(parameter, rank) in the rank's shard; 0 if that part is empty.
   int64_t offset_in_shard(int64_t parameter, int rank) const;
 
  private:
@@ -69,7 +69,7 @@ class FlatLayout {
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
   int64_t full_numel_ = 0;
-  std::vector<int64_t> begins_;  // kByOwner: the beginning of each rank's shard, and the end
+  std::vector<int64_t> begins_;  // kByOwner: the begin of each rank's shard, and the end of the last
 };
 
 }  // namespace tessera::internal

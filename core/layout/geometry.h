@@ -11,7 +11,7 @@ namespace tessera::internal {
 // The shape of a parameter, and the order of its elements in a flat buffer.
 struct ParameterGeometry {
   std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;  // the parameter's own if it is dense, row-major if not
+  std::vector<int64_t> strides;  // the parameter's own strides if it is dense, else row-major ones
 };
 
 inline ParameterGeometry geometry_of(const at::Tensor& parameter) {

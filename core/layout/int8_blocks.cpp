@@ -18,7 +18,7 @@ constexpr int64_t kLevels = 127;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int64_t kGrainBlocks = 128;
 
-// Compares absolute values as integers, which is vectorized. NaN then is above infinity.
+// Compares absolute values as integers, which is vectorized. As an integer, a NaN exceeds infinity.
 float scale_of(const float* values, int64_t numel) {
   int32_t largest = 0;
   for (int64_t i = 0; i < numel; ++i) largest = std::max(largest, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);
@@ -29,7 +29,7 @@ float scale_of(const float* values, int64_t numel) {
 void encode_block(const float* values, int64_t numel, float& scale, int8_t* codes) {
   scale = scale_of(values, numel);
   if (!(scale > 0)) return static_cast<void>(std::fill_n(codes, numel, int8_t{0}));
-  // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, which is then in the low bits.
+  // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. The low bits of the sum then have that integer.
   constexpr float kRounds = 12582912.0F;
   for (int64_t i = 0; i < numel; ++i)
     codes[i] =

@@ -9,20 +9,20 @@
 namespace tessera::internal {
 
 // Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
-// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale: the error
-// is at most half a scale. It decodes to the same bits everywhere. A block with an infinite or NaN element decodes to
-// NaN, so that checks find it. A value that fp32 cannot hold counts as infinite.
+// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, with an
+// error of at most half a scale. Decoding gives the same bits everywhere. A block with an infinite or NaN element
+// decodes to NaN, so that checks find it. A value that fp32 cannot hold counts as infinite.
 //
-// Encoded bytes are the fp32 scales, one a block, then the int8 codes. They must start at a multiple of 4. CPUs encode
-// on intra-operator threads, other devices by torch's operators, to the same bits.
+// Encoded bytes are the fp32 scales, one for each block, then the int8 codes. They must start at a multiple of 4. CPUs
+// encode on intra-operator threads, other devices by torch's operators. The results have the same bits.
 class Int8Blocks final : public WireCodec {
  public:
-  static constexpr int64_t kWireBlockNumel = 256;  // scales take 1.6 %
+  static constexpr int64_t kWireBlockNumel = 256;  // the scales add 1.6 %
 
   // block_numel: elements that share a scale.
   explicit Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}
 
-  // A multiple of 16.
+  // Returns a multiple of 16.
   int64_t encoded_bytes(int64_t numel) const override;
   void encode(const at::Tensor& values, const at::Tensor& bytes) const override;
   void decode(const at::Tensor& bytes, const at::Tensor& values) const override;

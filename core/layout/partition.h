@@ -6,7 +6,7 @@
 
 namespace tessera::internal {
 
-// The owner of each parameter. Equal on every rank.
+// The owner of each parameter. All ranks compute the same owners.
 struct Partition {
   std::vector<int> owners;           // by parameter
   std::vector<int64_t> owned_bytes;  // by rank
@@ -16,12 +16,12 @@ struct Partition {
 
 // Assigns each parameter, largest first, to the rank with the fewest bytes (the lowest such rank). Then no rank exceeds
 // the mean by more than one parameter. (FairScale's OSS, torch.distributed's ZeroRedundancyOptimizer; Graham's
-// longest-processing-time rule.) `already_bytes`: bytes that each rank owns before, if any. Throws
+// longest-processing-time rule.) `already_bytes` has the bytes that each rank owned before; empty: none. Throws
 // std::invalid_argument for world_size < 1.
 Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int world_size,
                              const std::vector<int64_t>& already_bytes = {});
 
-// "rank 0: 3 parameters, 1200 bytes; rank 1: ..."
+// Writes "rank 0: 3 parameters, 1200 bytes; rank 1: ...".
 std::ostream& operator<<(std::ostream& stream, const Partition& partition);
 
 }  // namespace tessera::internal

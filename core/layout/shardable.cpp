@@ -50,7 +50,7 @@ Extent extent_of(const at::Tensor& tensor, const PlannedParameter* parameter) {
           parameter};
 }
 
-// Whether a tensor has allocated memory.
+// Returns whether a tensor has allocated memory.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.defined() && !is_deferred(tensor) && tensor.has_storage() && tensor.numel() > 0;
 }

@@ -12,18 +12,18 @@
 
 namespace tessera::internal {
 
-// The checks of every wrapper's parameters. `who` is the wrapper's name, for errors.
+// Checks the parameters of a wrapper. `who` is the wrapper's name, for errors.
 //
 // Throws std::invalid_argument, naming parameter and rank, if a parameter is not a leaf, not dense, not on the
 // communicator's device, sharded by a wrapper, expanded but trained (several elements share memory), or shares memory
-// with another parameter without being the same tensor: only several names of one tensor stay tied. Deferred parameters
-// pass if `may_be_deferred`.
+// with a different parameter tensor. A tensor may have several names, which stay tied. Deferred parameters pass if
+// `may_be_deferred`.
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 
-// For a wrapper that moves parameters to other memory. Throws std::invalid_argument, naming both tensors and the rank,
-// if one of `others`, which keep their memory, shares memory with a parameter. `kind` names `others` in errors:
-// "buffer".
+// For a wrapper that moves parameters to other memory. `others` are tensors that keep their memory; `kind` names them
+// in errors ("buffer"). Throws std::invalid_argument, naming both tensors and the rank, if one of them shares memory
+// with a parameter.
 void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, const std::string& kind,
                    const std::vector<PlannedParameter>& parameters, const std::string& who, int rank);
 

@@ -16,7 +16,7 @@ namespace tessera::internal {
 struct TensorSignature {
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
-  std::optional<at::Device> device = {};  // empty: any
+  std::optional<at::Device> device = {};  // empty: any device
 
   static TensorSignature of(const at::Tensor& parameter) {
     return {parameter.scalar_type(), parameter.sizes().vec(), parameter.device()};
@@ -25,15 +25,15 @@ struct TensorSignature {
     return parameter.layout() == at::kStrided && parameter.scalar_type() == dtype &&
            parameter.sizes() == at::IntArrayRef(sizes) && (!device || parameter.device() == *device);
   }
-  // For errors, if there is a device: "is Half [3] on cpu now, but was Float [3] on cpu".
+  // Describes the change for errors, if `device` is set: "is Half [3] on cpu now, but was Float [3] on cpu".
   std::string change_of(const at::Tensor& parameter) const {
     return c10::str("is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
                     " now, but was ", dtype, " ", at::IntArrayRef(sizes), " on ", *device);
   }
 };
 
-// Whether the parameter is a view of its storage with this offset, these sizes and strides. Other views would show the
-// values in another order.
+// Returns whether the parameter views its storage with this offset, these sizes and strides. Another view would show
+// the values in another order.
 inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
 }

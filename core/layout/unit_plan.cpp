@@ -43,7 +43,7 @@ class Planner {
 
   // Returns the number of elements below the module that no unit has claimed.
   int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
-    if (!asked_.insert(&module).second) return 0;  // counted under its first name
+    if (!asked_.insert(&module).second) return 0;  // the module was counted under its first name
     int64_t unclaimed_numel = 0;
     for (const auto& child : module.named_children())
       unclaimed_numel += claim(*child.value(), join_names(fqn, child.key()), false);
@@ -78,7 +78,7 @@ class Planner {
   std::unordered_set<const c10::TensorImpl*> ignored_;
   std::unordered_set<const torch::nn::Module*> asked_, claimed_;
   std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> first_modules_;
-  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // the unit, and the index in it
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // the unit, and the index in the unit
   std::vector<PlannedUnit> units_;
 };
 

@@ -19,7 +19,7 @@ std::string join_names(const std::string& module, const std::string& name);
 struct PlannedParameter {
   std::string fqn;
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
-  at::Tensor tensor;                 // the module's own: same TensorImpl
+  at::Tensor tensor;                 // the module's own tensor, with its TensorImpl
   bool full_precision = false;       // true: never cast
   at::Tensor values = {};            // computed values of a deferred parameter
 };
@@ -37,7 +37,7 @@ struct PlannedUnit {
 // modules as unit policies, never for the root. An empty policy selects none.
 struct ParameterPolicies {
   WrapPolicy ignored;         // the parameters are not in the plan, under any name
-  WrapPolicy full_precision;  // sets full_precision if the first name is below the module
+  WrapPolicy full_precision;  // sets full_precision of parameters whose first name is below the module
 };
 
 // Assigns each parameter of `root` to one unit. Parameters are in registration order, units in the order of their first

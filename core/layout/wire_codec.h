@@ -18,22 +18,22 @@ class WireCodec {
  public:
   virtual ~WireCodec() = default;
 
-  // Whether values are sent from their own memory, so that a caller need not encode or decode.
+  // Returns whether values are sent from their own memory, so that a caller need not encode or decode.
   virtual bool is_identity() const { return false; }
-  // The dtype of encoded values if a collective can sum them. Otherwise ranks exchange encoded parts, and the receiver
-  // sums them with add().
+  // Returns the dtype of encoded values if a collective can sum them. If nullopt, ranks exchange encoded parts, and the
+  // receiver sums them with add().
   virtual std::optional<at::ScalarType> sum_dtype() const { return std::nullopt; }
 
   virtual int64_t encoded_bytes(int64_t numel) const = 0;
   virtual void encode(const at::Tensor& values, const at::Tensor& bytes) const = 0;
   // Decodes `bytes` into `values`, with equal results on all ranks.
   virtual void decode(const at::Tensor& bytes, const at::Tensor& values) const = 0;
-  // values += the decoded bytes. `values` is fp32.
+  // Adds the decoded `bytes` to `values`, which must be fp32.
   virtual void add(const at::Tensor& bytes, const at::Tensor& values) const = 0;
 };
 
-// Returns the codec of a format for values of `dtype`. Values that are not floating-point are sent unchanged.
-// `cast_to`: the dtype in which WireFormat::kDtype sends values; empty: their own.
+// Returns the codec of a format for values of `dtype`. Values that are not floating-point are sent unchanged. `cast_to`
+// is the dtype in which WireFormat::kDtype sends values; nullopt: their own dtype.
 std::shared_ptr<const WireCodec> make_wire_codec(WireFormat format, at::ScalarType dtype,
                                                  std::optional<at::ScalarType> cast_to = {});
 
