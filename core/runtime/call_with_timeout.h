@@ -10,11 +10,11 @@
 
 namespace tessera::internal {
 
-// Added to the timeout of `ask` to get its patience, so that `ask` throws its own error first.
+// Callers pass the timeout of `ask` plus this grace as `patience`, so that `ask` throws its own error first.
 inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
 
-// Calls `ask` on a new thread. Returns its result or throws its exception, or returns nullopt after `patience`; the
-// thread is then detached. `ask` must own the data that it uses, because it may outlive the call.
+// Calls `ask` on a new thread. Returns the result of `ask` or throws its exception. If `patience` ends first, detaches
+// the thread and returns nullopt. `ask` must own the data that it uses, because it may outlive the call.
 template <class Ask>
 auto call_with_timeout(std::chrono::milliseconds patience, Ask ask) -> std::optional<decltype(ask())> {
   std::packaged_task<decltype(ask())()> task(std::move(ask));

@@ -32,7 +32,7 @@ int64_t HostMemoryInUse::add(at::Tensor host, std::shared_ptr<CopyEnd> end) {
 }
 
 void HostMemoryInUse::remove(int64_t number) {
-  Held gone;  // to be destroyed without the lock
+  Held gone;  // destroyed after the lock is released
   std::lock_guard lock(mutex_);
   if (const auto use = held_.find(number); use != held_.end()) {
     gone = std::move(use->second);

@@ -45,7 +45,7 @@ class HostMemoryInUse {
   int64_t next_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
-// A copy, as implemented by an engine. It owns references to both tensors.
+// An engine's implementation of a copy. Owns references to both tensors.
 class CopyOperation : public AsyncOperation {
  public:
   CopyOperation(at::Tensor to, at::Tensor from, std::shared_ptr<std::atomic<int64_t>> late_copies)
@@ -65,13 +65,13 @@ class CopyOperation : public AsyncOperation {
   bool is_noted_ = false;
 };
 
-// The handle of a copy between host and device in flight. Move-only; must be used by the thread that started the copy.
+// The handle of a copy in flight between host and device. Move-only; must be used by the thread that started the copy.
 class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Waits until the result can be used. For a copy to an accelerator, work that this thread enqueues next may use it,
-  // and the host does not block. For a copy to the host, the host may use it. Throws the error of a failed copy.
+  // Waits until the result can be used; throws the error of a failed copy. A copy to the host blocks the host. A copy
+  // to an accelerator does not: it only orders the work that this thread enqueues next after the copy.
   void wait() {
     if (operation() != nullptr) operation()->order();
   }
@@ -101,14 +101,14 @@ class CopyEngine {
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
 
-  // Starts to <- from. Both must be contiguous, of one dtype and numel, one in host memory and one on the device.
-  // Throws std::invalid_argument otherwise.
+  // Start a copy of `from` to `to`. Both tensors must be contiguous, of one dtype and numel, one in host memory and one
+  // on the device. Otherwise throw std::invalid_argument.
   Copy to_device(const at::Tensor& to, const at::Tensor& from) {
     return checked_start(CopyDirection::kToDevice, to, from);
   }
   Copy to_host(const at::Tensor& to, const at::Tensor& from) { return checked_start(CopyDirection::kToHost, to, from); }
 
-  // Blocks until no copy of this engine uses this host memory or other views of it. Thread-safe.
+  // Blocks until no copy of this engine uses this host memory or another view of that memory. Thread-safe.
   void wait_for_host_memory(const at::Tensor& host) { in_use_->wait_for(host); }
 
   CopyTraffic traffic() const;
@@ -118,7 +118,7 @@ class CopyEngine {
   virtual Copy start(CopyDirection direction, at::Tensor to, at::Tensor from) = 0;
   const at::Device device_;
 
-  // For handles, which may outlive the engine.
+  // State that handles share with the engine, because a handle may outlive the engine.
   const std::shared_ptr<HostMemoryInUse>& in_use() const { return in_use_; }
   std::shared_ptr<std::atomic<int64_t>> late_copies() const { return {counters_, &counters_->late_copies}; }
 

@@ -8,7 +8,7 @@ namespace {
 
 class CudaGraphRecorder final : public GraphRecorder {
  public:
-  // Only this thread is restricted: meanwhile the watchdog's thread queries events of earlier operations.
+  // Restricts only this thread, because the watchdog's thread queries events of earlier operations meanwhile.
   void begin() override { graph_.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal); }
   void end() override { graph_.capture_end(); }
   void replay() override { graph_.replay(); }

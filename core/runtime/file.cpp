@@ -19,7 +19,7 @@ namespace {
 constexpr int kMode = 0666;
 constexpr int kPrivateMode = 0600;
 
-// Opens an unnamed file (O_TMPFILE), or, if that is not supported, a named one that is unlinked at once.
+// Opens an unnamed file (O_TMPFILE). If that is not supported, opens a named file and unlinks it at once.
 int open_unnamed(const std::string& directory, int flags) {
   const int descriptor =
       retried([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode); });
@@ -85,7 +85,7 @@ File File::open_to_write(const std::filesystem::path& path, ThrowFailure fail) {
 File File::create_unnamed(const std::filesystem::path& directory, ThrowFailure fail) {
   int descriptor = open_unnamed(directory.string(), O_DIRECT);
   const bool is_direct = descriptor >= 0;
-  if (!is_direct && errno == EINVAL) descriptor = open_unnamed(directory.string(), 0);  // tmpfs and others
+  if (!is_direct && errno == EINVAL) descriptor = open_unnamed(directory.string(), 0);  // tmpfs, for example
   const int error_number = errno;
   if (descriptor < 0) throw_with(fail, {directory, FileAction::kCreate, error_number, ""});
   File file(directory, descriptor, fail);
@@ -146,7 +146,7 @@ void File::resize(int64_t bytes) const {
 
 void File::reserve(int64_t bytes) const {
   const int result = retried([&] { return ::fallocate(descriptor_, 0, 0, bytes); });
-  // Not posix_fallocate(), which writes blocks if the file system does not support allocation.
+  // Does not use posix_fallocate(), which writes blocks if the file system does not support allocation.
   if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
     throw_failure(FileAction::kWrite, errno);
 }

@@ -9,7 +9,7 @@
 
 namespace tessera::internal {
 
-// Repeats a system call that a signal interrupted. Not for close(), which frees the descriptor either way.
+// Repeats a system call that a signal interrupted. Must not be used for close(), which always frees the descriptor.
 template <class Call>
 auto retried(Call call) {
   auto result = call();
@@ -20,18 +20,18 @@ auto retried(Call call) {
 enum class FileAction : uint8_t { kCreate, kOpen, kLookAt, kRead, kWrite, kSync, kResize, kClaim };
 
 struct FileFailure {
-  std::filesystem::path path;  // the file, or the folder of an unnamed one
+  std::filesystem::path path;  // the file, or the folder of an unnamed file
   FileAction action;
-  int error_number = 0;        // errno, or 0
+  int error_number = 0;        // errno; 0 if there is none
   std::string problem;         // the text after the path, if errno does not describe it; else ""
   bool is_unanswered = false;  // a remote storage did not answer, so the file may be intact
 
-  std::string reason() const;  // errno in words
+  std::string reason() const;  // describes errno
 };
 
 // Throws the failure as the exception of the file's user, such as CheckpointError.
 using ThrowFailure = void (*)(const FileFailure& failure);
-// Calls the handler. Throws std::logic_error if it returns.
+// Calls `throw_failure`. Throws std::logic_error if that function returns.
 [[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
 
 // An open file. Reads and writes are at a given position, and transfer all bytes or fail. const functions are
@@ -42,11 +42,11 @@ class File {
   static File create(const std::filesystem::path& path, ThrowFailure fail);
   // Opens an existing regular file for reading. Fails for a symbolic link.
   static File open(const std::filesystem::path& path, ThrowFailure fail);
-  // Opens an existing regular file for writing parts of it.
+  // Opens an existing file for writing parts of it. Fails for a symbolic link.
   static File open_to_write(const std::filesystem::path& path, ThrowFailure fail);
-  // Creates an unnamed file in `directory`, which is deleted when it is closed or the process ends. Reads and writes
-  // bypass the page cache (O_DIRECT) if the file system allows it: positions, lengths and addresses must then be whole
-  // blocks.
+  // Creates an unnamed file in `directory`, which is deleted when it is closed or the process ends. If the file system
+  // allows O_DIRECT, reads and writes bypass the page cache. Positions, lengths and addresses must then be whole blocks
+  // (is_direct()).
   static File create_unnamed(const std::filesystem::path& directory, ThrowFailure fail);
 
   static constexpr int64_t kBlockBytes = 4096;
@@ -69,13 +69,13 @@ class File {
   void sync() const;
   void resize(int64_t bytes) const;
   // Extends the file to `bytes`, if it is shorter, and allocates its blocks, which makes writes faster. Fails if the
-  // disk is full. A no-op if the file system does not support it.
+  // disk is full. Is a no-op if the file system does not support allocation.
   void reserve(int64_t bytes) const;
-  // Allocates `bytes` (whole blocks) at the end, on the disk, and returns their position. If the disk is full, fails
-  // with the requested and the free bytes, and leaves the file unchanged.
+  // Allocates `bytes` bytes (whole blocks) on the disk at the end of the file, and returns their position. If the disk
+  // is full, fails with the requested and the free bytes, and leaves the file unchanged.
   int64_t extend(int64_t bytes);
-  // Extends an empty file to `bytes` (whole blocks, above 0) and returns its memory, which the kernel writes out when
-  // other memory is scarce. The memory keeps the file open.
+  // Extends an empty file to `bytes` bytes (whole blocks, above 0) and returns its mapped memory. The kernel writes
+  // this memory to the file when other memory is scarce. The memory keeps the file open.
   std::shared_ptr<void> map_new(int64_t bytes);
 
  private:

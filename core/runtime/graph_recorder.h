@@ -17,14 +17,14 @@ class Optimizer;
 
 namespace tessera::internal {
 
-// Records the work of a device once and replays it on the same memory: a CUDA graph, or a simulation in tests. Used by
-// one thread.
+// Records the work of a device once and replays it on the same memory: a CUDA graph, or a simulation in tests. Must be
+// used by one thread.
 class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;
   // Begins to record the work of the current stream, which must not be the device's default stream, and of streams that
-  // wait for it. Recorded work does not run. It must not wait for earlier work of other streams. The recorder keeps the
-  // memory that these streams allocate until end().
+  // wait for the current stream. Recorded work does not run, and must not wait for earlier work of other streams. The
+  // recorder keeps the memory that the recorded streams allocate until end().
   virtual void begin() = 0;
   // Ends the recording, on the stream and the thread of begin(). Throws if an operation could not be recorded.
   virtual void end() = 0;
@@ -32,58 +32,58 @@ class GraphRecorder {
   virtual void replay() = 0;
 };
 
-// Returns the recorder of CUDA graphs, or one of the factory that is set. Throws std::invalid_argument in a build
-// without TESSERA_CUDA.
+// Returns a recorder of the factory that was set, or else of CUDA graphs. Throws std::invalid_argument if no factory
+// was set in a build without TESSERA_CUDA.
 std::unique_ptr<GraphRecorder> make_graph_recorder();
 using GraphRecorderFactory = std::unique_ptr<GraphRecorder> (*)();
-// For tests. Null restores CUDA graphs. Must not be called while ranks run.
+// Sets the factory, for tests. Null restores CUDA graphs. Must not be called while ranks run.
 void set_graph_recorder_factory(GraphRecorderFactory factory);
-// Null in a build without TESSERA_CUDA.
+// Returns null in a build without TESSERA_CUDA.
 std::unique_ptr<GraphRecorder> make_cuda_graph_recorder();
 
-// The host's part of a recorded step of an optimizer. The optimizer must outlive it.
+// The host's part of a recorded step of an optimizer, which must outlive this object.
 struct RecordedStep {
-  // Returns the change since the recording that replays do not follow, as words of an error; "" if there is none.
+  // If a change since the recording has no effect on replays, returns the change as words of an error; otherwise "".
   std::function<std::string()> change;
-  // Must be called before each replay, on its stream, with the `.grad` of the recording or without. Counts the step.
-  // Writes step counts, learning rates and replaced states to the recorded memory, without a wait for the device.
+  // Must be called before each replay, on its stream, with each `.grad` undefined or as recorded. Counts the step.
+  // Writes step counts, learning rates and replaced states to the recorded memory, and does not wait for the device.
   std::function<void()> prepare_replay;
 };
 
-// A step of a captured loop, run by one rank on its device: an eager step before the capture, or the capture. At most
-// one exists for a device. The rank's thread and autograd's thread of the device use it in turn.
+// A step of a captured loop, run by one rank on its device: an eager step before the capture, or the capture. A device
+// has at most one CapturedWork. The rank's thread and autograd's thread of the device use it in turn.
 class CapturedWork {
  public:
-  // Throws std::logic_error if one exists for the device.
+  // Throws std::logic_error if the device has a CapturedWork.
   CapturedWork(c10::Device device, bool is_recording);
   ~CapturedWork();
   CapturedWork(const CapturedWork&) = delete;
   CapturedWork& operator=(const CapturedWork&) = delete;
 
-  // Returns the work that runs on this device now, eagerly or recording; null if none does, and on CPUs.
+  // Returns the device's CapturedWork, eager or recording; null if there is none, and on CPUs.
   static CapturedWork* running_on(c10::Device device);
-  // Like running_on(), but null also in an eager step.
+  // Returns the device's CapturedWork if it is recording; otherwise null.
   static CapturedWork* recording_on(c10::Device device);
   bool is_recording() const { return is_recording_; }
-  // Throws std::invalid_argument, because `what` cannot be captured, if the device has CapturedWork. `instead`: what to
-  // do.
+  // If the device has a CapturedWork, throws std::invalid_argument, because `what` cannot be captured. `instead` tells
+  // the user what to do.
   static void refuse(c10::Device device, const std::string& what, const std::string& instead);
 
-  // Adds to the recorded collectives, which are compared over the ranks.
+  // Adds a description to the recorded collectives, which are compared over the ranks.
   void add_collective(std::string description) { collectives_.push_back(std::move(description)); }
   const std::vector<std::string>& collectives() const { return collectives_; }
 
-  // An optimizer whose step() can be recorded must call the first in eager steps, alike on all ranks. A recorded step()
-  // must call the second.
+  // An optimizer whose step() can be recorded must call note_recordable() in eager steps, alike on all ranks. A
+  // recorded step() must call add_step().
   void note_recordable(const torch::optim::Optimizer* optimizer) { recordable_.insert(optimizer); }
   void add_step(RecordedStep step) { steps_.push_back(std::move(step)); }
   bool is_recordable(const torch::optim::Optimizer* optimizer) const { return recordable_.contains(optimizer); }
   std::vector<RecordedStep> take_steps() { return std::exchange(steps_, {}); }
 
-  // Memory for numbers that the host writes between replays. It must be allocated before the recording: memory that is
-  // allocated meanwhile may also be that of temporary tensors, which each replay writes.
+  // Sets memory for numbers that the host writes between replays. It must be allocated before the recording. Memory
+  // that is allocated during the recording may be shared with temporary tensors, which each replay writes.
   void give_numbers(at::Tensor numbers) { numbers_ = std::move(numbers); }
-  // Returns `count` of them. Throws if fewer are left.
+  // Returns memory for `count` numbers. Throws if less is left.
   at::Tensor take_numbers(int64_t count);
 
  private:

@@ -8,14 +8,14 @@
 
 namespace tessera::internal {
 
-// While it exists, operators make ordinary tensors, and autograd does not record them. For hooks and fallbacks, which
-// may run under InferenceMode or in a recorded forward.
+// While this guard exists, operators of its thread make ordinary tensors, and autograd does not record them. Used by
+// hooks and fallbacks, which may run under InferenceMode or in a recorded forward.
 struct NoGradNoInferenceGuard {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
 };
 
-// While it exists, `target` may be written to even if it is an inference tensor. Others throw outside InferenceMode.
+// While it exists, `target` may be written to. Writes to an inference tensor otherwise throw outside InferenceMode.
 class WritesTo {
  public:
   explicit WritesTo(const at::Tensor& target) {

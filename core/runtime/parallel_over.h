@@ -11,7 +11,7 @@ namespace tessera::internal {
 // until all calls return; rethrows their exception. Thread-safe; nested calls run on the calling thread alone.
 //
 // at::parallel_for is a template that uses one thread if it is compiled without OpenMP. So this function's file is
-// compiled with OpenMP, and no other file needs it.
+// compiled with OpenMP, and no other file needs OpenMP.
 void parallel_over(int64_t begin, int64_t end, int64_t grain_numel, c10::function_ref<void(int64_t, int64_t)> body);
 
 }  // namespace tessera::internal

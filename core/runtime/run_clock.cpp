@@ -18,11 +18,11 @@
 
 namespace tessera::internal {
 
-// Never destroyed. A child of fork() gets a new object, because another thread of the parent may have held the lock.
+// The alarms of a process, never destroyed. A child of fork() gets a new object, because the old lock may be held.
 struct RunAlarms {
   explicit RunAlarms(RunAlarms* of_parent) : before(of_parent) {}
 
-  RunAlarms* const before;  // of the parent process; only kept reachable, for leak checkers
+  RunAlarms* const before;  // of the parent process; kept reachable for leak checkers
   std::mutex mutex;
   std::multimap<RunClock::time_point, const RunAlarm*> waiting TESSERA_GUARDED_BY(mutex);
 
@@ -44,23 +44,23 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr int kMostIdle = 20;  // ticks
+constexpr int kMostIdle = 20;  // number of ticks without use after which the thread ends
 constexpr int64_t kMostGapNs = std::chrono::nanoseconds(RunClock::kMostGap).count();
 
 int64_t steady_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The time is min(steady time - stopped, limit). A tick writes `stopped` before the limit, and read() reads it after
-// the limit. So a reader of the new limit sees the tick's `stopped`. Has no destructors: the thread may tick until the
-// process ends.
+// The time is min(steady time - stopped, limit). A tick writes `stopped` before the limit, and read() reads `stopped`
+// after the limit. So a reader of the new limit sees the tick's `stopped`. The variables have no destructors, because
+// the thread may tick until the process ends.
 std::atomic<int64_t> stopped{0};
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> limit{kNoLimit};
-std::atomic<bool> is_used{false};  // read since the last tick
+std::atomic<bool> is_used{false};  // whether the clock was read since the last tick
 std::atomic<pid_t> alarms_owner{::getpid()};
 
-// Whether the thread exists. The kernel zeros this flag in a child of fork(), which has no such thread.
+// Returns whether the thread exists. The kernel zeros the flag in a child of fork(), which has no such thread.
 std::atomic<bool>& is_ticking() {
   static auto* const flag = [] {
     const size_t bytes = ::sysconf(_SC_PAGESIZE);
@@ -74,7 +74,7 @@ std::atomic<bool>& is_ticking() {
   return *flag;
 }
 
-// Reads the steady clock last: if the process is stopped between the reads, the time must not go back.
+// Reads the steady clock last. Otherwise, if the process is stopped between the reads, the time could go back.
 int64_t read() {
   const int64_t most = limit.load();
   const int64_t pause = stopped.load();
@@ -87,7 +87,7 @@ void tick() {
   limit.store(now + kMostGapNs);
 }
 
-// Ends when the clock is no longer used. Every wait for a deadline reads the clock or has an alarm.
+// The thread's function. Returns when the clock is unused. Every wait for a deadline reads the clock or has an alarm.
 void run() {
   do {
     for (int idle = 0; idle < kMostIdle; std::this_thread::sleep_for(RunClock::kTick)) {
@@ -97,12 +97,12 @@ void run() {
     }
     limit = kNoLimit;
     is_ticking() = false;
-  } while (is_used && !is_ticking().exchange(true));  // a reader may have found the thread just before its end
+  } while (is_used && !is_ticking().exchange(true));  // a reader may have found the thread just before it ended
 }
 
 void start_ticking() noexcept {
   if (is_ticking().exchange(true)) return;
-  // In a child of fork().
+  // A child of fork() gets its own alarms.
   if (alarms_owner.exchange(::getpid()) != ::getpid()) RunAlarms::of_process = new RunAlarms(RunAlarms::of_process);
   tick();  // the process may be stopped before the thread starts
   sigset_t all, before;
@@ -110,7 +110,7 @@ void start_ticking() noexcept {
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
   try {
     std::thread(run).detach();
-  } catch (const std::system_error&) {  // no thread can start: the clock then counts stops too
+  } catch (const std::system_error&) {  // no thread can start: the clock then advances during stops too
     limit = kNoLimit;
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);

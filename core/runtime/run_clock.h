@@ -8,8 +8,8 @@ namespace tessera::internal {
 
 // The clock of all deadlines. It is steady, and does not advance while this process is stopped: by Ctrl-Z, SIGSTOP, a
 // debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread reads the
-// steady clock every kTick, and adds at most kMostGap between two readings. A wait must have an alarm, or read this
-// clock at least once a second: without such uses the thread ends. Thread-safe; also in a child of fork().
+// steady clock every kTick, and adds at most kMostGap between two readings. That thread ends if the clock is unused, so
+// a wait must have a RunAlarm, or read this clock at least once a second. Thread-safe, also in a child of fork().
 struct RunClock {
   using duration = std::chrono::nanoseconds;
   using rep = duration::rep;
@@ -37,9 +37,9 @@ bool wait_in_slices(RunClock::time_point until, WaitFor wait_for) {
   return true;
 }
 
-// Calls `act` once when RunClock reaches `until`, on another thread, unless the alarm is destroyed first. For library
-// calls, whose timeouts use another clock. `act` must neither block nor throw, nor make or destroy an alarm. The
-// destructor waits for a running `act`.
+// Calls `act` once when RunClock reaches `until`, on another thread, unless the alarm is destroyed first. Used for
+// library calls, whose timeouts use another clock. `act` must neither block nor throw, and must not make or destroy an
+// alarm. The destructor waits for a running `act`.
 class RunAlarm {
  public:
   RunAlarm(RunClock::time_point until, std::function<void()> act);

@@ -23,7 +23,7 @@ class StreamUses {
   void begin(c10::Device device);
   // Must be called before the current stream uses the memory; other users may run at the same time.
   void use();
-  // Must be called before the memory is freed or overwritten: the current stream waits for all users.
+  // Must be called before the memory is freed or overwritten. The current stream then waits for all users.
   void join();
 
  private:

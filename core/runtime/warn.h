@@ -9,7 +9,7 @@ namespace tessera::internal {
 // ProcessSetup::print_warnings exists. Does not throw. Thread-safe.
 void warn(const std::string& text) noexcept;
 
-// For ProcessSetup::print_warnings. Thread-safe.
+// Start, stop and report printing to stderr, for ProcessSetup::print_warnings. Thread-safe.
 void start_printing_warnings();
 void stop_printing_warnings();
 bool prints_warnings();
