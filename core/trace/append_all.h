@@ -7,12 +7,12 @@ namespace tessera::internal {
 
 // The result of append_all().
 struct Appended {
-  int error_number = 0;  // errno of a failed write; 0: all is written
-  bool is_whole = true;  // the file has its former size, or all of the bytes
+  int error_number = 0;  // errno of a failed write; 0: all bytes are written
+  bool is_whole = true;  // false: the file ends with a part of the bytes
 };
 
-// Appends bytes to a file of `before_bytes` that is open for appending: all of them, or none. So readers never find a
-// truncated record.
+// Appends bytes to a file of `before_bytes` bytes that is open for appending. If a write fails, removes the written
+// bytes, so that readers never find a truncated record. `is_whole` tells whether that succeeded.
 Appended append_all(int descriptor, std::string_view bytes, int64_t before_bytes) noexcept;
 
 }  // namespace tessera::internal

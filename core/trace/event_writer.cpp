@@ -21,8 +21,8 @@ using namespace internal;
 namespace {
 
 // Encodes the two messages of a scalar in Protocol Buffers' wire format (tensorflow/core/util/event.proto,
-// framework/summary.proto): five fields, none repeated. Does not use libprotobuf, which every program with Tessera
-// would have to link, in addition to the copy inside libtorch.
+// framework/summary.proto). The messages have five fields, none of them repeated. Does not use libprotobuf: every
+// program with Tessera would have to link it, in addition to the copy inside libtorch.
 enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 std::string varint(uint64_t value) {

@@ -37,7 +37,7 @@ struct TracedRank {
   std::string run, host, clock;
   int rank = 0;
   int64_t offset_ns = 0, error_ns = 0;
-  int64_t unix_minus_steady_ns = 0;  // of its host
+  int64_t unix_minus_steady_ns = 0;  // difference of the clocks of the rank's host
 };
 
 struct Input {

@@ -13,7 +13,7 @@ struct MergedClock {
   std::string host;
   std::filesystem::path file;
   int64_t run = 0;        // number of the run, in the order of their starts
-  std::set<int> ranks;    // of that run with this clock
+  std::set<int> ranks;    // ranks of that run that use this clock
   int64_t offset_ns = 0;  // to be added to the host's steady clock to get the reference rank's clock
   int64_t error_ns = 0;   // bound of the error of offset_ns at the start of the run; 0 for the reference's clock
 };
@@ -21,7 +21,7 @@ struct MergedClock {
 // The result of merge_traces().
 struct MergedTrace {
   std::vector<MergedClock> clocks;  // ordered by file, run and offset
-  int64_t events = 0;               // without metadata events
+  int64_t events = 0;               // number of events, without metadata events
   std::vector<std::string> notes;   // about the inputs: "a.json: ends in a part of an event"
 };
 

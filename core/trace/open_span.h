@@ -11,7 +11,7 @@ namespace tessera::internal {
 // A span and its range, which begin and end in different calls. The destructor ends an open range.
 class OpenSpan {
  public:
-  // Whether a trace or a profiler is active.
+  // Returns whether a trace or a profiler is active.
   static bool is_recorded() noexcept { return Trace::active() != nullptr || RangeSink::active() != nullptr; }
 
   // The range is named after `operation`, a literal such as "forward".

@@ -18,10 +18,10 @@ class RangeSink {
   virtual uint64_t start(const std::string& name) = 0;
   virtual void end(uint64_t id) = 0;
 
-  // The sink of the process: NVTX if TESSERA_NVTX=1 in a build with TESSERA_CUDA, otherwise null. If null, a range
-  // costs one comparison.
+  // Returns the sink of the process: NVTX if TESSERA_NVTX=1 in a build with TESSERA_CUDA, otherwise null. If it is
+  // null, a range costs one comparison.
   static RangeSink* active() noexcept { return current().load(std::memory_order_relaxed); }
-  // Replaces the sink, for tests. Returns the previous sink. No range may be open.
+  // Replaces the sink, for tests. Returns the previous sink. Must not be called while a range is open.
   static RangeSink* exchange(RangeSink* sink) noexcept { return current().exchange(sink); }
 
  private:
@@ -32,7 +32,7 @@ class RangeSink {
   static RangeSink* from_environment() noexcept;
 };
 
-// NVTX's ranges. Null in a build without TESSERA_CUDA.
+// Returns the sink that passes ranges to NVTX; null in a build without TESSERA_CUDA.
 RangeSink* nvtx_ranges();
 
 // A range of this thread that lasts as long as this object.
@@ -76,7 +76,7 @@ class OpenRange {
   }
 
  private:
-  RangeSink* sink_ = nullptr;  // of the open range
+  RangeSink* sink_ = nullptr;  // null: no range is open
   uint64_t id_ = 0;
 };
 

@@ -35,7 +35,7 @@ std::atomic<int> rank_of_process = 0;
 thread_local int traced_rank = -1;
 
 // Concurrent operations would overlap on one line of the display. So each kind of operation gets as many lines
-// ("threads") as it needs, numbered from here.
+// ("threads") as it needs, numbered from these constants.
 constexpr int kGatherLines = 100, kReduceLines = 200;
 
 bool is_in_flight(SpanKind kind) { return kind == SpanKind::kGather || kind == SpanKind::kReduce; }
@@ -54,7 +54,7 @@ ordered_json name_event(const char* what, int64_t pid, int line, const std::stri
   return {{"name", what}, {"ph", "M"}, {"pid", pid}, {"tid", line}, {"args", {{"name", name}}}};
 }
 
-// Returns a mark at the current time, on a rank's line.
+// Returns an instant event at the current time, on the line of a rank's thread.
 ordered_json mark(std::string_view name, int64_t pid, ordered_json args) {
   const double ts = microseconds(Trace::Clock::now().time_since_epoch());
   return {{"name", name}, {"cat", "tessera"}, {"ph", "i"}, {"s", "p"},

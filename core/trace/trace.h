@@ -19,25 +19,25 @@
 
 namespace tessera::internal {
 
-// The work of a rank during a span; the category ("cat") in the file.
+// The work of a rank during a span. The trace file has the kind as the category ("cat").
 enum class SpanKind {
-  kCompute,    // operators: of a unit under FSDP, else of a forward or backward
+  kCompute,    // operators of a unit under FSDP, otherwise of a forward or backward
   kGather,     // an all-gather, broadcast or scatter, from its start until its results are available
-  kReduce,     // a reduce-scatter, all-reduce or reduce, likewise
+  kReduce,     // a reduce-scatter, all-reduce or reduce, from its start until its results are available
   kWait,       // the rank's thread blocks in Pending::wait()
   kOptimizer,  // an optimizer's step
 };
 
-// A timeline of the ranks of this process for Perfetto or chrome://tracing: set TESSERA_TRACE=file. Recorded spans are
-// appended to the file every second and when the process ends, so a kill loses one second. Processes with the same
-// file, such as the ranks of one host, and consecutive runs append in turn. trace_file.h describes the format,
-// docs/benchmarks.md how to read a trace. Times are the host's: with device streams, the times at which work is
-// enqueued. Thread-safe.
+// A timeline of the ranks of this process for Perfetto or chrome://tracing, enabled by TESSERA_TRACE=file. Recorded
+// spans are appended to the file every second and when the process ends, so a killed process loses at most one second.
+// Processes with the same file, such as the ranks of one host, and consecutive runs append in turn. trace_file.h
+// describes the format, docs/benchmarks.md how to read a trace. Times are the host's: with device streams, the times at
+// which work is enqueued. Thread-safe.
 class Trace {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The trace of the process. Null unless TESSERA_TRACE names a trace or a new file; a span then costs one comparison.
+  // Returns the trace; null unless TESSERA_TRACE names a trace or a new file. If null, a span costs one comparison.
   static Trace* active() noexcept {
     static Trace* const trace = make();
     return trace;
@@ -46,8 +46,8 @@ class Trace {
   // The group of this process's ranks, and the clock of its spans.
   struct Run {
     std::string id;  // equal on all ranks, and unique among runs
-    // Must be added to this host's steady clock to get the reference rank's; 0 on the reference's host. `error_ns`
-    // bounds its error at the time of init().
+    // `offset_ns` must be added to this host's steady clock to get the reference rank's clock; 0 on the reference's
+    // host. `error_ns` bounds the error of the offset at the time of init().
     int64_t offset_ns = 0, error_ns = 0;
   };
 
@@ -59,12 +59,12 @@ class Trace {
   // Sets the run of all spans that are not in the file yet. By default the process is a run by itself.
   void join(Run run);
 
-  // Identifies the steady clock: processes with the same id read the same clock. Contains no blanks.
+  // Returns an id of the steady clock, without blanks. Processes with the same id read the same clock.
   static const std::string& clock_id();
   // Returns a new Run::id.
   static std::string new_run_id();
 
-  // `operation`, a literal or null, refines the kind: "reduce-scatter".
+  // Adds a span. `operation`, a literal or null, refines the kind: "reduce-scatter".
   void add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin, Clock::time_point end);
 
   // Appends the spans since the last call to the file. If that fails, throws std::runtime_error and keeps up to a
@@ -81,7 +81,7 @@ class Trace {
   };
   // The state of the file after this process's last write().
   struct Written {
-    int64_t run_number = -1;                                 // in the file; -1: unknown
+    int64_t run_number = -1;                                 // of the run in the file; -1: unknown
     std::map<std::pair<int, int>, Clock::time_point> lines;  // by rank and line: the time from which it is free
     std::set<int> ranks;
   };
@@ -98,7 +98,7 @@ class Trace {
   bool has_ended_ TESSERA_GUARDED_BY(mutex_) = false;
   Run run_ TESSERA_GUARDED_BY(mutex_);
   std::vector<Span> spans_ TESSERA_GUARDED_BY(mutex_);
-  int64_t dropped_ TESSERA_GUARDED_BY(mutex_) = 0;  // because the file cannot be written
+  int64_t dropped_ TESSERA_GUARDED_BY(mutex_) = 0;  // number of spans dropped because the file cannot be written
 
   std::mutex file_mutex_;  // locked before mutex_
   Written written_ TESSERA_GUARDED_BY(file_mutex_);
@@ -107,8 +107,8 @@ class Trace {
   std::thread writer_;
 };
 
-// Adds a span from its construction to its destruction, and shows it to the profiler as a range. `name` and `operation`
-// must outlive it.
+// Adds a span from its construction to its destruction, and shows the span to the profiler as a range. `name` and
+// `operation` must outlive this object.
 class TraceSpan {
  public:
   TraceSpan(SpanKind kind, std::string_view name, const char* operation = nullptr) noexcept

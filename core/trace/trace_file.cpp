@@ -22,7 +22,7 @@ namespace {
 
 std::string error_text(int error_number) { return std::generic_category().message(error_number); }
 
-// A kill may have truncated the first line, so a prefix of it suffices.
+// Accepts a prefix of the beginning, too, because a kill may have truncated the first line.
 bool is_begin_of_trace(std::string_view text) { return text == kTraceBegin.substr(0, text.size()); }
 
 }  // namespace
