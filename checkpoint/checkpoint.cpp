@@ -45,7 +45,7 @@ State without_averages(State state) {
 State state_of(const TrainingState& state) {
   return without_averages({state.model(), state.model_names(), state.optimizers(), state.beside()});
 }
-// For a model without a TrainingState. Includes the model's Ema, if it has one.
+// Returns the state of a model that was passed without a TrainingState. Includes the model's Ema, if it has one.
 State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
   State state = Ema::of(model) == nullptr ? State{model} : state_of(TrainingState({model}));
   if (optimizer != nullptr) state.optimizers.emplace("", optimizer);
@@ -116,7 +116,7 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
 }
 
 // Called on all ranks after a load failed. If another job replaced the checkpoint meanwhile, the load may have mixed
-// two checkpoints. Then returns the path to read again; otherwise returns "". While `lock` (rank 0's) is held, a
+// two checkpoints. In this case, returns the path to read again; otherwise "". While `lock` (rank 0's) is held, a
 // replaced local checkpoint remains under another path. Collective; all ranks get the same path.
 fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std::string& manifest_text,
                              const std::optional<ReadLock>& lock) {
@@ -128,7 +128,7 @@ fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std:
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
 }
-constexpr int kMostReplacements = 20;  // most retries of one load, because jobs may replace a checkpoint repeatedly
+constexpr int kMostReplacements = 20;  // limit of retries of one load, because jobs may replace a checkpoint repeatedly
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -207,7 +207,7 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
       throw;
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
-      // If another job removed or replaced this checkpoint, it is not damaged. Then starts again with the new list.
+      // If another job removed or replaced this checkpoint, it is not damaged. Starts again if the list has changed.
       if (std::string now = list_newest_first(comm, folder); now != listing && listings++ < kMostListings) {
         listing = std::move(now);
         newest_first = std::istringstream(listing);

@@ -66,7 +66,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   const auto strides = row_major_strides(sizes);
   std::vector<Box> boxes;
   for (int64_t begin = range.begin; begin < range.end; begin += boxes.back().numel()) {
-    // Takes as many whole indices as fit of the first dimension in which one begins at `begin` and ends in the range.
+    // In the first dimension where a whole row starts at `begin` and fits in the range, takes as many rows as fit.
     Box& box = boxes.emplace_back(whole_box(sizes));
     for (size_t d = 0; d < sizes.size(); ++d) {
       box.offsets[d] = begin / strides[d] % sizes[d];
@@ -144,7 +144,7 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
     }
     dimensions.push_back(next);
   }
-  // If the innermost dimension is contiguous in the source, it is one run. Otherwise each element is a run.
+  // The elements of the innermost dimension are a run if they are contiguous in the source; else each is a run.
   if (!dimensions.empty() && dimensions.back().source_stride == 1) {
     run.numel = dimensions.back().size;
     run.target_step = dimensions.back().target_stride;

@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Parses JSON from files that may be damaged or hostile. Failures throw CheckpointError, whose text starts with `where`
-// ("step-200/tessera.json").
+// These functions parse JSON from files that may be damaged or hostile. Failures throw CheckpointError, whose text
+// starts with `where` ("step-200/tessera.json").
 
 constexpr int kMaxJsonDepth = 64;
 

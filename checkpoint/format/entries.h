@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Files and directories of checkpoints. Failures throw CheckpointError with the path and the system's reason.
+// Functions for files and directories of checkpoints. Failures throw CheckpointError with the path and the reason.
 
 // Returns the storage of a path. Each scheme has one instance, which is never destroyed.
 const Storage& storage_of(const std::filesystem::path& path);

@@ -142,7 +142,7 @@ void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   }
 }
 
-// Formats a field on one line, but "files", "tensors" and "rng" with one line for each of their entries.
+// Formats a field on one line. For "files", "tensors" and "rng", writes one line for each entry.
 std::string in_lines(const json& value, std::string_view field) {
   if ((field != "files" && field != "tensors" && field != "rng") || !value.is_structured() || value.empty())
     return value.dump();

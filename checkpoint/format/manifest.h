@@ -43,14 +43,14 @@ struct Manifest {
   int world_size = 1;
   SavedTensors saved;
   SavedOptimizers optimizers;
-  std::vector<std::string> models;   // model names, which begin tensor names; empty: one model without a name
+  std::vector<std::string> models;   // names of models, with which tensor names begin; empty: one model, unnamed
   std::vector<GeneratorStates> rng;  // random generator states by rank; only in version 1
   nlohmann::json extra = nlohmann::json::object();
   std::string folder;                         // subfolder that has the ranks' files; "": the checkpoint itself
   std::map<std::string, StateValues> beside;  // values of Stateful objects, by state_name()
 };
 
-// Returns the reason that no optimizer can have this option, such as "is not finite", or "" if the option is valid.
+// Returns the reason that an option is invalid, such as "is not finite", or "" if the option is valid.
 std::string why_not_an_option(const std::string& name, const OptimizerOption& option);
 
 // Returns whether one checksum may cover this many bytes: a multiple of 16 (so of every element size), up to 1 GiB.
@@ -65,8 +65,8 @@ Manifest parse_manifest(std::string_view text, const std::string& where, bool is
 // Returns the sequence number if the text is an intact manifest, or any manifest of a later version; else nullopt.
 std::optional<int64_t> sequence_of(std::string_view text);
 
-// Convert parts of the manifest. SavedPart uses them too, to describe the files that some ranks wrote. The functions
-// that read JSON check each entry, but not that slices cover their tensor.
+// Convert parts of the manifest. SavedPart uses these functions, too, to describe the files that some ranks wrote. The
+// functions that read JSON check each entry, but not that slices cover their tensor.
 nlohmann::json tensors_to_json(const SavedTensors& saved);
 void tensors_from_json(const nlohmann::json& tensors, const std::string& where, SavedTensors& saved);
 nlohmann::json optimizer_to_json(const SavedOptimizer& optimizer);

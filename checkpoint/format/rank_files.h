@@ -14,8 +14,8 @@
 
 namespace tessera::internal {
 
-// Finds the rank and the file that hold each part of a tensor (FORMAT.md, "Rank files"). The manifest lists the
-// elements of each rank. Rules give the boxes and file names; the headers of the files give positions and checksums.
+// These functions find the rank and the file that hold each part of a tensor (FORMAT.md, "Rank files"). The manifest
+// lists each rank's elements, rules give boxes and file names, and file headers give positions and checksums.
 
 std::string rank_file_name(int64_t rank, size_t number);  // "rank-00042-0.safetensors"
 

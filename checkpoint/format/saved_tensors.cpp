@@ -89,7 +89,7 @@ class Checker {
       covered += slice.box.numel();
       if (slice.box.numel() > 0) boxes.push_back(&slice.box);
     }
-    // Compares each box only with the few boxes that start before it, but reach its first index in dimension 0.
+    // Compares each box only with earlier boxes that extend past its start in the first dimension. Those are few.
     std::sort(boxes.begin(), boxes.end(), [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
     std::vector<const Box*> open;
     for (const Box* box : boxes) {

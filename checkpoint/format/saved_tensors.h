@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 struct SavedFile {
-  std::string name;  // relative to the directory; the absolute target if the directory has a symbolic link
+  std::string name;  // name in the directory, or the absolute target of a symbolic link in it
   int64_t bytes = 0;
   int64_t header_bytes = 0;
   uint64_t header_checksum = 0;
@@ -52,17 +52,17 @@ struct SavedTensor {
   std::vector<RankRun> runs;
 };
 
-// Locates the slices of all tensors in files. A value type that accesses no file.
+// The positions of the slices of all tensors in files. A value type that accesses no file.
 struct SavedTensors {
   std::filesystem::path directory;
   std::vector<SavedFile> files;
   std::map<std::string, SavedTensor> tensors;
   int64_t block_bytes = 0;  // bytes that one checksum covers; 0: no checksums
-  // If true, `files` is empty. rank_files.h names the files of `world_size` ranks; the header of each file has `id`.
+  // If true, `files` is empty. The file names follow from `world_size` (rank_files.h), and each file's header has `id`.
   bool by_rank = false;
   int64_t world_size = 0;
   uint64_t id = 0;
-  bool has_rng = false;  // rank files include random generator states
+  bool has_rng = false;  // whether rank files include random generator states
 };
 
 // Throws CheckpointError, which starts with `where`, unless every slice is inside its tensor and its file, slices share

@@ -14,7 +14,7 @@
 
 namespace tessera::internal {
 
-// A box of a tensor to be written.
+// A box of a tensor that is to be written.
 struct Piece {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -22,8 +22,8 @@ struct Piece {
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
   Box box;
-  // Returns the box's elements, row-major and contiguous in host memory. The writer calls it when it writes the piece,
-  // and frees the result before it calls data() of the next piece.
+  // Returns the box's elements, row-major and contiguous in host memory. The writer calls data() when it writes the
+  // piece, and frees the result before the next piece, so that only one result is in memory.
   std::function<at::Tensor()> data;
   // Used by write_rank_files(): the positions of the box's elements in memory order, and the tensor's dimensions by
   // descending stride (empty: row-major).
@@ -33,7 +33,7 @@ struct Piece {
   std::function<at::Tensor()> view = nullptr;
 };
 int64_t bytes_of(const Piece& piece);
-// Returns piece.data(). Throws std::logic_error if it does not match the piece.
+// Returns piece.data(). Throws std::logic_error if the tensor does not match the piece.
 at::Tensor checked_data(const Piece& piece);
 
 // Called with the number of bytes read or written since the last call.

@@ -70,7 +70,7 @@ class SliceReader {
   void read_parts(const InputFile& file, const std::vector<Part>& parts);
   void read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes);
   void read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer);
-  // Returns the byte ranges of a slice that the runs need. Each is whole blocks, up to window_bytes_ or one block.
+  // Returns the byte ranges of a slice that the runs need: whole blocks, up to window_bytes_ (or one block) each.
   std::vector<Range> intervals_of(const std::vector<Run>& runs, int64_t element_bytes, int64_t slice_bytes) const;
   void verify(const InputFile& file, const Part& part, Range interval, const char* data) const;
 

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns the offsets of an entry in its tensor, from {"<name>": {"saved_offsets": [...]}} of PyTorch's DCP; else 0.
+// Returns the offsets of an entry in its tensor, from PyTorch's {"<name>": {"saved_offsets": [...]}}, or zeros.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -111,7 +111,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// Returns the snapshot that refs/main of a hub's cache ("models--gpt2") names, or the only one. Else returns `path`.
+// If `path` is a hub's cache ("models--gpt2"), returns the snapshot that refs/main names, or the only one; else `path`.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;

@@ -69,7 +69,7 @@ std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   return "";
 }
 
-// Repeats an empty listing. It may miss both a checkpoint that is being renamed away and the one that replaces it.
+// Repeats an empty listing, because a listing may miss both a renamed checkpoint and the one that replaces it.
 std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
   constexpr int kMostListings = 3;
   std::vector<fs::path> found;
@@ -169,7 +169,7 @@ Manifest manifest_of(const std::string& text, const fs::path& directory) {
 Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
-  // format_manifest() writes both fields within the first 256 bytes.
+  // format_manifest() writes "format" and "sequence" within the first 256 bytes.
   std::string start;
   try {
     start = storage_of(directory).beginning(directory / kManifestName, 256);

@@ -21,7 +21,7 @@ std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& f
 // damaged manifest, whose age is unknown. Omits folders with an unrelated tessera.json among other files.
 struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
-  std::vector<int64_t> sequences;  // sequence numbers of `whole`
+  std::vector<int64_t> sequences;  // sequence number of each checkpoint in `whole`
 };
 // Other jobs may meanwhile save to the folder and remove old checkpoints. If the folder has a whole checkpoint at every
 // moment, finds at least one.

@@ -250,8 +250,8 @@ class Loader {
     }
   }
 
-  // Returns the name in the checkpoint of a model's tensor. If none was matched, returns `name`; but "" if names are
-  // changed by `rename`, because `name` may then be another saved tensor.
+  // Returns the name in the checkpoint of a model's tensor. For a tensor without a match, returns `name`, or "" if
+  // `rename` is set, because `name` may then belong to another saved tensor.
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
     if (found != saved_names_.end()) return found->second;
@@ -603,11 +603,11 @@ class Loader {
   SliceReader reader_;
   std::list<LoadedOptimizer> optimizers_;
   GeneratorStates generators_;                          // empty: generators are not restored
-  std::map<std::string, std::string> saved_names_;      // model's name -> saved name
+  std::map<std::string, std::string> saved_names_;      // model's name -> saved name, of each matched tensor
   std::map<std::string, std::vector<int64_t>> orders_;  // memory order in the model, by saved name
   std::multimap<std::string, std::string> tied_names_;  // model's name -> the tensor's other names in the checkpoint
   std::set<std::string> names_of_model_;                // the first name of each of the model's tensors
-  std::set<std::string> left_out_;                      // saved names that are skipped
+  std::set<std::string> left_out_;                      // saved names that `rename` skips, or of other models
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
   std::set<std::string> without_optimizer_;  // saved names of parameters whose optimizer is not loaded
@@ -629,7 +629,7 @@ void load_state(const Manifest& manifest, const StateObjects& objects, const Loa
   Communicator& comm = *objects.model.comm();
   on_all_ranks(comm, what, [&] { loader.emplace(manifest, objects, options).read(); });
   loader->apply();
-  // Ranks that are threads share generators. Without the barrier, a slow rank could reset them while a fast rank runs.
+  // Ranks that are threads share generators. Without the barrier, a slow rank could reset one that a fast rank uses.
   comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();

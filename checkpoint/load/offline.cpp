@@ -204,7 +204,7 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
-    // A full file does not mark buffers. So removes the names that either side marks as no parameters.
+    // Skips names that one side marks as no parameter, because a full file does not mark its buffers.
     std::set<std::string> others;
     for (const auto* saved : {&first, &second})
       for (const auto& [name, tensor] : saved->tensors)

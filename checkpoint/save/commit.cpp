@@ -80,8 +80,8 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
 
 ReadLock::ReadLock(const fs::path& checkpoint) {
   if (is_remote(checkpoint)) return;
-  // Tries for a second. Another process holds the exclusive lock only briefly, after it has completed the checkpoint or
-  // before it removes the checkpoint.
+  // Tries for at most a second. Another process holds the exclusive lock only briefly, after it has completed the
+  // checkpoint or before it removes the checkpoint.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   while (std::chrono::steady_clock::now() < end) {
     const LockOutcome outcome = lock_.take_shared(checkpoint / kManifestName);

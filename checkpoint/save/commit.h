@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-// Turns a directory of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is written"). Rank 0
-// calls these functions. They are not collective, and failures throw CheckpointError.
+// These functions turn a directory of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is
+// written"). Rank 0 calls them. They are not collective, and throw CheckpointError on failure.
 
 // A checkpoint that is being written.
 class PartialCheckpoint {
@@ -28,7 +28,7 @@ class PartialCheckpoint {
   PartialCheckpoint(const PartialCheckpoint&) = delete;
   PartialCheckpoint& operator=(const PartialCheckpoint&) = delete;
 
-  // The folder that the ranks write to. Contains a file named kDraftName.
+  // Returns the folder that the ranks write to. The folder contains a file named kDraftName.
   const std::filesystem::path& path() const { return path_; }
   std::filesystem::path folder() const { return target_.parent_path(); }
   uint64_t id() const { return id_; }
@@ -52,7 +52,7 @@ class PartialCheckpoint {
 constexpr char kDraftName[] = ".manifest";  // marks a save in flight; its first line names the saving process
 // Parts of the names of local temporary directories, which begin with a dot.
 constexpr char kSaving[] = ".saving-";
-constexpr char kMaking[] = ".making-";  // in the name until the directory is locked
+constexpr char kMaking[] = ".making-";  // used until the directory is locked, then kSaving
 
 // Removes from the folder all complete checkpoints but the newest `keep`, all checkpoints with damaged manifests, and
 // the leftovers of killed saves. A local checkpoint that is being read stays until the next call. Never removes files
@@ -79,7 +79,7 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem:
                                                           const std::function<void()>& progress);
 std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target,
                                                            const std::function<void()>& progress);
-// Is a no-op if the checkpoint is being read, or has another `sequence` because a job replaced it (nullopt: any).
+// Is a no-op if a reader has locked the checkpoint, or if `sequence` is set and the checkpoint has another one.
 void remove_local_checkpoint(const std::filesystem::path& checkpoint, std::optional<int64_t> sequence);
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);

@@ -34,7 +34,7 @@ bool is_gone(const fs::path& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::not_found;
 }
 
-// Compares times of the file system, because this host's clock may have changed, or differ from the server's.
+// Uses only times of the file system. This host's clock may have changed, or differ from the file server's clock.
 bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   std::error_code error, ignored;
   const auto written = fs::last_write_time(directory, error);
@@ -166,7 +166,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
   clear_leftovers(folder, hidden_prefix(target_), progress);
-  // The directory gets its final hidden name after it is locked. Other jobs remove unlocked ones with such names.
+  // Locks the directory before it gets its final hidden name. Other jobs remove unlocked directories of such names.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {
@@ -187,7 +187,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
 LocalPartial::~LocalPartial() {
   FileLock replaced;
   if (is_committed_ && !is_abandoned(path_, replaced)) return;
-  remove_hidden(path_, is_committed_ ? replaced : lock_);  // if this fails, the next save of this name does it
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // if this fails, the next save of this name retries
 }
 
 void LocalPartial::commit(Manifest manifest) {
@@ -225,7 +225,7 @@ void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> 
   if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // a reader has locked it
   // Another job may have replaced the checkpoint since it was listed as an old one.
   if (sequence && peek_sequence(checkpoint) != sequence) return;
-  // Renames it to a hidden name first, so that a partly removed checkpoint does not look complete.
+  // Renames the checkpoint to a hidden name first, so that a partly removed checkpoint does not look complete.
   const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
   try {
     rename_entry(checkpoint, hidden, false);

@@ -19,7 +19,7 @@ class OtherFailure : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-// Shows the progress of a long operation. The working thread calls beat(); a waiting thread checks. Thread-safe.
+// Shows progress of a long operation. The working thread calls beat(), a waiting thread is_older_than(). Thread-safe.
 class Heartbeat {
  public:
   // A rank counts as stuck if one step (an fsync or a rename) takes this many times the group's timeout.
@@ -36,7 +36,7 @@ class Heartbeat {
   std::atomic<Clock::rep> last_;
 };
 
-// The result of one rank's part of a collective function, as text to send: `error` is "" on success.
+// The result of one rank's part of a collective function, which ranks send as text. `error` is "" on success.
 struct Outcome {
   // The exception type: CheckpointError, CheckpointMismatch, StorageUnavailable, OtherFailure or std::invalid_argument.
   enum Kind : char { kFailure = 'F', kMismatch = 'X', kUnavailable = 'U', kOther = 'O', kMisuse = 'M' };
@@ -64,7 +64,7 @@ void on_all_ranks(Communicator& comm, const std::string& what, const std::functi
 // Like on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs the part, which must
 // not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the other ranks throw
 // CommError when their own parts end. If a rank is silent for kMostTimeouts times the group's timeout, all ranks throw
-// a CheckpointError that names it. The silent rank throws only when its part has ended.
+// a CheckpointError that names that rank. The silent rank throws only when its part has ended.
 void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 

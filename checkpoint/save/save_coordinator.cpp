@@ -117,7 +117,7 @@ void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<vo
 Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<void()>& commit) {
   return attempt([&] {
     await([&] { return notes_.add("groups", 0) == subgroups_.count(); }, what_ + ": a group of ranks did not finish",
-          1.2);  // longer than a subgroup's leader, which reports the lost rank
+          1.2);  // 1.2: longer than a subgroup's leader, which reports the lost rank
     std::vector<Outcome> outcomes(comm_->size());
     if (notes_.add("failed", 0) > 0)
       for (int rank = 0; rank < comm_->size(); ++rank)

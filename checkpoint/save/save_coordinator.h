@@ -57,7 +57,7 @@ class SaveCoordinator {
   std::chrono::milliseconds longest_pause() const;
   std::chrono::milliseconds beat_every() const;
   // Blocks until ready() returns true. Throws CheckpointError if no rank reports progress for `patience` times the
-  // group's timeout, or for a few seconds if the process of a rank has ended.
+  // group's timeout. Throws sooner if the process of a rank has ended, or after hurry().
   void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
 
   const std::shared_ptr<Communicator> comm_;

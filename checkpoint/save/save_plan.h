@@ -44,7 +44,7 @@ int64_t writes_to(const at::Tensor& tensor);
 void check_extra(const nlohmann::json& extra);
 
 // Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
-// the piece's copy. Device data is copied to pinned memory. Only end() blocks.
+// the piece's copy. Device data is copied to pinned memory; only end() and take_memory() wait for it.
 class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
@@ -52,9 +52,9 @@ class HostCopies {
   // Returns the bytes of host memory that these pieces need.
   static int64_t bytes_for(const std::vector<Piece>& pieces);
 
-  // Copies all pieces but those that end() may copy: watched tensors, and state and Stateful tensors in host memory,
-  // which copy-on-write protects until then. Copies from a device (the model's) are ordered between earlier and later
-  // work of the current stream.
+  // Copies all pieces that must not wait for end(). end() copies watched tensors, and optimizer state and Stateful
+  // tensors in host memory, which copy-on-write protects until then. Copies from the model's device are ordered between
+  // earlier and later work of the current stream.
   void begin(SavePlan& plan, at::Device device);
   // Copies the remaining pieces and waits for all copies; may run on any thread. Throws std::invalid_argument if a
   // watched tensor was modified since begin(). Calls `progress` after each copy.

@@ -10,7 +10,7 @@
 namespace tessera::internal {
 
 // The description of files written by some ranks (one, a subgroup or all), in the form that ranks exchange. Runs of
-// ranks are merged, so the size grows with the number of tensors, but hardly with that of ranks. A value type.
+// ranks are merged, so the size hardly grows with the number of ranks. A value type.
 class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);

@@ -294,7 +294,7 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
   std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes of small tensors that each replica writes
   for (const LocalTensor& local : tensors) {
     const bool is_buffer = local.kind == TensorKind::kBuffer;
-    if (numel_of(local.sizes) == 0) {  // rank 0 writes an empty tensor; replica 0, if it is state
+    if (numel_of(local.sizes) == 0) {  // rank 0 writes an empty tensor; replica 0 writes empty state
       if (local.kind == TensorKind::kState ? local.replica == 0 : rank == 0)
         pieces.push_back(piece_of(local, {whole_box(local.sizes), {0, 0}}));
       continue;

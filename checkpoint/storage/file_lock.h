@@ -9,9 +9,9 @@ namespace tessera::internal {
 // The result of a lock request. kNoLocks: the file system has no locks, or the file cannot be opened.
 enum class LockOutcome : uint8_t { kTaken, kHeldByOther, kNoLocks };
 
-// A lock on a file (F_OFD_SETLK), visible to other processes and, on network file systems, to other hosts: NFS forwards
-// such locks to its server, but not flock() of a directory. Released by the destructor or the end of the process.
-// Move-only.
+// A lock on a file (F_OFD_SETLK), visible to other processes and, on network file systems, to other hosts. NFS forwards
+// such locks to its server, but does not forward flock() of a directory. Released by the destructor or the end of the
+// process. Move-only.
 class FileLock {
  public:
   FileLock() = default;

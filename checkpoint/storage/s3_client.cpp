@@ -54,7 +54,7 @@ size_t take_body(char* data, size_t, size_t bytes, void* opaque) {
   long status = 0;
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &status);
   if (status == 206 && request->target != nullptr) {
-    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // more than asked: abort
+    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // too many bytes: aborts
     std::memcpy(request->target + response.body_bytes, data, bytes);
   } else {
     response.body.append(data, bytes);

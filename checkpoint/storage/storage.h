@@ -60,10 +60,10 @@ class Storage {
   // Returns at most max_bytes from the start of a file; "" if it does not exist.
   virtual std::string beginning(const std::filesystem::path& path, int64_t max_bytes) const = 0;
   virtual bool exists(const std::filesystem::path& file) const = 0;
-  // Returns the sorted names in a folder, subfolders with a trailing '/'; none if there is no such folder. exists(),
-  // beginning() and list() fail if the storage does not answer.
+  // Returns the sorted names in a folder, subfolders with a trailing '/'; an empty list if the folder does not exist.
+  // exists(), beginning() and list() fail if the storage does not answer.
   virtual std::vector<std::string> list(const std::filesystem::path& folder) const = 0;
-  // A no-op if the file does not exist.
+  // Removes a file. A no-op if the file does not exist.
   virtual void remove(const std::filesystem::path& file) const = 0;
   virtual void remove_all(const std::filesystem::path& folder) const = 0;
 
@@ -94,7 +94,7 @@ std::unique_ptr<Storage> make_s3_storage(ThrowFailure fail);
 
 // Returns "s3" for "s3://bucket/path"; "" for a local path.
 std::string scheme_of(const std::filesystem::path& path);
-// Returns whether the path has a scheme. On such storage, files appear as a whole, and have no renames or locks.
+// Returns whether the path has a scheme. On such storage, files appear as a whole, and cannot be renamed or locked.
 inline bool is_remote(const std::filesystem::path& path) { return !scheme_of(path).empty(); }
 
 }  // namespace tessera::internal

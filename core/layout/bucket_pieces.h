@@ -15,7 +15,7 @@ struct BucketPiece {
 };
 
 // Cuts a layout into pieces, in order and not empty. Each parameter of at least `least_bytes` bytes is a piece. The
-// elements between two such parameters are a piece, including padding. The result is the same on all ranks.
+// elements before, between and after such parameters are pieces, padding included. All ranks get the same result.
 std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t element_bytes, int64_t least_bytes);
 
 }  // namespace tessera::internal

@@ -96,7 +96,7 @@ at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
   return tensor.as_strided(view.sizes, view.strides, view.offset);
 }
 
-// Moves the tape's tensors from the call's arguments to its views. Throws std::logic_error for one with a reader.
+// Moves the tape's tensors from the call's arguments to its views. Throws std::logic_error for deferred_from() tensors.
 void take_views(Tape& tape, Tape::Call& call) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     size_t count = 0;
@@ -115,8 +115,8 @@ void take_views(Tape& tape, Tape::Call& call) {
   }
 }
 
-// Replaces ordinary tensors by meta tensors of their shapes, because other tensors cannot be mixed with meta tensors.
-// Keeps index tensors, which can be mixed: the shape of a masked result depends on the mask's values.
+// Replaces ordinary tensors, which cannot be mixed with meta tensors, by meta tensors of their shapes. Keeps index
+// tensors, which can be mixed, because the shape of a masked result depends on the mask's values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -192,7 +192,7 @@ class Replay {
     generator_.set_state(tape_->generator_state);
   }
   bool done() const { return next_ == tape_->calls.size(); }
-  // Runs the next call. For each storage that no later call needs, calls final(index, tensor on the storage); frees it.
+  // Runs the next call. Then calls final(index, tensor) for each storage that no later call needs, and frees it.
   template <class Final>
   void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];

@@ -43,7 +43,7 @@ class FlatLayout {
   int64_t numel(int64_t parameter) const { return numels_[parameter]; }
   int64_t offset(int64_t parameter) const { return offsets_[parameter]; }
 
-  int64_t parameters_numel() const { return parameters_numel_; }  // without padding
+  int64_t parameters_numel() const { return parameters_numel_; }  // number of elements without padding
   int64_t full_numel() const { return full_numel_; }
 
   // Returns the part of the flat buffer that `rank` gets.
@@ -69,7 +69,7 @@ class FlatLayout {
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
   int64_t full_numel_ = 0;
-  std::vector<int64_t> begins_;  // kByOwner: the begin of each rank's shard, and the end of the last
+  std::vector<int64_t> begins_;  // kByOwner: the beginning of each rank's shard, and the end of the last
 };
 
 }  // namespace tessera::internal

@@ -19,7 +19,7 @@ class Int8Blocks final : public WireCodec {
  public:
   static constexpr int64_t kWireBlockNumel = 256;  // the scales add 1.6 %
 
-  // block_numel: elements that share a scale.
+  // `block_numel` is the number of elements that share a scale.
   explicit Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}
 
   // Returns a multiple of 16.

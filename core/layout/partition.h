@@ -14,9 +14,9 @@ struct Partition {
   friend bool operator==(const Partition&, const Partition&) = default;
 };
 
-// Assigns each parameter, largest first, to the rank with the fewest bytes (the lowest such rank). Then no rank exceeds
-// the mean by more than one parameter. (FairScale's OSS, torch.distributed's ZeroRedundancyOptimizer; Graham's
-// longest-processing-time rule.) `already_bytes` has the bytes that each rank owned before; empty: none. Throws
+// Assigns each parameter, largest first, to the rank with the fewest bytes (the lowest such rank). `already_bytes` has
+// the bytes that each rank owned before. If it is empty, no rank exceeds the mean by more than one parameter. (Like
+// FairScale's OSS and torch.distributed's ZeroRedundancyOptimizer; Graham's longest-processing-time rule.) Throws
 // std::invalid_argument for world_size < 1.
 Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int world_size,
                              const std::vector<int64_t>& already_bytes = {});

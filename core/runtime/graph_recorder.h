@@ -43,7 +43,7 @@ std::unique_ptr<GraphRecorder> make_cuda_graph_recorder();
 
 // The host's part of a recorded step of an optimizer, which must outlive this object.
 struct RecordedStep {
-  // If a change since the recording has no effect on replays, returns the change as words of an error; otherwise "".
+  // Returns a change since the recording that replays would ignore, as words of an error; "" if there is none.
   std::function<std::string()> change;
   // Must be called before each replay, on its stream, with each `.grad` undefined or as recorded. Counts the step.
   // Writes step counts, learning rates and replaced states to the recorded memory, and does not wait for the device.

@@ -107,7 +107,7 @@ void start_ticking() noexcept {
   tick();  // the process may be stopped before the thread starts
   sigset_t all, before;
   sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // only the program's own threads handle signals
   try {
     std::thread(run).detach();
   } catch (const std::system_error&) {  // no thread can start: the clock then advances during stops too

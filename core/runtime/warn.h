@@ -4,9 +4,9 @@
 
 namespace tessera::internal {
 
-// Passes a warning to set_warning_handler()'s function. Without one, passes it to libtorch's warning handler if the
-// program has replaced that on this thread. Otherwise prints it to stderr while a group with
-// ProcessSetup::print_warnings exists. Does not throw. Thread-safe.
+// Passes a warning to set_warning_handler()'s function. Without such a function, passes it to libtorch's warning
+// handler if the program has replaced that handler on this thread. Otherwise prints the warning to stderr while a group
+// with ProcessSetup::print_warnings exists. Does not throw. Thread-safe.
 void warn(const std::string& text) noexcept;
 
 // Start, stop and report printing to stderr, for ProcessSetup::print_warnings. Thread-safe.

@@ -42,7 +42,7 @@ struct TracedRank {
 
 struct Input {
   fs::path path;
-  std::map<int64_t, TracedRank> sources;  // by "pid"
+  std::map<int64_t, TracedRank> sources;  // by "pid" of the events
 };
 
 TracedRank source_of(const ordered_json& event) {
@@ -132,7 +132,7 @@ class Merge {
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("name") == "tessera_trace") {
         const auto source = source_of(event);
-        // Ranks of a run that share a file each write such a line.
+        // Each rank of a run has one such line in all inputs, even if ranks share a file.
         const auto [holder, is_new] = holders_.try_emplace({source.run, source.rank}, path);
         if (!is_new) refuse_trace("rank ", source.rank, " of the same run is in ", holder->second, " already");
         input.sources[event.at("pid").get<int64_t>()] = source;

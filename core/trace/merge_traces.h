@@ -22,12 +22,12 @@ struct MergedClock {
 struct MergedTrace {
   std::vector<MergedClock> clocks;  // ordered by file, run and offset
   int64_t events = 0;               // number of events, without metadata events
-  std::vector<std::string> notes;   // about the inputs: "a.json: ends in a part of an event"
+  std::vector<std::string> notes;   // remarks on the inputs, such as "a.json: ends in a part of an event"
 };
 
 // Merges traces that TESSERA_TRACE wrote on several hosts into one: JSON for Perfetto and chrome://tracing, with times
-// on one clock from 0, and a process for each rank and run. Within a run, clocks are aligned by the offsets that init()
-// measured; runs are aligned by the Unix clocks of their reference ranks. Reads the inputs twice, line by line.
+// on one clock from 0, and a process for each rank and run. Aligns clocks of one run by the offsets that init()
+// measured, and runs by the Unix clocks of their reference ranks. Reads the inputs three times, line by line.
 //
 // Writes `out` atomically at the end; an existing file must be a merged trace, and is replaced. Throws
 // std::runtime_error, with file and line, if an input cannot be read, is no trace, is damaged other than by a missing

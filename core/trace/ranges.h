@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// A profiler's ranges of time, which it draws on a timeline. Thread-safe.
+// Receives ranges of time for a profiler, which draws them on a timeline. Thread-safe.
 class RangeSink {
  public:
   virtual ~RangeSink() = default;

@@ -68,7 +68,7 @@ std::string line_of(const ordered_json& event) {
   return line += '\n';
 }
 
-// Returns the first event of a rank: its clock, and the readings of several clocks at one moment.
+// Returns the first event of a rank, with the offset of its clock and the Unix and steady times of one moment.
 ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
   const auto unix_time = std::chrono::system_clock::now().time_since_epoch();
   return mark("tessera_trace", pid,
@@ -108,7 +108,7 @@ std::string Trace::new_run_id() {
 }
 
 Trace::Trace(std::string path) : path_(std::move(path)), process_(::getpid()), run_{new_run_id()} {
-  // The program's own threads handle signals.
+  // Blocks signals in the writer thread, so that the program's own threads handle them.
   sigset_t all, before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -8,7 +8,7 @@
 
 namespace tessera::internal {
 
-// The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, one event a line. The last line, "]", is
+// The file of TESSERA_TRACE: Chrome's trace events in the JSON array format, one event per line. The last line, "]", is
 // missing if a process was killed while it wrote:
 //
 //   [{"name":"tessera_trace","ph":"i","pid":0,...,"args":{"run":"5f..","rank":0,"host":"a","clock":"..",...}}
