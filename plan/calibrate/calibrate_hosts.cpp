@@ -26,27 +26,27 @@ struct Exchanged {
   double sent_bytes;
 };
 
-constexpr int kCalls = 15, kQuickCalls = 5;  // enough to average out a link's token bucket and packets
+constexpr int kCalls = 15, kQuickCalls = 5;  // timed calls: enough to average out the bursts of a rate-limited link
 
-// Returns the median of several calls, averaged over ranks.
+// Returns the median wall-clock time of several calls, averaged over the ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {
   std::vector<double> seconds;
   for (int i = 0; i < (timer.options().quick ? kQuickCalls : kCalls); ++i) seconds.push_back(timer.once_s(call));
   return timer.mean(median_of(std::move(seconds)));
 }
 
-// Returns a rank's processor time for a byte that it sends and receives.
+// Returns the processor time of a rank for each byte that it sends and receives, averaged over the ranks.
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});
   const double message_s = timer.seconds_of([&] { exchanged.start().wait(); });
   const double product_s = timer.seconds_of([&] { at::mm(x, x); });
-  constexpr double kOverlap = 1.5;  // products run this much longer than messages
+  constexpr double kOverlap = 1.5;  // the products take this many times as long as the messages
   const int products = static_cast<int>(std::ceil(kOverlap * message_s / product_s));
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };
-  // Measures in pairs, because on a slow link the effect is a small part of either time.
+  // Measures both times in pairs, because on a slow link their difference is a small part of either.
   std::vector<double> slower_s;
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
@@ -72,7 +72,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   if (options.threads < 1)
     throw std::invalid_argument("calibration with " + std::to_string(options.threads) +
                                 " threads a rank, expected 1 or more");
-  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // of rank 0
+  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // rank 0's values
   comm->broadcast(known, 0, "calibration").wait();
   const double within_machine_s = known[0].item<double>();
   if (!(known[1].item<double>() > 0))

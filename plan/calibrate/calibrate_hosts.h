@@ -8,13 +8,13 @@
 
 namespace tessera::internal {
 
-// Measures the link between the ranks of `comm`, each of which must be alone on its host: MachineSpeed::between_hosts,
-// and the processor time of a byte in tcp. The latter is the larger of the process's time and the slowdown of
-// concurrent matrix products, because the kernel's work on packets is charged to no process. `speed` is the result of
-// calibrate(); only rank 0's is used, and the result is equal on all ranks.
+// Measures MachineSpeed::between_hosts, and the processor time of a byte in `tcp`. Each rank of `comm` must be alone on
+// its host. The processor time is the larger of the process's own time and the slowdown of concurrent matrix products,
+// because the kernel's work on packets is charged to no process. `speed` must come from calibrate(); rank 0's `tcp` is
+// used. Returns `speed` with the two measured fields, which are equal on all ranks.
 //
-// Collective; runs on the CPU for some 10 s. Throws std::invalid_argument for a group of one rank, a machine without
-// tcp, and options that calibrate() refuses; also CommError. Sets the process's number of intra-operator threads.
+// Is collective and takes about 10 s. Throws std::invalid_argument for a group of one rank, a speed without `tcp` and
+// fewer than 1 thread; CommError if a collective fails. Sets the process's number of intra-operator threads.
 MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communicator>& comm,
                              const CalibrationOptions& options);
 

@@ -61,7 +61,7 @@ auto make_training(const TimedTraining& timed, const std::shared_ptr<Communicato
   ZeroOptions options{.stage = timed.stage};
   options.fsdp.auto_wrap = wrap_modules<DecoderBlockImpl>();
   const auto build = [&] {
-    static std::mutex mutex;  // ranks that are threads share torch's generator
+    static std::mutex mutex;  // the ranks are threads and share torch's generator
     const std::lock_guard lock(mutex);
     return Decoder(decoder_of(timed.model));
   };
@@ -77,7 +77,7 @@ void train_once(const TimedTraining& timed, Training& training) {
   training.step();
 }
 
-// Busy time of an unrecorded step: without its waits, or the thread's processor time.
+// Returns the busy time of an unrecorded step: processor time of the thread, or wall-clock time less waits.
 double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm, bool by_processor) {
   auto training = make_training(timed, comm);
   for (int i = 0; i < 2; ++i) train_once(timed, training);
@@ -96,7 +96,7 @@ double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicat
 
 using Samples = std::map<std::string, std::vector<TimedKernel>>;
 
-// A robust standard deviation of the logarithms of times.
+// Returns a robust standard deviation of the logarithms: the median distance to the median, scaled.
 double spread_of(std::vector<double> seconds) {
   const double middle = median_of(seconds);
   for (double& each : seconds) each = std::abs(std::log(std::max(each, 1e-9) / std::max(middle, 1e-9)));
@@ -104,8 +104,8 @@ double spread_of(std::vector<double> seconds) {
   return kOfNormal * median_of(std::move(seconds));
 }
 
-// The mean without the largest and the smallest. Some calls of a kernel take longer because its memory is new. That is
-// rare for one kernel but frequent in a step, so a sum of medians would be shorter than the step.
+// Returns the mean without the largest and the smallest value. A call with new memory takes longer. That is rare for
+// one kernel but frequent in a step, so a sum of medians would be shorter than the step.
 double mean_of_most(std::vector<double> seconds) {
   std::ranges::sort(seconds);
   const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;
@@ -113,8 +113,8 @@ double mean_of_most(std::vector<double> seconds) {
   return sum / static_cast<double>(std::ssize(seconds) - 2 * dropped);
 }
 
-// Adds a step's kernels, each by its mean over the steps (by wall clock, the median); returns their number and seconds.
-// Steps from the second on call equal kernels.
+// Adds one sample for each kernel of a step: the mean of its processor times over the steps, or the median of its
+// wall-clock times. Returns the number of kernels and their total seconds. From step 2 on, steps call equal kernels.
 std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor, Samples& samples,
                                       std::vector<double>& spreads) {
   std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);
@@ -141,8 +141,8 @@ struct Explained {
   double busy_s, kernels_s, operators;
 };
 
-// Fits two numbers to all trainings: the factor for kernels, which recording slows down, and the seconds of an operator
-// outside its kernel. Minimizes relative errors of busy = factor * kernels + between * operators.
+// Returns two numbers that fit all trainings: a factor for kernels, which recording slows down, and the seconds of an
+// operator outside its kernel. Minimizes the relative errors of busy = factor * kernels + between * operators.
 std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
   for (const auto& [busy_s, kernels_s, operators] : trainings) {
@@ -155,14 +155,14 @@ std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   return {(k - ko * between_s) / kk, between_s};
 }
 
-// Samples merged into one point.
+// One point of a curve; `count` is the number of bins that were merged into it.
 struct Pool {
   double amount, seconds, count;
 };
 
-// Returns one point for each quarter octave: the median of its samples. If more work took less time (other shapes,
-// strides, noise), merges both points into their mean. So a slow point does not slow all larger ones. Work below the
-// smallest sample takes as long as that sample.
+// Returns a curve with one point for each quarter octave of work: the medians of its samples. If more work took less
+// time (other shapes, strides or noise), merges the two points into their geometric mean, so that one slow point does
+// not slow all larger ones. Work below the smallest point takes as long as that point.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;
@@ -188,17 +188,17 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) 
   return SpeedCurve(std::move(points));
 }
 
-// Returns the FLOP equivalent of a byte from a least-squares plane through all kernels, by relative errors: seconds = a
-// + b FLOP + c bytes; 0 if more bytes do not take more time.
+// Returns the FLOP that take as long as one byte: c / b of seconds = a + b * FLOP + c * bytes. Fits a, b and c with the
+// least squares of relative errors over all kernels. Returns 0 unless b and c are above 0.
 double flop_per_byte_of(const std::vector<TimedKernel>& kernels) {
   std::vector<double> rows;
   for (const auto& [flop, bytes, seconds] : kernels)
     for (const double coefficient : {1.0, flop, bytes}) rows.push_back(coefficient / std::max(seconds, 1e-9));
   const auto count = static_cast<int64_t>(kernels.size());
   const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3});
-  const at::Tensor scale = a.norm(2, {0}, false);  // scales the columns
+  const at::Tensor scale = a.norm(2, {0}, false);  // norms of the columns, to scale them
   const at::Tensor ones = at::ones({count, 1}, at::kDouble);
-  // Solves the normal equations with a small ridge, because all shapes may be alike and the plane then is not unique.
+  // Solves the normal equations with a small ridge: if all shapes are alike, the solution is not unique.
   constexpr double kRidge = 1e-9;
   const at::Tensor scaled = a / scale;
   const at::Tensor square = scaled.t().mm(scaled) + kRidge * at::eye(3, at::kDouble);
@@ -245,7 +245,7 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   for (size_t i = 0; i < trainings.size(); ++i) {
     const TimedTraining& timed = trainings[i];
     double busy_s = busy_seconds(timed, comm, by_processor);
-    // Subtracts the exchanges, but at most half of busy_s, so that the rest can still explain the operators.
+    // Subtracts the processor time of collectives, but at most half of busy_s, so that time is left for the operators.
     double exchanged_s = 0;
     for (const RecordedCollective& each : collectives[i])
       exchanged_s += by_processor ? work_of(each).seconds(*link) : 0;

@@ -14,7 +14,7 @@
 namespace tessera::internal {
 namespace {
 
-// By Collective::Kind.
+// Indexed by Collective::Kind.
 constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
                                            "reduce",     "scatter",        "all-reduce", "all-to-all"};
 
@@ -22,7 +22,7 @@ char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// Copies this rank's part `from` to each rank's place in `to`, up to that place's length.
+// Copies this rank's part `from` to the place of each rank in `to`, up to the length of that place.
 void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
   int64_t begin = 0;
   for (const int64_t count : counts) {
@@ -32,7 +32,7 @@ void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int6
   }
 }
 
-// Copies elements of the concatenated pieces, from `begin` on, to `to`.
+// Fills `to` with elements of the concatenated `pieces`, from element `begin` on.
 void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int64_t begin) {
   int64_t done = 0;
   for (const at::Tensor& piece : pieces) {
@@ -43,14 +43,14 @@ void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int6
   }
 }
 
-// Returns the rank that receives all of a reduce-scatter, which then costs as much as a reduce; otherwise -1.
+// If one rank receives all of a reduce-scatter, returns it: the cost is that of a reduce. Otherwise returns -1.
 int only_receiver(const Collective& collective) {
   if (collective.kind != Collective::kReduceScatter || collective.numel == 0) return -1;
   const auto all = std::ranges::find(collective.counts, collective.numel);
   return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
 }
 
-// Completes at once. Records the wait, which limits the overlap.
+// An operation that is complete from the start. Records the wait, because it limits the predicted overlap.
 class WaitedOperation : public AsyncOperation {
  public:
   WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
@@ -87,7 +87,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
   for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
 }
 
-// As in gloo: shared rounds carry small operations, which are not lazy.
+// As under gloo, an operation is lazy if it is too large for a shared round, and all ranks share memory.
 bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
@@ -159,7 +159,7 @@ void CountingCommunicator::fill(const Collective& collective) const {
       } else if (full.defined() && shard.numel() > 0) {
         std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
       } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
-        recorder->make_void(shard);  // no rank sends it
+        recorder->make_void(shard);  // a scatter of another rank, which does not exist
       }
       if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
       break;

@@ -27,10 +27,10 @@ int checked_steps(int steps) {
 
 }  // namespace
 
-// Simulates communication, and restores the random generator.
+// Removes data and the allocator's fill of new memory during the run, and restores the random generator at its end.
 struct RunScope::Without {
-  // Deterministic algorithms make libtorch fill new memory, by a process-wide switch, but here memory is only
-  // addresses.
+  // Switches off the fill of new memory, which libtorch does with deterministic algorithms: here memory is only
+  // addresses. The switch is process-wide.
   class UnfilledScope {
    public:
     UnfilledScope() {

@@ -26,8 +26,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// make() returns the module; run_backward(training) runs forward and backward, and keeps the outputs alive until the
-// end.
+// Returns a dry run of a training by `choice`. make() returns the module. run_backward(training) runs forward and
+// backward, and must keep the outputs alive until backward has ended.
 template <class Make, class RunBackward>
 PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, const WrapPolicy& units, Make make,
                       RunBackward run_backward) {
@@ -52,7 +52,7 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
   return result;
 }
 
-// In stages 0 to 2 bfloat16 is libtorch's autocast, around forward and loss.
+// Begins libtorch's autocast if `choice` has bfloat16 in stages 0 to 2. It must cover forward and the loss.
 void enter(std::optional<Autocast>& scope, const TrainingChoice& choice) {
   if (choice.bf16 && choice.stage < 3) scope.emplace(at::kCPU, at::kBFloat16);
 }
@@ -99,7 +99,7 @@ bool is_position(const std::string& name) {
   return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
-// The classes of the outermost numbered modules with parameters, if there are at least two of a class.
+// Returns classes of the outermost modules that have a number as their name, and parameters: classes of at least two.
 std::vector<std::string> repeated_classes(ExportedModule& model) {
   std::map<std::string, int> counts;
   std::string within = " ";
@@ -116,7 +116,7 @@ std::vector<std::string> repeated_classes(ExportedModule& model) {
   return classes;
 }
 
-// The output to train, and its name.
+// Returns the output to train, and its name. Throws std::invalid_argument if no output depends on parameters.
 std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
   if (outputs.is_dict() && outputs.has("loss") && outputs["loss"].is_tensor())
     return {outputs["loss"].tensor(), "the output 'loss'"};
@@ -158,7 +158,7 @@ class PlannedArchive : public PlannedModel {
     const auto make = [&] {
       if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
       auto model = load(choice.checkpointed);
-      // Reading the archive wrote to pages, which then use memory. Clones have no values, and free these pages.
+      // Reading the archive wrote to pages, which then use memory. Clones have no values, and the pages are freed.
       for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().clone());
       return model;
     };
@@ -191,7 +191,7 @@ class PlannedArchive : public PlannedModel {
   WrapPolicy layer_policy() const { return layers_.empty() ? WrapPolicy() : wrap_classes(layers_); }
   std::shared_ptr<ExportedModule> load(bool checkpointed) const {
     ExportedOptions options;
-    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // for an export on meta
+    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // for exports on meta
     if (checkpointed) options.checkpointed = layer_policy();
     return load_exported(archive_, options);
   }

@@ -36,7 +36,7 @@ struct Table {
   std::mutex mutex;
   std::map<uintptr_t, Entry> entries;
 
-  Entry* find(const void* data) {  // needs the lock
+  Entry* find(const void* data) {  // the caller must hold `mutex`
     const auto address = reinterpret_cast<uintptr_t>(data);
     auto after = entries.upper_bound(address);
     if (after == entries.begin()) return nullptr;
@@ -115,7 +115,7 @@ void install_allocator() {
   });
 }
 
-// Null for a tensor without memory, for example of a sharded unit.
+// Returns the address of a tensor's memory; null if it has none, such as a parameter of a resharded unit.
 const void* memory_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.device().is_cpu()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get();
@@ -125,7 +125,7 @@ const void* memory_of(const at::Tensor& tensor) {
 
 std::shared_ptr<Recorder> Recorder::make(bool with_data) {
   install_allocator();
-  require_residency();  // creates a tensor, once in a process
+  require_residency();  // its first call in a process creates a tensor
   std::shared_ptr<Recorder> recorder(new Recorder(with_data));
   recorder->set_unit("");
   recorder->record_.modules.emplace_back();
@@ -177,8 +177,8 @@ void Recorder::set_module_of(const at::Tensor& tensor) {
 
 int Recorder::module_now() {
   const auto node = torch::autograd::get_current_node();
-  // In forward, the node of the called operator gets the sequence number before the next one. Recomputation for
-  // backward runs inside a node and creates new nodes.
+  // In forward, autograd has created the operator's node just before, so the node has the last sequence number.
+  // Recomputation for backward runs inside a node but also creates nodes, so it counts as forward.
   if (!node || c10::GradMode::is_enabled()) {
     const uint64_t next = at::sequence_number::peek();
     if (c10::GradMode::is_enabled() && next > 0) module_of_node_.try_emplace(next - 1, module_);

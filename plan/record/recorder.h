@@ -16,20 +16,20 @@
 
 namespace tessera::internal {
 
-// Records the memory of the tensors that one thread creates, and produces a RunRecord. Active while it is that thread's
-// current recorder. The first recorder of a process installs an allocator permanently; no other thread may create
-// tensors meanwhile. Blocks may be freed by any thread, also after the recording.
+// Records the memory of the tensors that one thread creates, and produces a RunRecord. Records while it is the thread's
+// current recorder. The first recorder of a process permanently installs an allocator. Other threads must not create
+// tensors during the installation. Any thread may free recorded blocks, also after the recording.
 //
-// Without data, blocks of kMappedBytes or more are only addresses: pages that read as zeros and use memory only if code
-// that bypasses the dispatcher writes to them. Each block records whether its values are valid or void.
+// Without data, blocks of kMappedBytes or more are mapped pages: they read as zeros, and use memory only once they are
+// written to. Each block is marked as valid or void; a void block has no values.
 class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   static constexpr size_t kMappedBytes = size_t{64} << 10;
-  // smaller floating-point tensors have values until a void one is written to them
+  // Floating-point tensors of at most these bytes have values until a void tensor is written to them.
   static constexpr int64_t kSmallBytes = 4096;
 
   static std::shared_ptr<Recorder> make(bool with_data);
-  static Recorder* current();  // null: none
+  static Recorder* current();  // null if the thread has none
 
   class Current {  // sets the thread's recorder; throws std::logic_error if one is set
    public:
@@ -50,9 +50,9 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // page) and its bytes there.
   void name_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters);
 
-  // Called by the operators' fallback.
+  // Called by the dispatcher's fallback in dry_operators.cpp.
   void set_unit(const std::string& name);
-  void set_module_of(const at::Tensor& tensor);  // if it is a named parameter or a view of one
+  void set_module_of(const at::Tensor& tensor);  // a no-op unless it is a named parameter or a view of one
   void begin_operator(std::string name);
   void end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds, double processor_s);
   void read_value(const std::string& operation);
@@ -60,13 +60,13 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   size_t add_collective(RecordedCollective collective);  // returns its index in the record, for add_wait()
   void add_wait(size_t collective);                      // a no-op once the record is finished
   void end_step();
-  RunRecord finish();  // Call once, before freeing the tensors that count as left at the end.
+  RunRecord finish();  // Must be called once, while the tensors that outlive the last step exist.
 
-  // Return whether a tensor's values are void, and mark them void.
+  // is_void() returns whether a tensor's values are void. make_void() marks them void.
   static bool is_void(const at::Tensor& tensor);
   void make_void(const at::Tensor& tensor);
 
-  // Called by the allocator.
+  // Called by the allocator. allocated() returns the number of the block.
   int64_t allocated(int64_t bytes);
   void freed(int64_t block);
 
@@ -78,39 +78,39 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     MemoryKind kind = MemoryKind::kUnknown;
     int step = 0;
     bool in_backward = false;
-    int64_t made_at = 0, freed_at = -1;  // events; -1: never
-    int64_t operator_made = -1;          // the operator that created it; -1: none
+    int64_t made_at = 0, freed_at = -1;  // indices in events_; -1: never freed
+    int64_t operator_made = -1;          // operators called when it was allocated, with its own; -1: outside of one
     bool is_scratch = false;
   };
   struct Event {
     int64_t block;
     bool is_made;
-    size_t operators;  // called before
+    size_t operators;  // operators called before the event
   };
   void decide_kinds();
-  int module_now();  // of the operator that begins
+  int module_now();  // returns the module of the operator that begins
   struct NamedParameter {
-    int64_t begin, end;  // in bytes of the storage
+    int64_t begin, end;  // byte offsets in the storage
     int module;
   };
 
   const bool has_data_;
-  std::mutex mutex_;  // blocks are freed by any thread
+  std::mutex mutex_;  // any thread may free blocks
   std::vector<Block> blocks_;
   std::vector<Event> events_;
-  std::vector<int64_t> backwards_;   // events at which a backward begins
-  std::vector<int64_t> steps_ends_;  // events
+  std::vector<int64_t> backwards_;   // indices in events_ at which a backward begins
+  std::vector<int64_t> steps_ends_;  // indices in events_ at which a step ends
   std::map<std::string, int> unit_numbers_;
   RunRecord record_;
-  std::map<const void*, std::vector<NamedParameter>> named_;  // by storage, then by begin
-  std::map<uint64_t, int> module_of_node_;                    // by autograd's sequence number
+  std::map<const void*, std::vector<NamedParameter>> named_;  // by storage; sorted by `begin`
+  std::map<uint64_t, int> module_of_node_;                    // by the sequence number of an autograd node
   int unit_ = 0;
   int module_ = 0;
   int step_ = 0;
   bool was_in_backward_ = false;
   bool inside_operator_ = false;
   bool is_finished_ = false;
-  std::set<const void*> void_outside_;  // void memory of other allocators
+  std::set<const void*> void_outside_;  // addresses of void memory of other allocators
 };
 
 }  // namespace tessera::internal

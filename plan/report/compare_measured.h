@@ -13,13 +13,13 @@ namespace tessera::internal {
 // Data for a page that compares a real run with the predicted one.
 
 // Returns {"total_ms", "wait_ms", "steps", "lanes": as lanes_of(), "differences": [{"name", "predicted_ms",
-// "measured_ms", "is_large"}]}. Differences are of compute by unit and direction without its waits, of collectives, and
-// of waits; at most 12, the largest first. A large one exceeds a twentieth of the step.
+// "measured_ms", "is_large"}]}. Compares compute by unit and direction (without waits), collectives, and waits. The 12
+// largest differences come first to last. A large difference exceeds a twentieth of the step.
 nlohmann::json measured_time_of(const StepTime& predicted, const MeasuredStep& measured);
 
-// Returns {"peak", "points": bytes at those operators, "differences": [{"begin", "end", "name", "text"}], "other_at"}.
-// A difference is a stretch of operators after which bytes of some kind differ; "other_at" is the first operator that
-// differs, or -1.
+// Returns {"peak", "points": measured bytes after the operators `points`, "differences": [{"begin", "end", "name",
+// "text"}], "other_at"}. A difference is a range of operators after which the bytes of a kind differ. "other_at" is the
+// index of the first operator with another name, or -1.
 nlohmann::json measured_memory_of(const RunRecord& predicted, const RunRecord& measured,
                                   const std::vector<size_t>& points);
 

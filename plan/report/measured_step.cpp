@@ -13,7 +13,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// A line of the trace with a rank and a duration.
+// An event of one rank in the trace that has a duration.
 struct Span {
   std::string category, name, operation;
   double begin_s = 0, end_s = 0;
@@ -50,8 +50,8 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   return spans;
 }
 
-// Returns the ends of optimizer steps. Optimizer spans without a forward or backward between them are one step.
-// Reductions mark no end: each backward of an accumulation may reduce.
+// Returns the times at which optimizer steps end. Optimizer spans without compute between them are one step. A
+// reduction does not end a step, because each backward of a gradient accumulation may reduce.
 std::vector<double> ends_of_steps(const std::vector<Span>& spans) {
   std::vector<double> ends;
   bool has_computed = true;
@@ -80,7 +80,7 @@ MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
   if (ends.size() < 3)
     refuse_trace(trace, "has " + std::to_string(ends.size()) + " steps of rank " + std::to_string(rank) +
                             ", expected 3 or more, of which the first does not count");
-  std::vector<std::pair<double, size_t>> steps;  // seconds, and index of the end
+  std::vector<std::pair<double, size_t>> steps;  // seconds, and index of the step's end in `ends`
   for (size_t i = 1; i < ends.size(); ++i) steps.emplace_back(ends[i] - ends[i - 1], i);
   const auto middle = steps.begin() + static_cast<std::ptrdiff_t>(steps.size() / 2);
   std::ranges::nth_element(steps, middle);
@@ -92,7 +92,7 @@ MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
     if (span.end_s <= begin || span.end_s > end) continue;
     MeasuredInterval each{.name = span.name, .begin_s = span.begin_s - begin, .end_s = span.end_s - begin};
     if (span.category == "optimizer") {
-      if (span.end_s <= optimizer_until) continue;  // inside another one
+      if (span.end_s <= optimizer_until) continue;  // inside an earlier optimizer span
       optimizer_until = span.end_s;
       each.name = "optimizer";
     } else if (span.category == "compute") {

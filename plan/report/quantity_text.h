@@ -8,19 +8,19 @@
 
 namespace tessera::internal {
 
-// Parses a number with a unit, a key of `units`, with optional spaces; with is_speed an optional "/s" or "ps" after it.
-// Returns it in the unit of factor 1, or nullopt if the text has another form or the value is negative or not finite.
+// Parses a number and a unit that is a key of `units`; with `is_speed`, "/s" or "ps" may follow. Returns the number
+// times the unit's factor, or nullopt if the text has another form or the number is negative or not finite.
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed = false);
 
-// The unit for a table whose largest value is most_bytes: MiB, or GiB from 4 GiB on.
+// unit_for() returns the unit for a table whose largest value is `most_bytes`: MiB, or GiB from 4 GiB on.
 struct ByteUnit {
   const char* name;
   double bytes;
 };
 ByteUnit unit_for(int64_t most_bytes);
 
-// "1 rank", "2 ranks"
+// Returns a number with a noun, in the plural unless the number is 1: "1 rank", "2 ranks".
 std::string counted(int64_t number, const std::string& noun);
 
 }  // namespace tessera::internal

@@ -7,43 +7,43 @@
 
 namespace tessera::internal {
 
-// The messages of a collective in core/comm/gloo/gloo_communicator.cpp, where each rank sends to each other one. Used
-// to predict times on CPUs.
+// The messages of a collective in core/comm/gloo/gloo_communicator.cpp, which sends directly from each rank to each
+// other rank. Used to predict times on CPUs.
 struct CollectiveFlow {
-  int exchanges = 1;              // sequential, each with a wait; at most 2
-  double message_bytes[2]{};      // of each exchange, to each other rank
-  bool first_is_rooted = false;   // in the first exchange one rank sends to all others
-  bool first_is_to_root = false;  // or receives from them
-  double sum_bytes = 0;           // bytes received in the first exchange that the wait adds up
+  int exchanges = 1;              // sequential exchanges, each with a wait; 1 or 2
+  double message_bytes[2]{};      // of a message to one other rank, by exchange
+  bool first_is_rooted = false;   // in the first exchange, one rank sends to all others
+  bool first_is_to_root = false;  // in the first exchange, one rank receives from all others
+  double sum_bytes = 0;           // received bytes that a rank adds up in the first wait
   bool only_root_sums = false;
 
-  // Returns whether a message is sent between two ranks, one of which may be the root.
+  // Returns whether an exchange has a message from one rank to another. The flags say whether a rank is the root.
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
 // Throws std::invalid_argument for an unknown operation. The group must have two ranks or more.
 CollectiveFlow flow_of(const RecordedCollective& collective);
 
-// Returns the group of `rank` that corresponds to the recorded `members`, in their order: the recorded group if `rank`
-// is in it. Otherwise the recorded group must be a row or column of a grid, and the result is the one with `rank`.
-// Throws std::invalid_argument if it is not.
+// Returns the group in which `rank` runs the collective, in the order of the recorded `members`. If `rank` is in the
+// recorded group, returns that group. Otherwise the group must be a row or column of a grid: returns the row or column
+// that has `rank`. Throws std::invalid_argument for other groups.
 std::vector<int> group_of(const RecordedCollective& collective, int rank);
 
-// The mean work of a collective on a processor, for each rank within a host: operations started, bytes copied, bytes
-// added up.
+// The processor time of a collective within a host, as counts: started operations, copied bytes and bytes added up.
+// Each is a mean over the ranks.
 struct CollectiveWork {
   double operations = 0, copied_bytes = 0, summed_bytes = 0;
 
-  // LinkSpeed's time of a reduced byte includes its copy.
+  // Returns the seconds on a link. LinkSpeed's time of a reduced byte includes the copy of the byte.
   double seconds(const LinkSpeed& link) const;
 };
-// Throws like flow_of(). Zero for a group of one.
+// Returns zeros for a group of one rank. Throws like flow_of().
 CollectiveWork work_of(const RecordedCollective& collective);
 
-// Number of LinkSpeed::latency_s in each exchange: log2 of the group's size, rounded up.
+// Returns the number of LinkSpeed::latency_s in each exchange: log2 of the group's size, rounded up.
 int latencies_of(const RecordedCollective& collective);
 
-// Seconds to add up a byte, without its copy; 0 if unknown.
+// Returns the seconds to add up a byte, without its copy; 0 if a speed is unknown.
 double sum_s_per_byte(const LinkSpeed& link);
 
 }  // namespace tessera::internal

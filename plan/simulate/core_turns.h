@@ -10,9 +10,9 @@
 
 namespace tessera::internal {
 
-// Simulates threads that share the cores of a host. A thread alternates between bursts of work and sleep. The ready
-// thread with the least time on cores runs first; it yields after a time slice if others wait. Sleeping earns no
-// credit. A simplified Linux scheduler: all threads and all cores are alike, and switches are free.
+// Simulates threads that share the cores of a host, with a simplified Linux scheduler. A thread alternates between
+// bursts of work and sleep. The ready thread with the least time on cores runs first. It yields after a time slice if
+// other threads are ready. Sleep gains at most one slice. All threads and all cores are alike, and switches are free.
 //
 // Must be used by one thread. Time is in seconds from 0.
 class CoreTurns {
@@ -20,30 +20,30 @@ class CoreTurns {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   static constexpr double kSliceSeconds = 3e-3;  // Linux's time slice while other threads wait
 
-  // Starts with `threads` sleeping threads on `cores` cores, 1 or more. Calls go_on(thread) at the end of its burst or
-  // sleep; go_on() must call burst() or sleep() for that thread.
+  // Starts with `threads` sleeping threads on `cores` cores, 1 or more. Calls go_on(thread) when a burst or sleep of
+  // the thread ends. go_on() must call burst() or sleep() for that thread.
   CoreTurns(size_t threads, int cores, std::function<void(size_t thread)> go_on);
 
   double now_s() const { return now_s_; }
   bool sleeps(size_t thread) const { return threads_[thread].state == State::kAsleep; }
   // Starts a burst of work as soon as a core is free.
   void burst(size_t thread, double seconds);
-  // Releases the core, at most until `until_s`.
+  // Releases the thread's core. The thread sleeps until `until_s`, or until an earlier wake().
   void sleep(size_t thread, double until_s = kNever);
-  // If the thread sleeps, wakes it at `at_s` or earlier.
+  // If the thread sleeps, wakes it at `at_s`, unless it wakes earlier anyway. Otherwise a no-op.
   void wake(size_t thread, double at_s);
 
-  // Advances time to the next event. Throws std::logic_error if there is none.
+  // Advances time to the next event. Throws std::logic_error if no event can come.
   void advance();
 
  private:
   enum class State : uint8_t { kAsleep, kReady, kRunning };
   struct Thread {
     State state = State::kAsleep;
-    double left_s = 0;   // of its burst, if ready
-    double taken_s = 0;  // time on cores, until it last got one
+    double left_s = 0;   // seconds left of its burst, if kReady
+    double taken_s = 0;  // seconds on cores, up to its last switch
     double wakes_s = kNever;
-    double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // set while it runs
+    double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // set if kRunning
   };
   using Order = std::set<std::pair<double, size_t>>;
 
@@ -55,9 +55,9 @@ class CoreTurns {
   const std::function<void(size_t)> go_on_;
   double now_s_ = 0;
   std::vector<Thread> threads_;
-  Order ready_;          // by time on cores
-  Order ends_, slices_;  // ends of bursts and slices, of running threads
-  Order sleepers_;       // with a wake-up time
+  Order ready_;          // ready threads, by their time on cores
+  Order ends_, slices_;  // running threads, by the end of their burst and of their slice
+  Order sleepers_;       // sleeping threads with a wake-up time, by that time
 };
 
 }  // namespace tessera::internal

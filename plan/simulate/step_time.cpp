@@ -34,7 +34,7 @@ class Simulation {
           break;
       }
     }
-    enter(step_);  // has no effect unless the step is empty
+    enter(step_);  // a no-op unless the step has no actions
     result_.total_s = now_ - began_;
     result_.exposed_s = result_.total_s - result_.compute_s;
     result_.processor_s = result_.compute_s;
@@ -46,7 +46,7 @@ class Simulation {
   }
 
  private:
-  // Begins the step at its first action.
+  // Records the begin of the predicted step at its first action.
   void enter(int step) {
     if (step != step_ || has_begun_) return;
     has_begun_ = true;
@@ -77,7 +77,7 @@ class Simulation {
         {op.name, Lane::kCompute, begin, now_, unit < record_.units.size() ? record_.units[unit] : "", op.in_backward});
   }
 
-  // Advances by `work_s` seconds of work, which takes longer during communication.
+  // Advances time by `work_s` seconds of compute, which takes longer during communication.
   void advance(double work_s) {
     std::erase_if(busy_, [&](const auto& interval) { return interval.second <= now_; });
     while (work_s > 0) {
@@ -105,12 +105,12 @@ class Simulation {
   const RunRecord& record_;
   const MachineSpeed& speed_;
   const int step_;
-  std::vector<double> ends_;  // by collective; 0: complete before the first step
-  double now_ = 0;            // of compute
+  std::vector<double> ends_;  // ends of collectives; 0: complete before the first step
+  double now_ = 0;            // time that compute has reached
   double began_ = 0;
   bool has_begun_ = false;
   std::array<double, kLanes> free_at_{};
-  std::vector<std::pair<double, double>> busy_;  // communication that may be in flight
+  std::vector<std::pair<double, double>> busy_;  // begin and end of collectives that may still run
   StepTime result_;
 };
 
