@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 // ---- zip ----------------------------------------------------------------------------------------
-// APPNOTE.TXT of PKWARE, sections 4.3 and 4.5.3.
+// The format is that of PKWARE's APPNOTE.TXT, sections 4.3 and 4.5.3.
 
 namespace {
 
@@ -23,7 +23,7 @@ constexpr size_t kLocalHeaderBytes = 30, kCentralHeaderBytes = 46, kEndBytes = 2
                  kLocator64Bytes = 20, kMaxCommentBytes = 65535;
 constexpr uint64_t kMaxMembers = 1'000'000;
 
-// Reads numbers at offsets of an archive that may be too short.
+// Reads numbers and parts of an archive at offsets. Throws if the archive is too short.
 class ZipReader {
  public:
   ZipReader(const ReadBytes& read, int64_t bytes, const std::string& where)
@@ -33,7 +33,7 @@ class ZipReader {
   Number number(uint64_t at) {
     return little_endian<Number>(part(at, sizeof(Number)));
   }
-  // The view is valid until the next read.
+  // Returns `count` bytes at offset `at`. The view is valid until the next read.
   std::string_view part(uint64_t at, uint64_t count) {
     require(at, count);
     if (at < window_begin_ || at + count > window_begin_ + window_.size()) {
@@ -75,7 +75,7 @@ Directory find_directory(ZipReader& zip) {
   if (zip.bytes() < kEndBytes) zip.refuse("it is too short to be a zip archive");
   uint64_t end = zip.bytes() - kEndBytes;
   const uint64_t first = end > kMaxCommentBytes ? end - kMaxCommentBytes : 0;
-  zip.part(first, zip.bytes() - first);  // reads the directory at once
+  zip.part(first, zip.bytes() - first);  // reads the end of the archive in one piece
   while (zip.number<uint32_t>(end) != kEnd) {
     if (end == first) zip.refuse("it is not a zip archive, or is truncated: it has no end of a directory");
     --end;
@@ -98,7 +98,7 @@ struct CentralEntry {
   uint32_t crc32 = 0;
 };
 
-// Reads the numbers that exceed 32 bits, which the extra field has in this order.
+// Replaces numbers that exceed 32 bits by those of the extra field, which are in this order.
 void read_zip64(ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);
@@ -174,7 +174,7 @@ File open_archive(const std::filesystem::path& path) {
   });
 }
 
-constexpr int64_t kReadAtOnce = 1 << 18;  // small enough to be in the cache when its checksum is computed
+constexpr int64_t kReadAtOnce = 1 << 18;  // a piece this small is in the cache when its checksum is computed
 
 // Reads a member in pieces, each to place_of(its offset in the member). Returns the CRC-32.
 template <class PlaceOf>

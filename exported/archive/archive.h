@@ -24,16 +24,16 @@ struct ArchiveMember {
 // Reads exactly `bytes` bytes at `position`, or throws.
 using ReadBytes = std::function<void(void* to, int64_t bytes, int64_t position)>;
 
-// Returns the members of a zip archive, zip64 included. They must be uncompressed and unencrypted, as torch.save and
-// torch.export write them, with unique names, inside the archive and without overlap. Otherwise throws ExportedError
-// that starts with `where`.
+// Returns the members of a zip archive (or zip64). Members must be uncompressed and unencrypted, as torch.save and
+// torch.export write them. They must have unique names, be inside the archive, and not overlap. Otherwise throws
+// ExportedError, whose text starts with `where`.
 std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t archive_bytes, const std::string& where);
 
 // An open archive. Reads are complete or throw ExportedError that names the file. The file is not memory-mapped: if
-// another process truncated it, an access would end this process by SIGBUS. Thread-safe.
+// another process truncated it, an access would end this process by SIGBUS. Is thread-safe.
 class ArchiveFile {
  public:
-  // Opens a regular file; follows symbolic links, of which the caches of model hubs consist. Throws ExportedError.
+  // Opens a regular file. Follows symbolic links, because caches of model hubs use them. Throws ExportedError.
   explicit ArchiveFile(const std::filesystem::path& path);
 
   int64_t bytes() const { return file_.bytes(); }
@@ -41,17 +41,17 @@ class ArchiveFile {
   // Reads a whole member, and compares it with its CRC-32 if `is_checked`. Throws ExportedError that names the member
   // if it is damaged.
   void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
-  // Reads a whole member and compares it with its CRC-32, once.
+  // Compares a whole member with its CRC-32, unless an earlier call did. Throws ExportedError if it is damaged.
   void check_member(const ArchiveMember& member, const std::string& name);
 
  private:
   const File file_;
   std::mutex mutex_;
-  std::set<int64_t> checked_;  // beginnings
+  std::set<int64_t> checked_;  // offsets of members that check_member() has compared
 };
 
-// An archive of torch.export (.pt2): a zip of JSON and raw tensors. Untrusted: verifies that every member is inside the
-// file.
+// An archive of torch.export (.pt2): a zip archive of JSON and raw tensors. The file is not trusted: verifies that
+// every member is inside it.
 class Archive {
  public:
   // Throws ExportedError if the file is not such an archive.
@@ -63,7 +63,7 @@ class Archive {
   const ArchiveMember& member(const std::string& name) const;
   // Returns the bytes of a member. Throws ExportedError if its CRC-32 does not match.
   std::string text(const std::string& name) const;
-  // Names of members with this prefix and suffix.
+  // Returns the names of members with this prefix and suffix.
   std::vector<std::string> names(const std::string& prefix, const std::string& suffix) const;
   const std::shared_ptr<ArchiveFile>& file() const { return file_; }
 

@@ -14,7 +14,7 @@ using nlohmann::json;
 
 namespace {
 
-// Nested graphs are nested deeper than a checkpoint's manifest.
+// The JSON of nested graphs is deeper than the manifest of a checkpoint.
 constexpr int kMaxArchiveDepth = 400;
 
 [[noreturn]] void refuse_field(const char* name, const std::string& reason) {

@@ -21,13 +21,13 @@ std::string text_field(const nlohmann::json& object, const char* name);
 int64_t int_field(const nlohmann::json& object, const char* name);
 bool bool_field(const nlohmann::json& object, const char* name);
 
-// Parses a member of an archive; `where` starts messages.
+// Parses a member of an archive. Throws ExportedError, whose text starts with `where`.
 nlohmann::json parse_archive_json(std::string_view text, const std::string& where);
 
 // Convert a value. Throw ExportedError if it has another type.
 int64_t int_of(const nlohmann::json& value);
 bool bool_of(const nlohmann::json& value);
-double double_of(const nlohmann::json& value);  // also "Infinity", "-Infinity" and "NaN"
+double double_of(const nlohmann::json& value);  // also accepts "Infinity", "-Infinity" and "NaN"
 std::string text_of(const nlohmann::json& value);
 
 // A union of the schema: an object with one field, whose name is the kind: {"as_int": 3}.
@@ -37,7 +37,7 @@ struct Alternative {
 };
 Alternative alternative_of(const nlohmann::json& value);
 
-// torch.export has its own enumerations. Layouts and memory formats are returned as libtorch's numbers.
+// Convert numbers of torch.export's own enumerations. Layouts and memory formats are returned as libtorch's numbers.
 at::ScalarType dtype_of_export(const nlohmann::json& value);
 int64_t layout_of_export(const nlohmann::json& value);
 int64_t memory_format_of_export(const nlohmann::json& value);

@@ -18,19 +18,19 @@ struct ExportedModes {
   std::map<std::string, std::string> fixed;  // modules ("": the root) that cannot be switched, with the reason
 };
 
-// Facts about a model that tools/export_model.py stores (extra/tessera.json) and torch.export does not. Other tools'
-// archives have none, older ones have some.
+// Facts about a model that tools/export_model.py stores (extra/tessera.json) and torch.export does not. Archives of
+// other tools have no such facts. Older archives have some of them.
 struct ExportRecord {
-  // Groups of names of one tensor; nullopt if unknown.
+  // Groups of names; each group names one tensor. nullopt if unknown.
   std::optional<std::vector<std::vector<std::string>>> ties;
   // Inputs that Python's forward() takes by position, in order.
   std::vector<std::string> positional;
-  // The gradients of the decomposed program were compared with the model's.
+  // Whether tools/export_model.py compared the gradients of the decomposed program with those of the model.
   bool has_checked_gradients = false;
 
   std::optional<ExportedModes> modes;
 
-  // Throws ExportedError.
+  // Returns the facts in an archive; without extra/tessera.json, the defaults. Throws ExportedError if it is damaged.
   static ExportRecord read(const Archive& archive);
 };
 

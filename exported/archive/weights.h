@@ -26,11 +26,11 @@ struct ExportedTensor {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;  // of the first element in its storage, in elements
   bool requires_grad = false;
-  ArchiveMember storage{};   // empty if exported on meta, without values
+  ArchiveMember storage{};   // empty for a tensor on the meta device, which has no values
   std::string storage_name;  // tensors with equal names share memory
 
   bool has_values() const;
-  // Returns whether both are one tensor under two names.
+  // Returns whether the two are one tensor under two names.
   bool is_tied_to(const ExportedTensor& other) const;
 };
 
@@ -45,8 +45,8 @@ struct WeightSource {
   ReadElements read;
 };
 
-// Reads from the archive; the tensor must have values and no holes. If `is_checked`, a read of the first element also
-// verifies the checksum of the whole storage. So if ranks read parts of a tensor, one of them verifies it.
+// Reads from the archive. The tensor must have values and no holes. If `is_checked`, a read of the first element also
+// verifies the checksum of the whole storage, so that one of several ranks verifies it.
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read);
 
@@ -60,7 +60,7 @@ class StorageReader {
  private:
   const std::shared_ptr<ArchiveFile> file_;
   const bool is_checked_;
-  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // by beginning in the archive; owned by tensors
+  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // by offset in the archive; tensors own the storages
 };
 
 // The tensors of a safetensors file, of an index of several files, or of a folder.
@@ -80,7 +80,7 @@ class WeightFiles {
   std::shared_ptr<Files> files_;
 };
 
-// Returns the source with values converted to another dtype on reading.
+// Returns a function that reads from `source` and converts the values to `dtype`.
 ReadElements converted(WeightSource source, at::ScalarType dtype);
 
 }  // namespace tessera::internal

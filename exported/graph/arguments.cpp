@@ -55,7 +55,7 @@ Symbolic read_symbolic(const json& value, const FindSlot& find_slot) {
 
 Operand number_operand(const Symbolic& number, const c10::TypePtr& type, int length);
 
-// Repeats a single number for a list parameter.
+// Returns a list of `length` (1 to 8) copies of a number, for a list parameter.
 Operand repeated(const Symbolic& number, const c10::TypePtr& type, int length) {
   const auto kind = is_int(element_type(type))     ? Operand::Kind::kInts
                     : is_float(element_type(type)) ? Operand::Kind::kFloats
@@ -128,7 +128,7 @@ std::vector<Symbolic> read_numbers(const json& list, const std::string& kind, co
   return numbers;
 }
 
-// {"as_tensor": {"name": ...}} or {"as_none": true}
+// Reads {"as_tensor": {"name": ...}} and returns its slot, or {"as_none": true} and returns kNoSlot.
 int optional_tensor(const json& value, const FindSlot& find_slot) {
   const auto [kind, inner] = alternative_of(value);
   if (kind == "as_none") return kNoSlot;
@@ -209,7 +209,7 @@ Operand read_argument(const json& argument, const c10::TypePtr& declared, int le
     return Operand::constant(texts);
   }
   if (kind == "as_device") return read_device(value);
-  // Enumerations, which operators take as integers.
+  // The remaining kinds are enumerations, which operators take as integers.
   if (type && !is_int(type)) refuse_argument("of the kind '" + kind + "'", type);
   if (kind == "as_scalar_type") return Operand::constant(static_cast<int64_t>(dtype_of_export(value)));
   if (kind == "as_layout") return Operand::constant(layout_of_export(value));

@@ -22,10 +22,10 @@ Operand read_argument(const nlohmann::json& argument, const c10::TypePtr& type, 
 // Reads an argument without a declared type: of a higher-order operator, of arithmetic, or an output.
 Operand read_argument(const nlohmann::json& argument, const FindSlot& find_slot);
 
-// As above, but splits a list, such as (x, y) among a higher-order operator's arguments.
+// Like read_argument() without a type, but returns an operand for each element of a list, such as (x, y).
 std::vector<Operand> read_arguments(const nlohmann::json& argument, const FindSlot& find_slot);
 
-// The name of the tensor or number that a node or input produces; "" for a constant.
+// Returns the name of the tensor or number that a node or input produces; "" for a constant, otherwise throws.
 std::string name_of_value(const nlohmann::json& argument);
 
 }  // namespace tessera::internal

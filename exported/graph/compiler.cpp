@@ -27,7 +27,7 @@ std::string metadata_of(const json& node, const char* name) {
   return found != metadata->end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-// Returns the last frame of a stack of lines:   File "/a/model.py", line 12, in forward\n    return self.fc(x)
+// Returns the last frame of a Python stack trace as ", model.py:12: return self.fc(x)"; "" if there is none.
 std::string line_of(const std::string& stack) {
   const size_t file = stack.rfind("File \"");
   if (file == std::string::npos) return "";
@@ -241,7 +241,7 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   if (!argument) return note_mode(step);
   if (operands[argument->index].kind() != Operand::Kind::kConstant) return;
   const c10::IValue& value = operands[argument->index].constant();
-  // Without running statistics, both modes use those of the batch.
+  // Without running statistics, both modes normalize by the statistics of the batch.
   if (const auto mean = running_mean_argument(schema);
       mean && operands[*mean].kind() == Operand::Kind::kConstant && operands[*mean].constant().isNone())
     return;
@@ -264,7 +264,7 @@ size_t Compiler::trained_module(const std::string& fqn) {
   return trained_.size() - 1;
 }
 
-// Handles operators that have no argument for the mode.
+// Handles operators without an argument for the mode: notes those that are fixed to eval() or draw random numbers.
 void Compiler::note_mode(const OperatorStep& step) {
   const std::string& name = step.op().schema().name();
   if (evaluates_for_good(step.op().schema()))
@@ -344,7 +344,7 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
   return step;
 }
 
-// Collects the parts of a step that runs graphs.
+// Collects the operands and graphs of a GraphStep from a node's arguments.
 struct Compiler::CallReader {
   Compiler& compiler;
   HigherOrderArguments& arguments;
@@ -352,14 +352,14 @@ struct Compiler::CallReader {
   GraphStep::Call call;
   std::shared_ptr<Graph> last_graph;
 
-  // These functions return a count: results of the graph, or operands so far.
+  // take_graph() returns the graph's number of results; take_operands() returns the number of operands so far.
   size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
   size_t take_graph(const json& graph, const StateNames& state) {
     last_graph = compiler.compile_graph(graph, state, false);
     call.graphs.push_back(last_graph);
     return last_graph->outputs.size();
   }
-  // Takes a graph and all remaining operands; the graph may change state.
+  // Takes a graph and all remaining operands. Operands that are state are state in the graph, too.
   void take_graph_and_rest(const Scope& scope) {
     const json& graph = arguments.next_graph();
     add(arguments.rest(find_slot));
@@ -377,7 +377,7 @@ struct Compiler::CallReader {
     add(read_arguments(arguments.next_any(), find_slot));
     return call.operands.size();
   }
-  // Takes the remaining operands for the graphs, which receive all but the `first` ones.
+  // Takes the remaining operands. Throws unless each graph takes all operands but the first `first` ones.
   void take_rest(size_t first = 0) {
     add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)
@@ -420,7 +420,7 @@ std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, Highe
   throw ExportedError("this higher-order operator is not supported");
 }
 
-// Returns null for other operators.
+// Compiles a loop: while_loop, scan or map_impl. Returns null for other operators.
 std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallReader& reader) {
   if (name == "while_loop") {
     reader.take_graph();
@@ -447,12 +447,12 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   if (const json* dtype = arguments.next_if("as_scalar_type")) mode.dtype = dtype_of_export(*dtype);
   mode.enabled = bool_of(arguments.next("as_bool"));
   if (const json* cache = arguments.next_if("as_bool")) mode.cache_enabled = bool_of(*cache);
-  // The archive's device is replaced by the execution's; autocast for another device is a no-op.
+  // Autocast for the archive's device is run for the execution's device. Autocast for another device is a no-op.
   if (device != options_.device_type) mode.enabled = false;
   return mode;
 }
 
-// Passes parameters to the nested graph as its state, because recomputation would save inputs.
+// Makes operands that are state the state of the nested graph: as inputs, recomputation would save them.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;
@@ -472,10 +472,10 @@ void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, con
 
 struct Compiler::Segment {
   std::string instance;
-  size_t first, last;  // steps, inclusive
+  size_t first, last;  // indices of steps, inclusive
 };
 
-// Makes the steps of each checkpointed module call, from the first to the last, one segment.
+// Replaces the steps of each checkpointed module call, from its first to its last, by one step. Throws on overlaps.
 void Compiler::fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls) {
   std::vector<Segment> segments;
   for (size_t i = 0; i < calls.size(); ++i) {

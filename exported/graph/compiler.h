@@ -28,34 +28,34 @@ struct ModuleCall {
 // Returns the calls that contain a node, outermost first; none for nodes that torch.export added.
 std::vector<ModuleCall> module_calls(const nlohmann::json& node);
 
-// Adds the class names, by FQN, of all modules that call an operator, nested graphs included.
+// Adds the class names of all modules that call an operator, by their FQN. Includes nested graphs.
 void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
 
-// Compiles the JSON of graphs into Graphs. For unsupported features, throws ExportedError with node, operator and line.
+// Compiles the JSON of graphs into Graphs. Throws ExportedError with node, operator and line for unsupported features.
 class Compiler {
  public:
   struct Options {
     std::vector<std::string> namespaces;  // allowed operator namespaces besides ATen
     std::map<std::string, size_t> state;  // index in Execution::state, by name of the graph's input
-    // by index in Execution::state: the module that owns this num_batches_tracked
+    // FQN of the module that owns a num_batches_tracked, by its index in Execution::state
     std::map<size_t, std::string> batch_counters;
-    std::string device_type = "cpu";                              // of the archive
-    std::optional<ExportedModes> modes;                           // known facts about train() and eval()
+    std::string device_type = "cpu";                              // the archive's
+    std::optional<ExportedModes> modes;                           // facts about train() and eval(), if known
     std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are recomputed
   };
   explicit Compiler(Options options) : options_(std::move(options)) {}
 
   std::shared_ptr<Graph> compile(const nlohmann::json& graph);
 
-  // After compile(): the modules that train() and eval() switch, in the order of Execution::training, and the mode of
-  // each in the export.
+  // A module that train() and eval() switch, and its mode in the export. After compile(), trained_modules() returns
+  // these modules in the order of Execution::training.
   struct TrainedModule {
     std::string fqn;
     bool was_training;
     std::string why_fixed;  // reason if it cannot be switched, otherwise empty
   };
   const std::vector<TrainedModule>& trained_modules() const { return trained_; }
-  // Modules with operators that draw random numbers in both modes, each with one such operator.
+  // Returns the modules with operators that draw random numbers in both modes, and the name of one such operator.
   const std::map<std::string, std::string>& random_modules() const { return random_; }
 
  private:
@@ -67,7 +67,7 @@ class Compiler {
   };
   struct Segment;
 
-  // The index in Execution::state of each graph input that is state, by name. Callers pass these to nested graphs.
+  // The inputs of a graph that are state: index in Execution::state, by name. A graph passes them to nested graphs.
   using StateNames = std::map<std::string, size_t>;
   std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, const StateNames& state, bool is_top);
   std::unique_ptr<Step> compile_node(const nlohmann::json& node, Scope& scope);

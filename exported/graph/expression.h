@@ -28,7 +28,7 @@ class Expression {
   // Returns the symbol if the expression is a single symbol.
   std::optional<std::string> symbol() const;
   std::vector<std::string> symbols() const;
-  // "2*s0 + 1", for messages.
+  // Returns "((2*s0) + 1)", for messages.
   std::string to_string() const;
 
  private:
@@ -48,7 +48,7 @@ class Expression {
   Node node_;
 };
 
-// Python's // and %, rounded down; nullopt for division by zero and overflow.
+// Python's //, % and **. Return nullopt for division by zero, overflow and a negative exponent.
 std::optional<int64_t> floor_division(int64_t a, int64_t b);
 std::optional<int64_t> floor_modulo(int64_t a, int64_t b);
 std::optional<int64_t> integer_power(int64_t base, int64_t exponent);

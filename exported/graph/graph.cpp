@@ -127,7 +127,7 @@ void Graph::plan_lifetimes() {
 
 std::vector<c10::IValue> Graph::run(std::vector<c10::IValue> given,
                                     const std::shared_ptr<const Execution>& execution) const {
-  // The caller's archive sets the number of inputs of a nested graph.
+  // An archive, which is not trusted, may give a nested graph another number of inputs.
   TORCH_CHECK(given.size() == inputs.size(), "a graph was given ", given.size(), " values, expected ", inputs.size());
   Frame frame{std::vector<c10::IValue>(static_cast<size_t>(slot_count)), execution};
   for (const State& own : state) frame.values[static_cast<size_t>(own.slot)] = execution->state[own.index];

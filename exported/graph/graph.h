@@ -15,28 +15,28 @@ namespace tessera::internal {
 
 constexpr int kNoSlot = -1;
 
-// The inputs of a forward other than the caller's. Recomputation in backward keeps it alive.
+// The inputs of a forward that the caller does not pass. Recomputation in backward keeps this object alive.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
-  std::vector<uint8_t> training;  // by module that train() and eval() switch: whether it is training
+  std::vector<uint8_t> training;  // for each module that train() and eval() switch: 1 in train()
   at::Device device = at::kCPU;   // replaces every device in the archive
 };
 
-// The values of a graph that runs.
+// The values of one run of a graph.
 struct Frame {
-  std::vector<c10::IValue> values;  // by slot
+  std::vector<c10::IValue> values;  // indexed by slot
   const std::shared_ptr<const Execution>& execution;
 };
 
-// The source of an argument.
+// The source of an argument: a constant, the device, a slot, or a list.
 class Operand {
  public:
   enum class Kind : uint8_t {
     kConstant,
     kDevice,         // the execution's device
-    kSlot,           // unchanged
-    kWrappedNumber,  // a number for a tensor parameter; does not take part in dtype promotion
-    kFloat,          // a number as a float
+    kSlot,           // the value of a slot
+    kWrappedNumber,  // a slot's number as a tensor that does not take part in dtype promotion
+    kFloat,          // a slot's number as a float
     kTensors,        // lists with elements from slots, or from constants where the slot is kNoSlot
     kOptionalTensors,
     kInts,
@@ -58,7 +58,7 @@ class Operand {
   void rename_slots(Rename rename) {
     for (int& slot : slots_) slot = rename(slot);
   }
-  // Marks the slot's last use, which moves its value.
+  // Marks the operand as the last use of its slot: get() then moves the value.
   void set_last_use() { is_last_use_ = true; }
 
  private:
@@ -69,10 +69,10 @@ class Operand {
   bool is_last_use_ = false;
   c10::IValue constant_;
   std::vector<int> slots_;
-  std::vector<c10::IValue> constants_;  // of a list, by element
+  std::vector<c10::IValue> constants_;  // elements of a list whose slot is kNoSlot
 };
 
-// One node. Immutable once the graph is complete; thread-safe.
+// One node of a graph. Does not change once the graph is complete, and is then thread-safe.
 class Step {
  public:
   Step(std::string description, std::string module, std::vector<Operand> operands)
@@ -85,14 +85,14 @@ class Step {
 
   // "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)"
   const std::string& description() const { return description_; }
-  // The innermost module call that contains it: "layers.0.attention", "head@1" for a second call.
+  // The innermost module with the node: "layers.0.attention". Of a checkpointed module, the call: "head@1".
   const std::string& module() const { return module_; }
   std::vector<Operand>& operands() { return operands_; }
   const std::vector<Operand>& operands() const { return operands_; }
   // The slot of each result; kNoSlot if unused.
   std::vector<int>& results() { return results_; }
   const std::vector<int>& results() const { return results_; }
-  // Slots to free after this step: last used here, but not moved (set_last_use()), being used twice or in a list.
+  // Slots to free after this step, their last use. get() does not move them: they are used twice, or in a list.
   std::vector<int>& frees() { return frees_; }
   const std::vector<int>& frees() const { return frees_; }
 
@@ -113,7 +113,7 @@ class Graph {
  public:
   struct State {
     int slot;
-    size_t index;  // of Execution::state
+    size_t index;  // in Execution::state
   };
   int slot_count = 0;
   std::vector<int> inputs;  // slots; kNoSlot if unused
@@ -121,10 +121,10 @@ class Graph {
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<Operand> outputs;
 
-  // Finds unused values, and the last use of each other value. Call after the last step was added.
+  // Marks unused values, and the last use of each other value. Must be called once, after the last step was added.
   void plan_lifetimes();
 
-  // Frees values after their last use. An operator's error gets the node's description.
+  // Runs the steps and returns the outputs. Frees values after their last use. Errors of operators name the node.
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs,
                                const std::shared_ptr<const Execution>& execution) const;
 };

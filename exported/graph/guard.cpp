@@ -206,7 +206,7 @@ class Guard::Parser {
     return node;
   }
 
-  // math.floor(a), max(a, b, c)
+  // Parses the call of a function: math.floor(a), max(a, b, c).
   Node function(const std::string& name) {
     expect("(");
     std::vector<Node> operands;
@@ -225,7 +225,7 @@ class Guard::Parser {
     return node;
   }
 
-  // The text after L: L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n'].
+  // Parses the text after L: L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n'].
   Node input() {
     expect("['");
     std::string label = until("'");

@@ -9,7 +9,7 @@
 
 namespace tessera::internal {
 
-// A condition on the inputs on which Python's control flow depended during export, and that the graph lacks. It is
+// A condition on the inputs that decided Python's control flow during export, and that the graph does not check. It is
 // a Python expression over sizes, strides and numbers of inputs.
 //
 //   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
@@ -18,12 +18,12 @@ class Guard {
   // An input that a guard names ("x", "d['ids']", "xs[0]"), as an index into a call's values.
   struct Input {
     size_t index = 0;
-    std::optional<int64_t> dimensions;    // of a tensor
-    std::optional<c10::IValue> constant;  // of a number that became a constant of the graph
+    std::optional<int64_t> dimensions;    // number of dimensions of a tensor
+    std::optional<c10::IValue> constant;  // value of a number that is a constant in the graph
   };
   using FindInput = std::function<std::optional<Input>(const std::string& label)>;
 
-  // Throws ExportedError for a syntax error or an unknown input.
+  // Throws ExportedError for a syntax error, an unknown input and an unknown function.
   static Guard parse(const std::string& text, const FindInput& find_input);
 
   bool holds(const std::vector<c10::IValue>& inputs) const;

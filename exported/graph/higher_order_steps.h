@@ -51,9 +51,9 @@ class LoopStep : public GraphStep {
   void run(Frame& frame) const override;
 };
 
-// torch map and scan: runs the graph for each element of the first dimension of the scanned operands. Operands are
-// `carried` ones, then `scanned` ones, then those passed whole. The first results replace the carried operands for the
-// next element; the other results are stacked.
+// torch map and scan: runs the graph for each element of the first dimension of the scanned operands. The operands are
+// `carried` ones, then `scanned` ones, then others that each run gets whole. The first results replace the carried
+// operands for the next element. The other results are stacked.
 class ScanStep : public GraphStep {
  public:
   ScanStep(Call call, size_t carried, size_t scanned)

@@ -136,7 +136,7 @@ void CheckpointStep::run(Frame& frame) const {
     tensors.push_back(std::exchange(inputs[i], c10::IValue()).toTensor());
     places.push_back(i);
   }
-  // Keeps the outputs of the first run; values that are not tensors stay unchanged.
+  // The outputs of the first run. run_checkpointed() returns only tensors; other values are taken from these outputs.
   auto outputs = std::make_shared<std::vector<c10::IValue>>();
   auto compute = [graph = graph(), execution = frame.execution, others = std::move(inputs), places,
                   weak = std::weak_ptr(outputs)](const std::vector<at::Tensor>& given) {

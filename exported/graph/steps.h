@@ -22,7 +22,7 @@ class OperatorStep : public Step {
   struct Switch {
     TrainingArgument argument;
     size_t module = 0;         // index in Execution::training
-    bool module_was_training;  // in the export
+    bool module_was_training;  // its mode in the export
   };
 
   OperatorStep(std::string description, std::string module, c10::OperatorHandle op, std::vector<Operand> operands,
@@ -43,8 +43,8 @@ class OperatorStep : public Step {
   void call(torch::jit::Stack& stack) const;
 
   const c10::OperatorHandle op_;
-  // Decomposed programs use a batch norm that libtorch cannot differentiate; it returns new running statistics instead
-  // of changing them.
+  // The batch norm of decomposed programs, which returns new running statistics instead of changing them. libtorch
+  // cannot differentiate it, so call() replaces it.
   const bool is_functional_batch_norm_ = op_.schema().name() == "aten::_native_batch_norm_legit_functional";
   const ReturnLengths returns_;
   std::optional<Switch> switch_;

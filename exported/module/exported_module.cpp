@@ -28,7 +28,7 @@ using nlohmann::json;
 
 namespace {
 
-constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // torch 2.x
+constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // schema version; versions of torch 2
 
 // A module with the name of its Python class.
 class NamedModule : public torch::nn::Module {
@@ -69,7 +69,7 @@ std::pair<std::string, std::string> split_name(const std::string& fqn) {
 // The state and graph of a model, built from an archive by the builder below.
 class ExportedProgram {
  public:
-  enum class Kind : uint8_t { kParameter, kBuffer, kHidden };  // hidden: not persistent, or a constant
+  enum class Kind : uint8_t { kParameter, kBuffer, kHidden };  // kHidden: not persistent, or a constant
   struct StateTensor {
     std::string fqn;
     Kind kind;
@@ -87,7 +87,7 @@ class ExportedProgram {
   struct Output {
     OutputKind kind = OutputKind::kResult;
     size_t index = 0;                               // the written tensor: index in `state`, or among the graph's inputs
-    torch::nn::Module* only_in_training = nullptr;  // the module whose batch counter this is
+    torch::nn::Module* only_in_training = nullptr;  // the module that owns this batch counter
   };
 
   std::vector<StateTensor> state;
@@ -198,7 +198,7 @@ class ProgramBuilder {
     program_->device = options.device;
   }
 
-  // Calls `set_root_class` with the root's class before its modules are created.
+  // Reads the archive, and registers its modules, parameters and buffers in the root. Must be called once.
   std::unique_ptr<ExportedProgram> build() {
     const json program = read_program();
     const json& graph_module = object_field(program, "graph_module");
@@ -229,7 +229,7 @@ class ProgramBuilder {
     return program;
   }
 
-  // Decomposition loses Python's stop-gradients: no_grad() disappears, detach() becomes alias(). So warns or throws.
+  // Decomposition loses no_grad() and detach(). Throws if the graph has alias(), once detach(); otherwise warns.
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
@@ -246,7 +246,7 @@ class ProgramBuilder {
     warn(c10::str(archive_.where(), ": ", what));
   }
 
-  // Checks that the graph's description of a state's value is that of the tensor in the archive.
+  // Throws unless the graph and the archive describe a tensor of the state alike (sizes and dtype).
   static void check_described(const json& graph, const std::string& value, const ExportedTensor& tensor) {
     const json& meta = object_field(object_field(graph, "tensor_values"), value.c_str());
     std::vector<int64_t> sizes;
@@ -257,7 +257,7 @@ class ProgramBuilder {
                           c10::toString(dtype_of_export(field(meta, "dtype"))));
   }
 
-  // Checks that the signature's entries are the graph's inputs or outputs, in order.
+  // Throws unless the signature's entries name the graph's inputs or outputs, in order.
   static void check_names(const json& entries, const json& values, const char* what) {
     if (entries.size() != values.size())
       throw ExportedError("its signature has another number of " + std::string(what) + " than its graph");
@@ -303,7 +303,7 @@ class ProgramBuilder {
 
   // ---- modules
 
-  // Calls `act`, which may throw: libtorch refuses names that are duplicate, empty or contain dots.
+  // Calls `act`, which registers `fqn`. Throws if libtorch refuses the name: duplicate, empty or with dots.
   template <class Register>
   static void registering(const std::string& fqn, Register act) {
     try {
@@ -336,7 +336,7 @@ class ProgramBuilder {
 
   // ---- values
 
-  // Returns the names of tied tensors, by the index of the first.
+  // Returns the indices of all names of each tensor, by the lowest of these indices. Tied tensors have several names.
   std::map<size_t, std::vector<size_t>> find_ties() const {
     std::map<std::string, std::vector<size_t>> by_storage;
     std::map<size_t, std::vector<size_t>> ties;
@@ -373,7 +373,7 @@ class ProgramBuilder {
     for (auto& own : program_->state) register_tensor(own);
   }
 
-  // Warns if ties are unknown: tensors without values share no memory that would show them.
+  // Warns if two tensors without values have equal sizes and dtypes: they may be tied, which only memory would show.
   void warn_of_unknown_ties() const {
     for (size_t i = 0; i < tensors_.size(); ++i)
       for (size_t other = 0; other < i; ++other)
@@ -420,7 +420,7 @@ class ProgramBuilder {
       for (const size_t i : names) absent_.push_back(program_->state[i].fqn);
       return {};
     }
-    // deferred() records both operations.
+    // deferred() records the next two operations.
     values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(dtype).device(options_.device));
     const at::NoGradGuard no_grad;
     options_.init(program_->state[index].fqn, values);
@@ -512,7 +512,7 @@ class ProgramBuilder {
     return chosen;
   }
 
-  // The device type of the export: any that is not the CPU, which may hold a few tensors.
+  // Returns the device type of the export. Ignores the CPU if there is another one; throws if there are two others.
   static std::string device_type(const json& graph) {
     std::string found = "cpu";
     for (const auto& [name, meta] : object_field(graph, "tensor_values").items()) {
@@ -620,12 +620,12 @@ class ProgramBuilder {
   bool is_user_input_ = false;
   std::map<std::string, std::string> classes_;
   std::map<std::string, torch::nn::Module*> modules_;
-  std::map<std::string, size_t> graph_names_;  // name of the state in the graph
-  std::vector<ExportedTensor> tensors_;        // of the state
+  std::map<std::string, size_t> graph_names_;  // index of the state, by its name in the graph
+  std::vector<ExportedTensor> tensors_;        // descriptions of the state, by index
   std::optional<WeightFiles> files_;
   std::vector<std::string> absent_;
   std::vector<Compiler::TrainedModule> trained_;
-  std::map<std::string, std::string> random_;  // an operator by module
+  std::map<std::string, std::string> random_;  // name of an operator, by module
 };
 
 }  // namespace
@@ -665,7 +665,7 @@ std::string ExportedModule::describe() const {
 
 int64_t ExportedModule::weight_bytes_read() const { return *program_->bytes_read; }
 
-// Excludes tensors with several names: they are tied, and not all uses are in the graph.
+// Returns parameters that the graph uses only as weights of aten::linear. Includes names of tied tensors.
 std::vector<LinearWeight> ExportedModule::linear_weights() {
   const std::vector<bool> is_weight = used_by_linear_alone(*program_->graph, program_->state.size());
   std::map<std::string, torch::nn::Module*> modules{{"", this}};

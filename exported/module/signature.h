@@ -27,19 +27,19 @@ class InputSignature {
   InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
                  const std::vector<std::string>& positional, bool may_leave_guards);
 
-  // Returns the values of the graph's user inputs, in order. Throws std::invalid_argument that names the input:
-  // missing, duplicate, unknown, of another structure, kind, rank or size, out of range, or different from a number
-  // that is a constant of the graph. Also throws if a guard does not hold, because Python would then have run other
-  // code.
+  // Returns the values of the graph's user inputs, in order. Throws std::invalid_argument that names the input if one
+  // is missing, duplicate or unknown, or has another structure, kind, rank, size or device. Also throws if an input is
+  // out of range, or differs from a number that is a constant of the graph, or if a guard does not hold: Python would
+  // then have run other code.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
-  // Names of forward's parameters, in order.
+  // Returns the names of forward's parameters, in order.
   std::vector<std::string> names() const;
   // Returns named inputs: tensors of zeros, and integers, of the sizes in the export. `batch` and `sequence`, if not 0,
-  // replace the first dimension of the first tensor and the second of the first integer tensor; dependent sizes follow.
-  // Throws std::invalid_argument for unsupported sizes.
+  // replace the first dimension of the first tensor and the second one of the first integer tensor. Sizes that depend
+  // on these follow. Throws std::invalid_argument for unsupported sizes.
   NamedInputs zeros(int64_t batch, int64_t sequence) const;
-  // One line for each input ("input_ids: Long [s0, s1]"), then the ranges of symbols, and guards.
+  // Returns a line for each input ("input 'input_ids': Long [s0, s1]"), each range of a symbol, and each guard.
   std::string describe() const;
 
  private:
@@ -54,7 +54,7 @@ class InputSignature {
     bool is_tensor = false;
     at::ScalarType dtype = at::kFloat;
     std::vector<Expression> sizes;
-    std::optional<Expression> number;  // of an integer input of the graph
+    std::optional<Expression> number;  // the value of an integer input of the graph
     std::optional<ExportedValue> constant;
   };
   struct Range {
@@ -78,10 +78,10 @@ class InputSignature {
 
   std::vector<Parameter> parameters_;
   std::vector<Leaf> leaves_;
-  std::vector<size_t> positions_;  // of parameters that may be passed by position
+  std::vector<size_t> positions_;  // indices of parameters that may be passed by position
   std::map<std::string, Range> ranges_;
   std::vector<Guard> guards_;
-  Expression::Symbols exported_with_;  // if the archive stores them
+  Expression::Symbols exported_with_;  // values of symbols in the export, if stored
 };
 
 }  // namespace tessera::internal

@@ -13,7 +13,7 @@ class StructureReader {
  public:
   explicit StructureReader(const Structure::FieldNames& named_tuples) : named_tuples_(named_tuples) {}
 
-  // {"type": "builtins.dict", "context": "[\"logits\"]", "children_spec": [...]}; a leaf's type is null.
+  // Reads {"type": "builtins.dict", "context": "[\"logits\"]", "children_spec": [...]}. The type of a leaf is null.
   Structure read(const json& spec) const {
     Structure structure;
     const json& children = list_field(spec, "children_spec");
@@ -33,8 +33,8 @@ class StructureReader {
   }
 
  private:
-  // The context has the names: a list for dictionaries and result classes, a field for a default dictionary. For a
-  // dataclass it has two lists: names, and the fields that are None. Other types' contexts are not needed.
+  // Returns the names of a structure's children, or none. The context has them: a list for dictionaries and result
+  // classes, `dict_context` for a default dictionary, the first of two lists for a dataclass.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
     const json parsed =
         context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;

@@ -20,15 +20,15 @@ class Structure {
   bool is_leaf() const { return kind_ == Kind::kLeaf; }
   bool is_dict() const { return kind_ == Kind::kDict; }
   const std::vector<Structure>& children() const { return children_; }
-  const std::vector<std::string>& names() const { return names_; }  // of a dict's children
+  const std::vector<std::string>& names() const { return names_; }  // names of a dict's children
   size_t leaf_count() const;
 
-  // Appends the leaves of a value of this structure, in order; a dict's elements may be in any order. If the structure
-  // differs, throws std::invalid_argument that starts with `where`.
+  // Appends the leaves of a value of this structure, in the structure's order. Accepts a dict in any order, or as a
+  // sequence. If the structure differs, throws std::invalid_argument that starts with `where`.
   void flatten(const ExportedValue& value, const std::string& where, std::vector<ExportedValue>& leaves) const;
   // Appends the names that flatten() uses for the leaves.
   void name_leaves(const std::string& where, std::vector<std::string>& names) const;
-  // Builds the value from its leaves.
+  // Returns the value with these leaves.
   ExportedValue unflatten(const std::vector<ExportedValue>& leaves) const;
 
  private:
