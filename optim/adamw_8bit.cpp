@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kBlock = kStateBlockNumel;
 constexpr int64_t kChunkBlocks = 4096;
 
-// `middles`, [255]: the midpoints of neighbouring values, at which rounding to the nearest value changes.
+// The values of the 8-bit codes, and the 255 midpoints of neighboring values, by which a number is rounded to a code.
 struct Map {
   at::Tensor values, middles;
   int64_t zero;  // index of the value 0
@@ -109,7 +109,7 @@ void AdamW8bitOptions::check() const {
   require_option(min_8bit_numel() >= 0, kName, "min_8bit_numel", static_cast<double>(min_8bit_numel()), "0 or more");
 }
 
-// One parameter of a step: this rank's part, in blocks of the parameter.
+// One parameter of a step: this rank's part. Blocks are those of the whole parameter.
 struct AdamW8bit::Work {
   const AdamW8bitOptions* options;
   AdamW8bitParamState* state;
@@ -207,8 +207,8 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   return work;
 }
 
-// Returns the scales of blocks that a cut crosses: maxima over ranks. fp32 states take part with zeros, because a rank
-// without elements of a parameter may not know its state's format.
+// Returns the scales of blocks that several ranks share: the maximum over the ranks. fp32 states take part with zeros,
+// because a rank without elements of a parameter may not know the format of its state.
 AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) const {
   if (!parts().are_cut()) return {};
   std::set<std::pair<size_t, int64_t>> shared;
@@ -255,7 +255,7 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
     const Work& work = all[i];
     if (work.state == nullptr) continue;
     if (work.held.numel() == 0) {
-      note_write(parameters[i]);  // ranks compare their writes, so all must count this one
+      note_write(parameters[i]);  // ranks compare how often they wrote, so this rank counts a write, too
       continue;
     }
     if (!work.is_quantized) {

@@ -19,16 +19,16 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Cuts are multiples of this where possible: 64 bytes of fp32.
+// Cuts between replicas are multiples of this number of elements, where possible: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
-// Calls named_shards(), in which FullyShardedDataParallel copies data that torch::load() gave the module's parameters
-// into the shards.
+// Calls named_shards(). If torch::load() has put new data into the module's parameters, FullyShardedDataParallel copies
+// the data into the shards in that call.
 void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
 
 }  // namespace
 
-// The model's shards and the averages.
+// The model's shards and the averages as one ModelShards, for checkpoints.
 class Ema::WithModel : public ModelShards {
  public:
   explicit WithModel(Ema& ema) : ema_(ema) {}
@@ -70,7 +70,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
       throw std::invalid_argument(
           c10::str("Ema: '", shard.fqn, "' has strides ", shard.tensor.strides(), ", expected dense ones"));
     total += shard.held.numel();
-    count = shard.replica_count;  // equal for all
+    count = shard.replica_count;  // equal for all shards
     replica = shard.replica;
     averages_.push_back({.shard = std::move(shard)});
   }
@@ -100,7 +100,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   }
 }
 
-// Whether this rank holds the whole parameter, in its own shape.
+// Returns whether this rank holds the whole parameter, in its own shape.
 bool Ema::is_whole(const Average& average) {
   return average.shard.tensor.sizes() == at::IntArrayRef(average.shard.sizes);
 }

@@ -49,13 +49,13 @@ at::Tensor in_place(const at::Tensor& state, const at::Tensor& parameter) {
   return state;
 }
 
-// Replays would create a state, or copy it to another layout, each time.
+// A recording must not create a state or copy it to another layout, because each replay would repeat that.
 constexpr AdamPlacement kInRecording{kName, kBesideTheParameter.problem,
                                      [](const at::Tensor& parameter) -> at::Tensor { refuse_new_state(parameter); },
                                      &in_place};
 
-// fp32 numbers in device memory that recorded kernels read. The host writes them between replays, by fills, which need
-// no wait.
+// fp32 numbers in device memory that recorded kernels read. The host writes them between replays by fill_(), which does
+// not wait for the device.
 class DeviceNumbers {
  public:
   // Must be called in a recording. Each replay first adds `increment` to all numbers.
@@ -83,11 +83,11 @@ class DeviceNumbers {
 
  private:
   const at::Tensor values_;
-  std::vector<float> on_device_;  // after the last replay
+  std::vector<float> on_device_;  // values after the last replay
   const float increment_;
 };
 
-// The groups of an optimizer in a recorded step: learning rates are followed, other options are scalars of kernels.
+// The groups of an optimizer in a recorded step. Learning rates may change between replays; other options must not.
 class RecordedGroups {
  public:
   RecordedGroups(CapturedWork& work, torch::optim::Optimizer& optimizer)
@@ -97,7 +97,7 @@ class RecordedGroups {
 
   at::Tensor rate(size_t group) const { return rates_.number(group); }
 
-  // Names an option that has changed; see RecordedStep.
+  // Returns a text that names a changed option, or "" if there is none. See RecordedStep.
   std::string change() const {
     if (const size_t count = optimizer_.param_groups().size(); count != options_.size())
       return c10::str("the optimizer's groups have become ", count, " instead of ", options_.size());
@@ -153,7 +153,7 @@ struct RecordedAdam {
   bool has_replayed = false;
 };
 
-// The step of a captured loop that runs on the parameters' device; null if none.
+// Returns the captured work that runs on the device of the parameters; null if there is none.
 CapturedWork* captured_work_of(const torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups())
     if (!group.params().empty()) return CapturedWork::running_on(group.params()[0].device());
@@ -164,7 +164,7 @@ CapturedWork* recording_of(const torch::optim::Optimizer& optimizer) {
   return work != nullptr && work->is_recording() ? work : nullptr;
 }
 
-// For Adam and AdamW.
+// The overload for Adam and AdamW.
 void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
 
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
@@ -185,7 +185,7 @@ void require_inputs(torch::optim::SGD& optimizer) {
 
 struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
-  std::vector<torch::optim::SGDParamState*> states;  // owners of the momenta
+  std::vector<torch::optim::SGDParamState*> states;  // states that own the momenta
 
   // `rate`: a number on the device, for a recorded step; undefined for an eager one.
   void step(const torch::optim::SGDOptions& options, bool is_first, const at::Tensor& rate) const {
@@ -196,11 +196,11 @@ struct SgdBatch {
                       options.dampening(), options.nesterov(), /*maximize=*/false, is_first);
     };
     rate.defined() ? call(rate) : call(rate_of_kernels(options.lr(), parameters[0]));
-    // The fused operators do not bump versions, by which writes are detected.
+    // Fused operators do not bump the version counters, by which Tessera detects writes.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  // In the order of torch::optim::SGD, so that results are bit-equal.
+  // Computes in the order of torch::optim::SGD, so that results are bit-equal.
   void step_by_operators(const torch::optim::SGDOptions& options, bool is_first) const {
     std::vector<at::Tensor> direction = gradients;
     if (options.weight_decay() != 0) direction = at::_foreach_add(gradients, parameters, options.weight_decay());
@@ -217,8 +217,8 @@ struct SgdBatch {
   }
 };
 
-// Keys: group, dtype, device, and whether this is the first momentum (a copy of the gradient), which the kernel takes
-// as one flag for all parameters of a call. The last key gives each parameter on disk its own call.
+// Each batch is one call of the kernel. Key: group, dtype, device, whether momenta are new (the kernel has one such
+// flag for all parameters of a call), and a number that gives each parameter on disk its own call.
 using SgdBatches =
     std::map<std::tuple<torch::optim::OptimizerParamGroup*, at::ScalarType, std::string, bool, size_t>, SgdBatch>;
 

@@ -32,7 +32,7 @@ void require_steppable(const at::Tensor& parameter) {
                                          parameter.scalar_type(), ", expected a floating-point type"));
 }
 
-// exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * parameter
+// Returns exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * parameter.
 at::Tensor direction(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const AdamWOptions& options) {
   const at::Tensor& gradient = parameter.grad();
   auto& state =
@@ -84,7 +84,7 @@ at::Tensor Lamb::step(LossClosure closure) {
   if (checked_groups_ != param_groups().size()) check();
   for (const auto& group : param_groups())
     for (const at::Tensor& parameter : group.params()) require_steppable(parameter);
-  // Has an entry for each parameter, with or without a gradient, so that ranks need not agree on gradients. Frozen
+  // Have an entry for each parameter, with or without a gradient, so that the lists are equal on all ranks. Frozen
   // parameters have no norm and may be integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;
@@ -96,7 +96,7 @@ at::Tensor Lamb::step(LossClosure closure) {
       rates.push_back(options.lr());
     }
   }
-  auto is_stepped = [&](size_t i) {  // on any rank; this rank may have no element of it
+  auto is_stepped = [&](size_t i) {  // whether a rank may step parameter i
     return directions[i].defined() || (parts_.are_cut() && parameters[i].requires_grad());
   };
   std::vector<at::Tensor> parts;  // this rank's part of each parameter, then of each direction

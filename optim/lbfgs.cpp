@@ -29,7 +29,7 @@ void LbfgsOptions::check() const {
 struct Lbfgs::Point {
   double t = 0, loss = 0, slope = 0;  // slope: gradient . direction
   at::Tensor gradient;
-  double gradient_max = 0, gradient_sum = 0, direction_max = 0;  // of absolute values
+  double gradient_max = 0, gradient_sum = 0, direction_max = 0;  // maxima and a sum of absolute values
 };
 
 namespace {
@@ -57,7 +57,7 @@ struct Lbfgs::Run {
   at::Tensor first_loss{};
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
-  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products within the history
+  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of vectors in the history
   int64_t evaluations = 0;
 
   // -- vectors -----------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ struct Lbfgs::Run {
     }
     return whole;
   }
-  // Sums over the parameters that this rank counts: each part of a parameter counts in one replica only.
+  // Returns this rank's share of the inner product. Each part of a parameter counts in one replica only.
   double product(const at::Tensor& a, const at::Tensor& b) const {
     double sum = 0;
     int64_t offset = 0;
@@ -91,8 +91,8 @@ struct Lbfgs::Run {
     return sum;
   }
   double largest(const at::Tensor& a) const { return a.numel() == 0 ? 0 : a.abs().max().item<double>(); }
-  // Combines values over ranks: `sums` by sum and `maxima` by maximum if ranks have different elements, otherwise they
-  // already agree. Averages `mean`, the loss, in either case.
+  // Combines values over ranks. If ranks have different elements, adds up `sums` and takes the maximum of `maxima`;
+  // otherwise these are equal on all ranks. Averages `mean`, the loss, in both cases; null: none.
   void exchange(std::vector<double>& sums, std::vector<double>& maxima, double* mean) const {
     Communicator* comm = owners != nullptr ? owners->comm : optimizer.parts().comm();
     if (comm == nullptr || comm->size() == 1) return;
@@ -130,7 +130,7 @@ struct Lbfgs::Run {
     if (owners != nullptr) owners->publish();
   }
 
-  // Evaluates the closure at x + t * direction; without x, at the current parameters.
+  // Evaluates the closure at x + t * direction; if x is undefined, at the current parameters.
   Point evaluate(const at::Tensor& x, double t) {
     if (x.defined()) move_to(x, t);
     const at::Tensor loss = loss_of(closure);
@@ -159,7 +159,7 @@ struct Lbfgs::Run {
   }
 
   // -- the direction -----------------------------------------------------------------------------
-  // Sets the direction, remembers the last step if its curvature is positive, and returns the slope along the
+  // Sets the direction. Adds the last step to the history if its curvature is positive. Returns the slope along the
   // direction.
   double choose_direction(double t, bool is_first) {
     std::vector<double> none;
@@ -249,7 +249,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points that enclose a point that meets the conditions. If `is_met`, ends[low()] meets them.
+  // Two points that enclose one that meets the conditions. If `is_met`, ends[low()] itself meets the conditions.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -258,7 +258,7 @@ struct Lbfgs::Run {
     int low() const { return ends[0].loss <= ends[1].loss ? 0 : 1; }
   };
 
-  // Extends the step from `t` until a bracket is found, or after 25 extensions.
+  // Extends the step from `t` until it has a bracket. After 25 extensions, returns the start and the last point.
   Bracket bracket(const at::Tensor& x, double t, const WolfeConditions& wolfe) {
     Point before = wolfe.start, now = evaluate(x, t);
     const double direction_max = now.direction_max;
@@ -350,7 +350,7 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // Copies the numbers from the rank whose parameter was trained longest, because this rank may own only frozen
+  // Takes the numbers of the rank whose parameters were trained longest, because this rank may own only frozen
   // parameters, or none.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
@@ -365,7 +365,7 @@ struct Lbfgs::Run {
     numbers.t = known[1];
     count = static_cast<size_t>(known[2]);
   }
-  // Stores views of the vectors, in the parameters' shapes.
+  // Stores views of the vectors in the parameters' states, with the shapes of the parameters.
   void store(int64_t n_iter, int64_t func_evals, double t) const {
     int64_t offset = 0;
     for (const at::Tensor& parameter : parameters) {
@@ -383,7 +383,7 @@ struct Lbfgs::Run {
     }
   }
 
-  at::Tensor previous{};  // previous gradient
+  at::Tensor previous{};  // gradient at the previous iteration
 };
 
 at::Tensor Lbfgs::step(LossClosure closure) {

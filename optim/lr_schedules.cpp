@@ -56,12 +56,12 @@ void LambdaLR::set_step(int64_t step) {
   step_count_ = static_cast<unsigned>(step);
 }
 
-// libtorch increments step_count_ after this call.
+// Returns the rates of the next step, because libtorch increments step_count_ after this call.
 std::vector<double> LambdaLR::get_lrs() { return rates_of(int64_t{step_count_} + 1); }
 
 std::vector<double> LambdaLR::rates_of(int64_t step) {
   const std::vector<double> current = get_current_lrs();
-  for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // also of groups added later
+  for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // new groups
   const double factor = factor_(step);
   std::vector<double> rates(current.size());
   for (size_t i = 0; i < rates.size(); ++i) rates[i] = peaks_[i] * factor;

@@ -32,7 +32,7 @@ int64_t product(const std::vector<int64_t>& sizes, size_t from) {
                          std::multiplies<>());
 }
 
-// Views elements in memory order as the matrix.
+// Returns the matrix of a parameter whose elements are in memory order.
 at::Tensor as_matrix(const at::Tensor& elements, const NamedShard& shape) {
   return elements.as_strided(shape.sizes, shape.strides).reshape({shape.sizes[0], product(shape.sizes, 1)});
 }
@@ -101,7 +101,7 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
   state.momentum_buffer(state.momentum_buffer().defined() ? laid_out_as(state.momentum_buffer(), parameter)
                                                           : at::zeros_like(parameter));
   state.step(state.step() + 1);
-  // A missing gradient counts as 0, as in reductions: another rank may have one.
+  // A missing gradient counts as 0, as in reductions, because another rank may have one.
   const at::Tensor gradient =
       parameter.grad().defined() ? laid_out_as(parameter.grad(), parameter) : at::zeros_like(parameter);
   const at::Tensor& momentum = state.momentum_buffer();
@@ -113,9 +113,9 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 }
 
 // Note [One matrix for each rank at a time]. Each rank has a list of matrices, the most expensive first. In each round,
-// every rank works on the next matrix of its list: one all-to-all sends the parts, another returns the results. Parts
-// of the next rounds are requested before the work, and results are awaited at the end. So no rank waits for the
-// slowest rank in each round.
+// every rank works on the next matrix of its list: one all-to-all sends the parts of matrices, another one returns the
+// results. Parts of later rounds are requested before the work, and all results are awaited at the end, so that no
+// round waits for the slowest rank.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
@@ -174,8 +174,8 @@ class Muon::Rounds {
     return made;
   }
 
-  // Whether `from` sends its part of a matrix to the rank that works on it. Not needed if each rank has the whole
-  // matrix, or if `from` is in another replica.
+  // Returns whether rank `from` sends its part of a matrix to rank `to`, which works on the matrix. Other ranks than
+  // `to` do not send if each rank has the whole matrix, or if they are in another replica.
   bool is_sent(const std::vector<ParameterParts::Held>& held, int from, int to) const {
     return from == to || (parts_.are_cut() && held[from].copy == held[to].copy);
   }
@@ -288,7 +288,7 @@ at::Tensor Muon::step(LossClosure closure) {
   orthogonalize(matrices);
   for (const Matrix& matrix : matrices) {
     if (matrix.shape.held.numel() == 0) {
-      note_write(matrix.parameter);  // ranks compare their writes, so all must count this one
+      note_write(matrix.parameter);  // ranks compare how often they wrote, so this rank counts a write, too
       continue;
     }
     const at::Tensor own = in_memory_order(matrix.parameter.detach());

@@ -44,7 +44,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.lr_max(std::max(lr, state.lr_max()));
       const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
       state.weight_sum(state.weight_sum() + weight);
-      // the weight of this step in the average
+      // The weight of this step in the average.
       const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;
       if (note_write_if_empty(y)) continue;
 
@@ -52,7 +52,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
       at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // Moves y with z and with the average, which is implicit in y and z.
+      // Applies the changes of z and of the average to y. The average is not stored, but follows from y and z.
       y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }
@@ -60,7 +60,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
   return loss;
 }
 
-// y = beta1 * average + (1 - beta1) * z
+// The average follows from y = beta1 * average + (1 - beta1) * z.
 ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::swap_in_averages() while the averages are swapped in");
   at::NoGradGuard no_grad;
@@ -68,9 +68,9 @@ ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
       const auto found = state().find(y.unsafeGetTensorImpl());
-      if (found == state().end()) continue;  // never stepped, on any rank
+      if (found == state().end()) continue;  // no rank has ever stepped it
       own.emplace_back(y, y.detach().clone());
-      if (note_write_if_empty(y)) continue;  // other ranks now write to its unit
+      if (note_write_if_empty(y)) continue;  // counts a write, because other ranks write to its unit
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
       y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
     }

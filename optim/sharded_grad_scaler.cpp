@@ -59,7 +59,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);
   if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
   at::NoGradGuard no_grad;
-  // Groups gradients for one call for each dtype and device.
+  // Groups gradients by dtype and device. One call unscales a group.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
   std::unordered_set<const c10::TensorImpl*> seen;  // groups may list a tied parameter more than once
   for (auto& group : optimizer.param_groups())
@@ -76,7 +76,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
     found.add_(found_here.to(comm_->device()));
   }
-  // The description must be equal on all ranks, so different scales are an error.
+  // Ranks compare the description of a reduction, so it throws if their scales differ.
   found =
       reduce_to_host(*comm_, found, ReduceOp::kSum, c10::str("whether gradients scaled by ", scale_, " are finite"));
   entry->second.is_finite = found.item<float>() == 0;

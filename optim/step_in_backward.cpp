@@ -37,7 +37,7 @@ std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimiz
   return steps;
 }
 
-// Throws if the optimizer overrides step(), which would be bypassed.
+// Throws std::invalid_argument if the optimizer's class overrides step(), which would not be called.
 void require_no_own_step(const PartialStep& optimizer) {
   const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
   if (whole != nullptr && may_have_own_step(*whole))
@@ -107,7 +107,7 @@ void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-// An exception makes backward fail, which then calls abandon().
+// If this throws, backward fails and then calls abandon().
 void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   if (must_be_taken_back_)
     throw std::logic_error(
@@ -125,8 +125,8 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   steps_.push_back(worker_->add([this, parameters] { speculation_->step(parameters); }));
 }
 
-// Returns parameters that have only an older gradient, which optimizer.step() would step, too. Empty if nothing has
-// arrived: no backward has reduced gradients.
+// Returns parameters whose gradient did not arrive in this backward: optimizer.step() would step them, too. Returns
+// none if no gradient has arrived at all, because then no backward has reduced gradients.
 std::vector<at::Tensor> StepInBackward::take_others() {
   const auto arrived = std::exchange(arrived_, {});
   if (arrived.empty()) return {};
@@ -148,7 +148,7 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Runs on the worker's thread, after the steps in flight.
+// Rolls back the steps, on the worker's thread and after the steps in flight. Blocks.
 void StepInBackward::take_back() {
   worker_->add([this] { speculation_->roll_back(); }).get();
 }
@@ -161,14 +161,14 @@ void StepInBackward::forget_speculation() {
   must_be_taken_back_ = false;
 }
 
-// If restoring the previous values fails, uses of the parameters stay refused, and the next finish() tries again.
+// Rolls back the steps of a backward. If that fails, the parameters stay refused, and the next finish() retries.
 void StepInBackward::abandon() noexcept {
   if (!refusal_) return;
   must_be_taken_back_ = true;
   try {
     try {
       wait_for_steps();
-    } catch (const std::exception&) {  // rolled back with the others
+    } catch (const std::exception&) {  // a failed step is rolled back, too
     }
     take_back();
     forget_speculation();
@@ -177,7 +177,7 @@ void StepInBackward::abandon() noexcept {
   }
 }
 
-// Rethrows a step's failure only after the collective call, in which the other ranks wait for this one.
+// Rethrows a step's failure only after the norm, a collective in which the other ranks wait for this rank.
 double StepInBackward::finish_speculation() {
   try {
     if (must_be_taken_back_) {
@@ -189,7 +189,7 @@ double StepInBackward::finish_speculation() {
     if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
-      wait_for_steps();  // the steps read the gradients, which clipping scales
+      wait_for_steps();  // because clipping scales the gradients that the steps read
     } catch (...) {
       failure = std::current_exception();
     }

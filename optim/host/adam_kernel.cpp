@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t kCachedNumel = 2048;
 
 // The loop that the update_*() functions below vectorize, each for its instruction set. Must be inlined: an out-of-line
-// copy would use baseline instructions. Writes the new state to `to`, which is `span` itself, or, with kBeside, other
-// memory that also receives the old parameter.
+// copy would use baseline instructions. Writes the new state to `to`. With kBeside, `to` is other memory, which also
+// receives the old parameter; otherwise `to` is `span`.
 template <bool kBeside, bool kDecoupled, bool kAmsgrad>
 [[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
   float* parameter = span.parameter;

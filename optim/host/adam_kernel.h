@@ -8,7 +8,7 @@ namespace tessera::internal {
 struct AdamRule {
   double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
   bool amsgrad = false;
-  bool is_decoupled = false;  // AdamW: decoupled weight decay. Adam: decay is added to the gradient
+  bool is_decoupled = false;  // true (AdamW): decay scales the parameter; false (Adam): decay is added to the gradient
 };
 
 // Factors of step `step` (from 1) that all elements of a parameter share, computed in double.

@@ -42,7 +42,7 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Sets the parameter's state and counts the step.
+// Puts the parameter's state into `update`; creates a missing one. Counts the step.
 template <class State>
 State& begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;
@@ -93,11 +93,11 @@ struct Batch {
 
   void run() const {
     rate.defined() ? call(rate) : call(rate_of_kernels(rule.lr, parameters[0]));
-    // Bumps the versions, by which writes are detected, because fused operators do not.
+    // Fused operators do not bump the version counters, by which Tessera detects writes.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  template <class Rate>  // double, or a tensor
+  template <class Rate>  // double or at::Tensor
   void call(const Rate& lr) const {
     if (rule.is_decoupled) {
       at::_fused_adamw_(parameters, gradients, averages, squares, maxima, steps, lr, rule.beta1, rule.beta2,
@@ -145,7 +145,7 @@ void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update,
 at::Tensor in_recorded_memory(const at::Tensor& state, const at::Tensor& recorded) {
   if (state.const_data_ptr() == recorded.const_data_ptr()) return recorded;
   recorded.copy_(state);
-  state.record_stream(current_stream(state.device()));  // its owner may free it now
+  state.record_stream(current_stream(state.device()));  // it may be freed before the copy ends
   return recorded;
 }
 

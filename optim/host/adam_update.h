@@ -22,13 +22,13 @@ struct AdamUpdate {
   int64_t step = 0;  // from 1
   at::Tensor parameter, gradient, average, square;
   at::Tensor maximum;  // undefined without amsgrad
-  // On the device, of shape [], fp32: kernels read them in place of rule.lr and step. Undefined if they do not.
+  // fp32 numbers on the device ([]) that recorded kernels read instead of rule.lr and step; otherwise undefined.
   at::Tensor rate, count;
 };
 
 struct AdamPlacement {
   const char* name;  // for errors, e.g. "a fused optimizer"
-  // Returns why a parameter cannot be stepped, as words that follow its shape; "" if it can.
+  // Returns the reason why a parameter cannot be stepped, as words that follow its shape; "" if it can.
   std::string (*problem)(const at::Tensor& parameter);
   // `zeros` returns a new state tensor; `placed` returns `state`, or a copy of it in the right place and layout.
   at::Tensor (*zeros)(const at::Tensor& parameter);
@@ -42,8 +42,8 @@ struct AdamPlacement {
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
 
-// Counts a step of an update that a CUDA graph replays. If the states were replaced since the last one, copies them to
-// the update's tensors, which become the states.
+// Counts a step of an update that a CUDA graph replays. If the states were replaced since the last step, copies their
+// values to the update's tensors, which become the states again.
 void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement);
 
 // Returns `recorded`, a state that a CUDA graph reads and writes, with the values of `state`.
@@ -73,8 +73,8 @@ State& adam_state(torch::optim::Optimizer& optimizer, const at::Tensor& paramete
 // Returns `tensor`, or a copy of it with the parameter's strides, dtype and device.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter);
 
-// Whether operators read the parameter from disk. All arguments of one operator must fit into
-// OffloadOptions::disk_buffer_bytes together, so such parameters are stepped one at a time.
+// Returns whether operators read the parameter from disk. All arguments of one operator must fit into
+// OffloadOptions::disk_buffer_bytes together, so parameters on disk are stepped one at a time.
 bool is_on_disk(const at::Tensor& parameter);
 
 // Returns the closure's loss, recorded by autograd; undefined without a closure.

@@ -44,13 +44,13 @@ at::Tensor state_beside(const at::Tensor& parameter) { return zeros_beside(param
 at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
   if (parameter.numel() == 0 || DiskPager::of(parameter) == nullptr) return laid_out_as(state, parameter);
   if (DiskPager::of(state) == DiskPager::of(parameter)) return state;
-  return state_beside(parameter).copy_(state);  // e.g. from a checkpoint
+  return state_beside(parameter).copy_(state);  // `state` may come from a checkpoint
 }
 
 constexpr AdamPlacement kInHostMemory{"a host optimizer", &problem_of, &state_beside, &placed_as};
 
 // Previous values of a parameter and its state, for roll_back(). The tensors are allocated once, with the parameter's
-// sizes and strides, on its tier.
+// sizes and strides, in memory or on disk like the parameter.
 struct Before {
   at::Tensor parameter;
   at::Tensor values;                    // previous values of the parameter
@@ -59,7 +59,7 @@ struct Before {
   bool has_state = false, has_maximum = false;
   bool is_stepped = false;  // the last step is neither kept nor rolled back
   bool is_copied = false;   // the tensors hold the previous values
-  // `values` has the previous parameter; the other tensors have the new state until exchange(), then the previous one
+  // `values` has the previous parameter. The other tensors have the new state until exchange(), then the previous one.
   bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {
@@ -91,7 +91,7 @@ struct Pass {
   std::vector<DiskPager::Hold> held;
   std::vector<Before*> beside;
 
-  // If not null, `before` receives the previous values.
+  // Adds an update; runs it at once if the parameter is not fp32. `before`, if not null, receives the previous values.
   void add(const AdamUpdate& update, Before* before) {
     const at::Tensor& parameter = update.parameter;
     if (note_write_if_empty(parameter)) return;
@@ -145,10 +145,10 @@ struct Pass {
         other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);
       }
     });
-    // The pass writes without an operator, so bumps the versions, by which writes are detected.
+    // The pass writes without an operator, so it bumps the version counters, by which Tessera detects writes.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
-      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // otherwise hold() has counted it
+      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // on disk, hold() has counted it
       if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
     }
   }
@@ -164,7 +164,7 @@ void step_on_host(
   for_each_adam_update(optimizer, chosen, kInHostMemory, [&](const AdamUpdate& update) {
     Before* before = before_of(update.parameter);
     if (DiskPager::of(update.parameter) == nullptr) return pass.add(update, before);
-    Pass alone;  // limits memory to one such parameter with its state, and the read-ahead
+    Pass alone;  // limits memory to one parameter on disk with its state, and the read-ahead
     alone.add(update, before);
     alone.run();
   });

@@ -40,7 +40,7 @@ at::Tensor value_sums(const at::Tensor& parameter) {
                   values.narrow(0, in_rows, values.numel() - in_rows).sum(at::kLong).view({1})});
 }
 
-// States from a checkpoint or dictionary may be on the parameter's device.
+// Moves a state to the host. A state from a checkpoint or dictionary may be on the parameter's device.
 void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
   const auto found = optimizer.state().find(key);
   if (found == optimizer.state().end()) return;
@@ -171,8 +171,8 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
-// Copies in memory order if both tensors have equal strides and no conjugate or negative bit; set_data() may have
-// changed these.
+// Starts a copy in memory order if strides are equal and the parameter has no conjugate or negative bit. Otherwise
+// copies by an operator: set_data() may have changed the parameter.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
   const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);
@@ -226,7 +226,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   rebuild(optimizer);
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
-    // These copies were left by a failed step.
+    // A failed step may have left a copy in flight and a gradient.
     copy.arriving.wait_on_host();
     copy.arriving = {};
     copy.host.mutable_grad().reset();

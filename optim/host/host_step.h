@@ -17,15 +17,15 @@ namespace tessera::internal {
 
 struct HostStepOptions {
   PinnedPoolOptions memory;  // for the host copies of parameters and gradients
-  // Frees a device gradient once the host has it, and puts a placeholder in its place.
+  // Frees a gradient on the device once it is on the host, and puts a placeholder in its place.
   bool drops_gradients = false;
   std::function<std::string(const at::Tensor&)> label = {};  // names a parameter in the placeholder's errors
 };
 
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
 // which a second optimizer of the same class steps. A step first renews the copies of parameters that were written to.
-// On a device, writes through .data(), which do not change the version, are detected by sums of the values after one
-// step and before the next. The second optimizer holds the states during a step only. Between steps, the first
+// On a device, writes through .data() do not change the version. Sums of the values, computed after a step and before
+// the next one, reveal such writes. The second optimizer holds the states only during a step. Between steps, the first
 // optimizer holds them, for state dictionaries and checkpoints.
 class HostStep {
  public:
@@ -34,9 +34,9 @@ class HostStep {
   HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
-  // Replaces optimizer.step(), with its current groups and options. With no step taken, throws std::runtime_error
-  // beyond the memory limit, and std::logic_error, which names the parameter, for a gradient that an earlier step has
-  // freed.
+  // Takes the step of `optimizer`, with its current groups and options. Throws std::runtime_error if memory would
+  // exceed its limit, and std::logic_error, which names the parameter, for a gradient that an earlier step has freed.
+  // In both cases no step is taken.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -44,12 +44,12 @@ class HostStep {
  private:
   struct HostCopy {
     at::Tensor parameter;
-    at::Tensor host;                    // the parameter's sizes, and its strides at construction
-    uint32_t seen_version = 0;          // the parameter's version when both were last equal
-    const void* seen_memory = nullptr;  // the parameter's address then
-    at::Tensor seen_sums;               // on a device, sums of the parameter's values then
+    at::Tensor host;                    // has the parameter's sizes, and its strides at construction
+    uint32_t seen_version = 0;          // version of the parameter when `host` was last equal
+    const void* seen_memory = nullptr;  // address of the parameter when `host` was last equal
+    at::Tensor seen_sums;               // value_sums() when `host` was last equal; only on a device
     size_t number = 0;                  // the parameter's number in `dropped_`
-    size_t place = 0;                   // index in a step's work
+    size_t place = 0;                   // index in the list of a step's work
     Copy arriving;                      // copy of the gradient to the host
     Copy leaving;                       // copy of the new values to the device
   };
@@ -59,7 +59,7 @@ class HostStep {
   void renew(HostCopy& copy);
   void look_for_writes(const std::vector<HostCopy*>& work);
   void renew_if_written(HostCopy& copy);
-  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined: copied without memory of the pool
+  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined: must be copied without memory of the pool
   void start_gradient(HostCopy& copy);
   void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);
@@ -70,12 +70,12 @@ class HostStep {
   const Factory make_;
   const std::function<std::string(const at::Tensor&)> label_;
   const bool is_limited_;
-  std::vector<at::Tensor> parameters_;        // by number
-  std::shared_ptr<GradPlaceholder> dropped_;  // null: gradients stay
+  std::vector<at::Tensor> parameters_;        // by HostCopy::number
+  std::shared_ptr<GradPlaceholder> dropped_;  // null if gradients are kept
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;
-  // On a device: whether a write has bypassed the version, by index in a step's work. [work] kBool on the host, valid
+  // On a device: whether a write has bypassed the version, for each entry of a step's work. kBool on the host, valid
   // once the step's first gradient has arrived.
   at::Tensor written_;
   std::unique_ptr<torch::optim::Optimizer> host_optimizer_;

@@ -46,7 +46,7 @@ std::string name_of_layer(const LinearWeight& weight) {
   return weight.name != "weight" ? weight.fqn : dot == std::string::npos ? "(root)" : weight.fqn.substr(0, dot);
 }
 
-// Counts the registrations of each tensor, over all modules and names.
+// Returns the number of registrations of each tensor, over all modules and names.
 std::unordered_map<const c10::TensorImpl*, int> places_of_parameters(const torch::nn::Module& root) {
   std::unordered_map<const c10::TensorImpl*, int> places;
   std::unordered_set<const torch::nn::Module*> seen;

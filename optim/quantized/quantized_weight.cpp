@@ -26,7 +26,7 @@ struct Kept : torch::CustomClassHolder {
   const std::shared_ptr<const QuantizedWeight> weight;
 };
 
-// Computes input x values^T; saves only the bytes for backward.
+// Computes input x values^T. Saves the quantized weight for backward, instead of the values.
 class FrozenLinear : public torch::autograd::Function<FrozenLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& values,
@@ -124,7 +124,7 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   if (format_ == WeightFormat::kFull) {
     result = at::linear(input, bytes_, bias);
   } else {
-    // Decodes outside the function, so that wrappers see the parameter's use in forward.
+    // Decodes outside of FrozenLinear, so that wrappers see the parameter's use in forward.
     const at::Tensor values = base(input.scalar_type());
     result = c10::GradMode::is_enabled() && input.requires_grad()
                  ? FrozenLinear::apply(input, values, shared_from_this())

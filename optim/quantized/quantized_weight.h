@@ -27,21 +27,21 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   const std::string& fqn() const { return fqn_; }
   WeightFormat format() const { return format_; }
   at::IntArrayRef sizes() const { return sizes_; }
-  // "lora_a" for "a"; with a prefix if the weight is not named "weight".
+  // Returns "lora_a" for "a"; with a prefix if the weight is not named "weight".
   std::string adapter_name(const char* which) const {
     return (name_ == "weight" ? "lora_" : name_ + "_lora_") + std::string(which);
   }
   bool has_adapter() const { return a_.defined(); }
   bool is_merged() const { return merged_.defined(); }
 
-  // Returns [rows, columns] of the weight's dtype, with or without the adapter, from its own tensors or those of a
-  // state dictionary.
+  // Return [rows, columns] of the weight's dtype, with or without the adapter. The first function uses this object's
+  // tensors, the second one those of a state dictionary.
   at::Tensor values(bool with_adapter) const { return values(bytes_, a_, b_, with_adapter); }
   at::Tensor values(const at::Tensor& bytes, const at::Tensor& a, const at::Tensor& b, bool with_adapter) const;
   void merge();
   void unmerge() { merged_.reset(); }
 
-  // StandIn
+  // Overrides of StandIn.
   at::Tensor values_for(const std::string& operation) const override;
   at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) override;
   const char* what_it_is() const override { return "quantized"; }

@@ -64,8 +64,8 @@ struct Nf4Layout {
 
   const bool is_double;
   const int64_t blocks;
-  const int64_t scales_at;  // fp32; with is_double, indices into dynamic_map()
-  const int64_t outer_at;   // with is_double: fp32, the mean of all scales, then one scale for each 256 of them
+  const int64_t scales_at;  // offset of the scales: fp32; with is_double, indices into dynamic_map()
+  const int64_t outer_at;   // with is_double, offset of fp32 numbers: the mean of all scales, and a scale for each 256
   const int64_t end;
 
   at::Tensor codes(const at::Tensor& bytes) const { return bytes.narrow(0, 0, blocks * kWeightBlockNumel / 2); }
@@ -83,7 +83,7 @@ at::Tensor as_rows(const at::Tensor& flat, int64_t columns) {
   return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, columns - rest})).view({-1, columns});
 }
 
-// Divides each row by its largest absolute value, which it stores in `scales`, [rows].
+// Returns the rows divided by their largest absolute values. Stores these in `scales`, [rows]. Zero rows stay zeros.
 at::Tensor scaled_rows(const at::Tensor& rows, const at::Tensor& scales) {
   scales.copy_(rows.abs().amax(1));
   return rows / at::where(scales > 0, scales, 1.0).unsqueeze(1);
@@ -120,7 +120,7 @@ at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
       .narrow(0, 0, layout.blocks);
 }
 
-// The first of a byte's two elements is in the high bits.
+// Returns [numel] fp32. The first of a byte's two elements is in the high bits.
 at::Tensor decoded_codes(const at::Tensor& codes, const at::Tensor& scales, int64_t numel) {
   if (!codes.is_cpu()) {
     const at::Tensor both = at::stack({codes.bitwise_right_shift(4), codes.bitwise_and(15)}, 1).view({-1});
@@ -175,7 +175,7 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight) {
   return bytes;
 }
 
-// A single operator, which deferred() can record and replay.
+// Encodes a weight as a single operator, which deferred() can record and replay.
 static at::Tensor encode_weight(const at::Tensor& weight, int64_t format) {
   const auto as = static_cast<WeightFormat>(format);
   if (weight.is_meta()) return at::empty({encoded_bytes(as, weight.numel())}, weight.options().dtype(at::kByte));

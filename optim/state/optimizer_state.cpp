@@ -92,7 +92,7 @@ struct Kind {
   const char* name;
 };
 
-// Calls act(kind) for each kind until it returns true; returns whether it did.
+// Calls act(kind) for each kind until act returns true. Returns whether it has returned true.
 template <class Act>
 bool any_kind(Act act) {
   return act(Kind<AdamOptions, AdamParamState>{"Adam"}) || act(Kind<AdamWOptions, AdamWParamState>{"AdamW"}) ||
@@ -285,7 +285,7 @@ std::string text_of(const OptimizerOption& option) {
 }
 
 std::string text_of(const OptimizerOptions& options) {
-  std::string text = c10::demangle(typeid(options).name());  // a user's own class has no known fields
+  std::string text = c10::demangle(typeid(options).name());  // for a class of the user, whose fields are not known
   any_kind([&]<class Options, class State>(Kind<Options, State> kind) {
     if (dynamic_cast<const Options*>(&options) == nullptr) return false;
     text = kind.name + std::string(":");

@@ -28,10 +28,10 @@ inline constexpr int64_t kStateBlockNumel = 256;
 // Returns the shape of a state tensor for a parameter of `sizes`.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
-// Returns the part of a state tensor that belongs to a part of the parameter; `tensor` is empty except for kElements.
-// If a cut crosses a block, both parts hold its number.
+// Returns the part of a state tensor that belongs to a part of the parameter. `tensor` of the result is empty except
+// for kElements. If a block is cut, both parts hold the number of the block.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
-// Returns the range that this part saves. The rank with a block's first element saves the block.
+// Returns the range of a state tensor that this part saves. The part with a block's first element saves the block.
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
 // The functions below know the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and Tessera's own.
@@ -41,8 +41,8 @@ Range saved_part(const std::string& name, const NamedShard& parameter);
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);
-// As above, but returns 8-bit states in the memory order of the parameter: copies, if set_data() has changed its
-// strides since the last step.
+// Like read_state(state), but returns 8-bit states in the memory order of the parameter. They are copies if set_data()
+// has changed the parameter's strides since the last step.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
 // Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the names, for unknown
@@ -54,7 +54,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string&
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// Returns an option's value with all digits; for options, the names and values of all: "Lion: lr=0.001 weight_decay=0".
+// Returns the value of an option with all digits, or names and values of all options: "Lion: lr=0.001 weight_decay=0".
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 

@@ -44,7 +44,7 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
       known.by_rank.push_back({{parts[rank][i][0], parts[rank][i][1]}, static_cast<int>(parts[rank][i][2])});
   }
   if (!is_without_data()) return;
-  for (int rank = 0; rank < world; ++rank) {  // a dry run exchanges no data
+  for (int rank = 0; rank < world; ++rank) {  // a dry run has exchanged no data
     const std::vector<ModelShards::HeldPart> held = model.held_by(rank);
     for (int64_t i = 0; i < count; ++i)
       known_[shards[i].tensor.unsafeGetTensorImpl()].by_rank[rank] = {held[i].range, held[i].replica};
@@ -77,7 +77,7 @@ void ParameterParts::require_known(const std::vector<torch::optim::OptimizerPara
   }
 }
 
-// Throws for a parameter that was added to a group after the check.
+// Throws std::invalid_argument for a parameter that was added to a group after require_known().
 const ParameterParts::Known& ParameterParts::known(const at::Tensor& parameter) const {
   const auto found = known_.find(parameter.unsafeGetTensorImpl());
   if (found == known_.end())
