@@ -80,7 +80,7 @@ CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held
 }
 
 std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, int copies) {
-  std::vector<std::string> names;  // of hosts, in the order of their first ranks
+  std::vector<std::string> names;  // names of hosts, in the order of their first ranks
   std::map<std::string, std::vector<int>> ranks_of;
   for (size_t i = 0; i < hosts.size(); ++i) {
     if (!ranks_of.contains(hosts[i])) names.push_back(hosts[i]);
@@ -90,11 +90,11 @@ std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, in
   const auto index = static_cast<size_t>(std::ranges::find(own_host, rank) - own_host.begin());
   const auto host = static_cast<size_t>(std::ranges::find(names, hosts[static_cast<size_t>(rank)]) - names.begin());
   std::vector<int> partners;
-  // One of each other host in turn, then further ones of all hosts.
+  // The first round takes one rank of each other host. Later rounds take further ranks of all hosts.
   for (size_t round = 0; round < hosts.size(); ++round)
     for (size_t other = 1; other <= names.size(); ++other) {
       const auto& ranks = ranks_of[names[(host + other) % names.size()]];
-      if (other == names.size() && names.size() > 1 && round == 0) continue;  // this host is the last resort
+      if (other == names.size() && names.size() > 1 && round == 0) continue;  // this rank's host comes last
       const int partner = ranks[(index + round + (other == names.size() ? 1 : 0)) % ranks.size()];
       if (static_cast<int>(partners.size()) == copies) return partners;
       if (partner != rank && std::ranges::find(partners, partner) == partners.end()) partners.push_back(partner);

@@ -15,20 +15,20 @@
 
 namespace tessera::internal {
 
-// Parts of the training state in this process's memory: its own, and copies of other ranks'.
+// Parts of the training state in this process's memory: its own part, and copies of other ranks' parts.
 
-// A file in pieces of memory.
+// The content of a file, in pieces of memory.
 struct CopiedFile {
   struct Piece {
-    std::shared_ptr<const void> owner;  // of the memory
+    std::shared_ptr<const void> owner;  // owns the memory of `data`
     const char* data = nullptr;
-    int64_t begin = 0, bytes = 0;  // of the file
+    int64_t begin = 0, bytes = 0;  // range of the file
   };
   std::vector<Piece> pieces;
-  // Checksums, if the pieces are blocks that another host has sent. Equal blocks of successive steps share memory.
+  // Checksums of the pieces, if these are blocks from another host. Equal blocks of successive steps share memory.
   std::vector<uint64_t> sums;
   int64_t bytes = 0;
-  // Appends bytes of an owner's memory.
+  // Appends `count` bytes at `data` without copying them; `owner` owns them.
   void add(std::shared_ptr<const void> owner, const char* data, int64_t count);
   // Copies a range. Throws std::out_of_range beyond the end.
   void read(void* data, int64_t count, int64_t position) const;
@@ -39,7 +39,7 @@ int64_t block_count(int64_t bytes);
 // Returns the bytes of a block.
 std::string read_block(const CopiedFile& file, size_t index);
 
-// One rank's part of one committed step.
+// Names one rank's part of one committed step.
 struct PartName {
   int64_t generation = 0;  // of the group
   int64_t step = 0;
@@ -48,10 +48,10 @@ struct PartName {
 };
 struct CopiedPart {
   int world = 0;            // the size of the group
-  std::string description;  // its entries of the manifest (describe_part())
+  std::string description;  // the part's entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
-  // Have most bytes of the files, unless another host has sent them. Successive parts share one, with the unchanged
-  // tensors.
+  // The memories with most bytes of the files; none if another host has sent the files. Successive parts share the
+  // memory with the unchanged tensors.
   std::vector<std::shared_ptr<const CopyMemory>> memories;
 };
 
@@ -64,9 +64,9 @@ struct HeldStep {
 nlohmann::json to_json(const std::vector<HeldStep>& held);
 std::vector<HeldStep> held_from_json(const nlohmann::json& entries);
 
-// The newest step of which the members hold every part, and the members that hold each one. `held` is by member. Null
-// members hold nothing. Returns a world of 0 if there is none. A later generation is newer at any step: the steps of an
-// earlier one that were not continued are void.
+// newest_complete_step() returns the newest step of which the members hold every part, and the members that hold each
+// part. `held` is indexed by member. Returns a world of 0 if there is no such step. Each step of a later generation is
+// newer: steps that were not continued are void.
 struct CompleteStep {
   int64_t generation = -1, step = -1;
   int world = 0;
@@ -74,24 +74,24 @@ struct CompleteStep {
 };
 CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held);
 
-// The ranks that hold copies of this rank's part, given the host of each rank: `copies` different ones, on other hosts
-// while there are any, so that each rank of a host has its own partner. Returns fewer if the world is too small.
+// Returns the ranks that hold copies of this rank's part: `copies` different ranks, first on other hosts. `hosts` is
+// indexed by rank. Each rank of a host gets its own partner where possible. Returns fewer if the world is too small.
 std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, int copies);
 
-// Thread-safe.
+// The parts that this process holds. Is thread-safe.
 class CopyStore {
  public:
   void put(const PartName& name, std::shared_ptr<const CopiedPart> part);
   std::shared_ptr<const CopiedPart> find(const PartName& name) const;  // null if it is not held
-  // The newest held part of an owner in a generation; null if there is none.
+  // Returns the newest held part of an owner in a generation; null if there is none.
   std::shared_ptr<const CopiedPart> newest(int64_t generation, int owner) const;
   std::vector<HeldStep> held() const;
-  // Frees the parts of all steps before this one, which is known to be complete.
+  // Frees the parts of all steps before this step, which must be complete.
   void free_before(int64_t generation, int64_t step);
-  // Frees the parts of all steps after this one, from which the ranks go on. Older ones stay until a copy of the new
-  // group is complete, because the chosen step may have one holder of a part left.
+  // Frees the parts of all steps after this step, from which the ranks continue. Keeps older steps until the new group
+  // has a complete copy, because a part of this step may have only one holder left.
   void free_after(int64_t generation, int64_t step);
-  // The bytes of distinct memory.
+  // Returns the bytes in use. Memory that several parts share counts once.
   int64_t bytes() const;
 
  private:
@@ -99,14 +99,14 @@ class CopyStore {
   std::map<PartName, std::shared_ptr<const CopiedPart>> parts_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// Builds a file in a part's memory from sequential writes. Bytes that are there, or in memory that is shared with other
-// parts, are not copied.
+// Builds a file in a part's memory from sequential writes. Does not copy bytes that are in that memory already, or in
+// memory that is shared with other parts.
 class CopiedFileWriter {
  public:
   explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared = nullptr)
       : memory_(std::move(memory)), shared_(std::move(shared)) {}
   void append(const void* data, int64_t count);
-  // Adds the first bytes, which were left out.
+  // Returns the file. `start`: its first bytes, which precede the appended bytes.
   CopiedFile finish(std::string_view start);
 
  private:

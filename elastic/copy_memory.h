@@ -11,11 +11,11 @@
 
 namespace tessera::internal {
 
-// The memory of one part. Other processes of the host map it as their copy, so nothing is sent. It outlives the process
-// that wrote it.
+// The memory of one part. Other processes of the host map it as their copy, so that no data is sent. The memory
+// outlives the process that wrote it.
 class CopyMemory {
  public:
-  // Zeros. Private to the process if the system gives no memory to share. Throws std::system_error.
+  // Allocates zeros. The memory is private if the system has no memory to share. Throws std::system_error.
   explicit CopyMemory(int64_t bytes);
   // Maps the memory of another process for reading. Throws std::runtime_error if this process cannot reach it.
   explicit CopyMemory(const nlohmann::json& notice);
@@ -23,32 +23,32 @@ class CopyMemory {
   CopyMemory(const CopyMemory&) = delete;
   CopyMemory& operator=(const CopyMemory&) = delete;
 
-  // By which a process of the host finds the memory while this one lives; null if it is private.
+  // Returns the notice by which processes of the host find the memory while this one lives; null if it is private.
   nlohmann::json notice() const;
-  // Whether this is a mapping of the memory of the notice.
+  // Returns whether this object maps the memory of the notice.
   bool is_of(const nlohmann::json& notice) const { return !notice.is_null() && origin_ == notice; }
   int64_t bytes() const { return bytes_; }
   char* data() { return data_; }
   const char* data() const { return data_; }
   bool contains(const char* data, int64_t bytes) const;
-  // Returns the next bytes that were not reserved, for a writer whose data is not here yet. Throws std::out_of_range.
+  // Returns the next `bytes` bytes that are not reserved, for the caller to fill. Throws std::out_of_range.
   char* reserve(int64_t bytes);
   void reserve_nothing() { reserved_ = 0; }
 
  private:
   void map(const MemoryFile& file, int access);
 
-  const nlohmann::json origin_;  // the notice by which it is mapped
+  const nlohmann::json origin_;  // the notice of mapped memory; null if allocated here
   const int64_t bytes_;
   const MemoryFile file_;  // not open if the memory is private, or another process's
   int64_t reserved_ = 0;
   char* data_ = nullptr;
 };
 
-// Reuses the memory of parts that are freed: fresh pages cost more time than the copies. Thread-safe.
+// Reuses the memory of freed parts, because fresh pages cost more time than copies into them. Is thread-safe.
 class CopyMemories {
  public:
-  // Returns memory that no part refers to. It may be reused once the last reference is gone.
+  // Returns memory of this size that no part uses. The memory may be reused after its last reference is released.
   std::shared_ptr<CopyMemory> take(int64_t bytes);
 
  private:

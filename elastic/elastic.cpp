@@ -71,7 +71,7 @@ int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& o
   require(options.least_ranks >= 1 && options.least_ranks <= std::max(world, 1), "SpawnElasticOptions::least_ranks is ",
           options.least_ranks, "; expected 1 to the number of ranks, ", world);
   require(options.restarts >= 0, "SpawnElasticOptions::restarts is ", options.restarts, "; expected at least 0");
-  // Lost connections are expected; by default c10d would print a stack trace of each.
+  // Lost connections are expected, and c10d would print a stack trace of each by default.
   constexpr auto kLogLevel = "TORCH_CPP_LOG_LEVEL";
   const std::string log_level = c10::utils::get_env(kLogLevel).value_or("ERROR");
   const RendezvousFolder folder;
@@ -81,7 +81,7 @@ int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& o
                           .restarts = options.restarts,
                           .variables = {{kRendezvousVariable, folder.path().string()}, {kLogLevel, log_level}},
                           .restart_variables = {{kJoinVariable, "1"}},
-                          // A rank that is started again would wait for members in vain.
+                          // A rank that restarts after the end of the run would wait for members in vain.
                           .may_restart = [&] { return !has_ended(run); }});
 }
 

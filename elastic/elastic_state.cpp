@@ -35,11 +35,11 @@ namespace {
 
 using nlohmann::json;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;  // of reports
+using Clock = std::chrono::steady_clock;  // the clock of reports
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 constexpr milliseconds kEntryPause{5};
-// A rank that is in no operation of the group looks that often whether others have left it.
+// The interval at which a rank that runs no operation of the group checks whether others have left the group.
 constexpr milliseconds kMemberCheck{500};
 
 std::string random_text() {
@@ -49,7 +49,7 @@ std::string random_text() {
   return text;
 }
 
-// Failures after one step without the loss of a rank: more are no accident.
+// If ranks fail again after one step, without a loss, and this many times, the failure is no accident.
 constexpr int kMostFailuresAtStep = 2;
 
 std::string ranks_text(const std::vector<int>& ranks) {
@@ -58,7 +58,7 @@ std::string ranks_text(const std::vector<int>& ranks) {
 
 std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-// "rank 2 of 4 was lost (...), rank 3 joined; 4 ranks go on from step 120 in memory"
+// Returns "rank 2 of 4 was lost (...), rank 3 joined; 4 ranks go on from step 120 in memory".
 std::string describe(const ElasticChange& change, const Decision& decision) {
   std::string text;
   if (!change.lost.empty() || change.joined.empty())
@@ -70,7 +70,7 @@ std::string describe(const ElasticChange& change, const Decision& decision) {
                                           : std::string("without a step that is complete in memory"));
 }
 
-// A sampler for the ranks of the first group would leave out the items of lost ranks.
+// Throws unless the sampler is for the current group: one for the first group would omit the items of lost ranks.
 void require_of_group(const DistributedSampler& sampler, const Communicator& comm) {
   require(sampler.world_size() == 1 || (sampler.world_size() == comm.size() && sampler.rank() == comm.rank()),
           "ElasticRun::restore(): a DistributedSampler is for rank ", sampler.rank(), " of ", sampler.world_size(),
@@ -78,7 +78,7 @@ void require_of_group(const DistributedSampler& sampler, const Communicator& com
           " of the current group; expected a sampler made in the body for run.comm()->rank() and run.comm()->size()");
 }
 
-// The options that must be equal on all ranks.
+// Returns a text of the options that must be equal on all ranks.
 std::string describe(const ElasticOptions& options) {
   return c10::str("copy_every ", options.copy_every, ", copies ", options.copies, ", least_ranks ", options.least_ranks,
                   ", most_ranks ", options.most_ranks, ", batch ", static_cast<int>(options.batch), ", stopped_after ",
@@ -106,8 +106,8 @@ void check(const ElasticOptions& options, int size) {
             " ms; expected more than 0 and at most a year");
 }
 
-// Rank 0's process may serve the store until its constructor returns, so it waits for the other ranks' last reads. A
-// rank that has died meanwhile costs it the timeout; the group finds the loss.
+// On rank 0, waits for the last reads of the other ranks, because its process may serve the store only until the
+// constructor returns. If a rank has died, waits until the timeout; the group then finds the loss.
 void await_readers(const StorePtr& store, int rank, int size, milliseconds timeout) {
   if (size == 1) return;
   call_with_timeout(timeout, [=] {
@@ -146,7 +146,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   const bool one_host = std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
   // Processes of other hosts may join by a folder that the program gives.
   const bool stays_on_host = one_host && options_.rendezvous.empty();
-  // Containers of one machine may share its name, so loopback is the last choice.
+  // Containers of one machine may look like one host without sharing loopback, so loopback is the last choice.
   self_.address = !address.empty() ? address : stays_on_host ? "127.0.0.1" : public_address();
   group_.generation = 0;
   group_.step = {};
@@ -190,7 +190,7 @@ void ElasticState::publish(bool has_ended) {
     written.has_ended = has_ended;
     file_->write(written, self_.id);
     if (has_ended) file_->forget(run_id_);
-  } catch (const std::exception& error) {  // the members can go on without others
+  } catch (const std::exception& error) {  // the group can continue, but cannot grow
     warn(c10::str(error.what(), "; no other process can join the run"));
   }
 }
@@ -306,14 +306,14 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   const int size = static_cast<int>(group_.members.size());
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
-  // A client, also in the process that serves the store: a group that serves its store waits for all ranks at its end.
-  // The others leave out a rank that waits longer than stopped_after for the answer of a stopped process.
+  // Uses a client also in the process that serves the store: a group that serves its store waits for all ranks at its
+  // end. A rank that waits longer than stopped_after for a stopped process is left out by the others.
   const auto patience = std::min(options_.stopped_after, options_.group.timeout);
   const auto wrapped = c10::make_intrusive<StoreClient>(
       c10::make_intrusive<GroupStore>(group_.store, group_.generation, patience), patience);
-  wrapped->setTimeout(options_.group.timeout);  // of waits for other ranks
-  // In their first meeting ranks wait in the store, until the timeout. A member that is lost meanwhile must end the
-  // wait: the others leave out ranks that stay in it.
+  wrapped->setTimeout(options_.group.timeout);  // limits waits for other ranks
+  // When ranks first meet, they wait in the store, until the timeout. The loss of a member must end this wait earlier,
+  // because the other ranks leave out ranks that are still waiting.
   std::promise<void> is_made;
   std::string loss;
   std::thread watch([&, made = is_made.get_future()] {
@@ -402,7 +402,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
     throw;
   }
   lost_at_ = Clock::now();
-  // Members that have not seen it fail, too.
+  // Makes members fail that have not noticed the loss yet.
   if (comm) comm->abort(c10::str("rank ", rank_, " leaves the group: ", reason));
   if (comm) SaveJob::hurry_save_of(comm);
   change_ = ElasticChange{.reason = first_line_of(reason), .world_before = static_cast<int>(group_.members.size())};
@@ -490,7 +490,7 @@ json ElasticRunState::restore_from_memory() {
   const auto patience = all_.options().group.timeout;
   const PartFolder folder(all_.copies(), all_.own_id(), step.generation, step.step, holders, patience);
   const std::string what = c10::str("restoring step ", step.step, " from memory");
-  // Rank 0 reads the descriptions for all.
+  // Rank 0 reads the descriptions of all parts, for all ranks.
   std::string text;
   on_all_ranks(*comm_, what, [&] {
     if (comm_->rank() != 0) return;
@@ -542,23 +542,23 @@ json ElasticRunState::restore(const TrainingState& state) {
   if (all_.group().step.world > 0) extra = restore_from_memory();
   if (!extra) extra = restore_from_disk();
   if (extra) {
-    // The lost ranks' copies and parts are missing from the restored step: another death must not lose it.
+    // Lost ranks held parts and copies of the restored step. Copies it again, so that another loss does not lose it.
     start_copy(*extra);
     return *extra;
   }
-  // The lost step was complete once: training must not silently begin again.
+  // If a step was complete before, training must not silently start again from step 0.
   const at::Tensor are_lost = at::full({1}, change_ && all_.has_had_copies() ? 1 : 0,
                                        at::TensorOptions().dtype(at::kInt).device(comm_->device()));
   comm_->all_reduce(are_lost, ReduceOp::kMax, "whether copies are lost").wait();
   if (comm_->to_host(are_lost, "whether copies are lost").item<int>() == 1) {
-    all_.note_complete_copy();  // a process that has joined must not begin again when the others have thrown
+    all_.note_complete_copy();  // after this error, a process that has joined must not start from step 0
     throw CheckpointError(
         "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
   }
   if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
-  // Objects that outlive the body, or are drawn otherwise the next time, begin again with these values. No rank may
-  // change them before all have copied them.
+  // Copies the initial values, so that the next group starts with them, even if objects outlive the body or would be
+  // initialized differently. No rank may change its objects before all ranks have copied them.
   start_copy(json::object());
   end_copy();
   return json::object();
@@ -568,14 +568,14 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
   std::string error;
   std::optional<PartName> name;
   if (copy_) {
-    // A partner that is stopped or cut off must not keep this rank in a group that the others leave.
+    // If a partner is stopped or cut off, this rank must still notice that the other ranks leave the group.
     while (!copy_->wait_for(kMemberCheck)) all_.require_members();
     error = copy_->wait();
     all_.staging_memory() = copy_->take_staging();
     name = copy_->name();
     copy_.reset();
   }
-  // The least of all ranks. Only rank 0, which leads a regroup that no rank's loss has caused, decides to grow.
+  // The ranks take the minimum of both values. Rank 0 alone decides to grow, because it leads a regroup without a loss.
   const bool may_grow = comm_->rank() != 0 || all_.may_grow();
   const at::Tensor agreed =
       at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions(at::kCPU).dtype(at::kInt))
@@ -608,7 +608,7 @@ void ElasticRunState::commit(const json& extra) {
   if (step_ % all_.options().copy_every != 0) return;
   const bool may_grow = end_copy().may_grow;
   start_copy(extra);
-  // The joining process gets its part of this step, so no step is lost.
+  // The joining process starts from the copy of this step, so no step is lost.
   if (may_grow && end_copy().is_copied) throw CommError("a process joins the group");
 }
 

@@ -21,14 +21,14 @@
 
 namespace tessera::internal {
 
-// The part of this process in an elastic run, over all groups. Used by the training loop's thread; the server's threads
-// reach the copies, the acceptor and the requests to join alone.
+// The state of this process in an elastic run, over all groups. Must be used by the training loop's thread. The
+// server's threads use only the copies, the acceptor and the requests to join.
 class ElasticState {
  public:
-  // Meets the other ranks in the store. Collective.
+  // Starts a run: meets the other ranks in the store. Is collective.
   ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                const std::string& address);
-  // For a process that joins the run of this file.
+  // For a process that is to join the run of this file. run() then joins.
   ElasticState(ElasticOptions options, const RunFile& file, const std::string& address);
   ~ElasticState();
 
@@ -39,17 +39,17 @@ class ElasticState {
   int rank() const { return rank_; }
   int first_world() const { return first_world_; }
   int most_ranks() const { return options_.most_ranks > 0 ? options_.most_ranks : first_world_; }
-  // Whether a process waits to join and has a place.
+  // Returns whether a process waits to join and has a place in the group.
   bool may_grow() const;
   CopyStore& copies() { return copies_; }
   CopyMemories& memories() { return memories_; }
   UnchangedPieces& unchanged() { return unchanged_; }
   const std::string& own_id() const { return self_.id; }
-  // Equal on all ranks.
+  // The identity of the run, equal on all ranks.
   const std::string& run_id() const { return run_id_; }
-  // Throws CommError if a member has ended or left the group. A silent one may be slow.
+  // Throws CommError if a member has ended or left the group. A silent member is no error, because it may be slow.
   void require_members() const;
-  // Whether a step has been complete in memory, as far as this rank knows.
+  // Returns whether any step has been complete in memory, as far as this rank knows.
   bool has_had_copies() const { return has_had_copies_; }
   void note_complete_copy() { has_had_copies_ = true; }
   at::Tensor& staging_memory() { return staging_memory_; }
@@ -58,25 +58,25 @@ class ElasticState {
   enum class Outcome { kFinished, kLost };
   PeerMessage answer(PartReceiver& receiver, PeerMessage&& request);
   void start_server();
-  // Blocks until this process is a member. Returns false if the run has ended before.
+  // Blocks until this process is a member. Returns false if the run has ended before that.
   bool join();
-  // This process is a member of group_ from now on.
+  // Makes this process a member of group_.
   void enter_group();
   void leave_run();
-  // Records the decision on a group that a process joins. Returns whether this member may let it in.
+  // Records the decision on a group with joined processes. Returns false if that fails: this rank then admits none.
   bool record_joined();
-  // Writes the file by which other processes find the run.
+  // On rank 0, writes the file by which other processes find the run.
   void publish(bool has_ended);
   RunFacts facts() const;
-  // Blocks until all members have entered the group. Throws CommError at once if one has ended or left it, as a
-  // process that has just joined may: the store would wait for it until the timeout.
+  // Blocks until all members have entered the group. Throws CommError at once if a member has ended or left the group.
+  // (In the store, this rank would wait for such a member until the timeout.)
   void await_members();
   std::shared_ptr<Communicator> make_group();
   void serve_store(Decision& decision);
-  // Runs the body with the current group. Rethrows an error that is this rank's own.
+  // Runs the body with the current group. Rethrows an exception unless it is a CommError, or a member is lost.
   Outcome attempt(const std::function<void(ElasticRun& run)>& body,
                   const std::function<ElasticRun(ElasticRunState&)>& make);
-  // Whether a member of the group has ended, is silent, or has left it.
+  // Returns whether a member of the group has ended, is silent, or has left the group.
   bool has_lost_member() const;
   // Leaves the broken group, and finds the next one.
   void regroup();
@@ -100,11 +100,11 @@ class ElasticState {
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
-  int failures_at_step_ = 0;            // in succession, without the loss of a rank
+  int failures_at_step_ = 0;            // failures in succession after one step, without the loss of a rank
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
 };
 
-// ElasticRun's implementation.
+// Implements ElasticRun, for one group.
 class ElasticRunState {
  public:
   ElasticRunState(ElasticState& all, std::shared_ptr<Communicator> comm, std::optional<ElasticChange> change,
@@ -119,7 +119,7 @@ class ElasticRunState {
 
   nlohmann::json restore(const TrainingState& state);
   void commit(const nlohmann::json& extra);
-  // Returns when all ranks have ended the body.
+  // Blocks until all ranks have ended the body.
   void finish();
 
  private:
@@ -127,10 +127,10 @@ class ElasticRunState {
   std::optional<nlohmann::json> restore_from_disk();
   void start_copy(const nlohmann::json& extra);
   struct Agreed {
-    bool is_copied;  // the copy in progress, if there is one, on all ranks
+    bool is_copied;  // false if the copy in progress has failed on a rank
     bool may_grow;
   };
-  // Ends the copy in progress. Collective.
+  // Waits for the copy in progress. Is collective.
   Agreed end_copy();
   void report_resumed();
 

@@ -63,7 +63,7 @@ PeerMessage ServedStores::answer(const PeerMessage& request) const {
   if (call == "set") {
     store->multiSet(keys, values);
   } else if (call == "get") {
-    // A store in memory would wait for a key.
+    // HashStore would wait for a missing key.
     if (!store->check(keys)) throw std::runtime_error("the store has no such key");
     pack(store->multiGet(keys), answer);
   } else if (call == "compare_set") {
@@ -110,7 +110,7 @@ PeerMessage GroupStore::ask(const Call& call) {
     if (!connection_) connection_ = std::make_unique<PeerConnection>(server_, getTimeout());
     return connection_->ask(std::move(request), getTimeout());
   } catch (const PeerError& error) {
-    connection_.reset();  // a late answer must not be taken for the next one
+    connection_.reset();  // a late answer must not be taken for that of the next call
     C10_THROW_ERROR(DistNetworkError, error.what());
   } catch (const std::runtime_error& error) {
     C10_THROW_ERROR(DistStoreError, error.what());

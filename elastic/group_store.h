@@ -19,16 +19,16 @@ namespace tessera::internal {
 // [Note: the store of a group]
 // The member that leads the decision on a group keeps the group's store in its memory, and its PeerServer answers the
 // other members' calls. c10d's TCPStore would need a server and a port of its own for each group. It also asks the name
-// server for the name of each client, which took 5 s on a host whose name server lost queries: longer than a lost rank
-// may take.
+// server for the name of each client. That took 5 s on a host whose name server lost queries, which is too long for a
+// regroup.
 
-// The stores that this process serves. Thread-safe.
+// The stores that this process serves. Is thread-safe.
 class ServedStores {
  public:
-  // Serves a store for the group from now on; a no-op if it does. Ends the stores of groups before the last one, whose
-  // last readers may be late.
+  // Starts to serve a store for the group; a no-op if it is served already. Ends the stores of generations before
+  // `generation` - 1, which may still have late readers.
   void serve(int64_t generation);
-  // The answer to a call of a GroupStore. Throws std::runtime_error if the call cannot be answered.
+  // Returns the answer to a call of a GroupStore. Throws std::runtime_error if the call cannot be answered.
   PeerMessage answer(const PeerMessage& request) const;
 
  private:
@@ -36,8 +36,8 @@ class ServedStores {
   std::map<int64_t, c10::intrusive_ptr<c10d::HashStore>> stores_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// A group's store in the process of a member. Each call throws c10::Error if the process has ended, or has not answered
-// for the timeout. wait() and get() poll. Thread-safe, but a call waits for the one before.
+// A client of a group's store, which is in the process of a member. Each call throws c10::Error if the process has
+// ended, or has not answered within the timeout. wait() and get() poll. Is thread-safe, with one call at a time.
 class GroupStore : public c10d::Store {
  public:
   // Connects at the first call.

@@ -24,13 +24,13 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kRound{100};  // between two requests of a joining process to a member
+constexpr milliseconds kRound{100};  // pause between the requests of a joining process to the members
 constexpr std::chrono::seconds kSilentJoinPause{20}, kRequestLife{3};
 
-// Writes a file whole: readers must not find a part of it.
+// Replaces a file atomically, because readers must not find a part of it.
 void replace(const fs::path& path, const json& content, const std::string& id) {
   std::error_code error;
-  fs::create_directories(path.parent_path(), error);  // the write reports the failure
+  fs::create_directories(path.parent_path(), error);  // the write below reports a failure
   const fs::path temporary = path.string() + "." + id;
   std::ofstream file(temporary, std::ios::trunc);
   file << content.dump() << "\n";
@@ -41,7 +41,7 @@ void replace(const fs::path& path, const json& content, const std::string& id) {
     throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path.string() + ": " + error.message());
 }
 
-// Returns nullopt if the file cannot be opened.
+// Returns the parsed content of a file; nullopt if it cannot be opened. Throws std::runtime_error if it is damaged.
 template <class Parse>
 auto read_as(const fs::path& path, Parse parse) -> std::optional<decltype(parse(json()))> {
   std::ifstream file(path);
@@ -108,7 +108,7 @@ bool RunFile::has_later_group(const std::string& run_id, int64_t generation) con
 }
 
 void RunFile::forget(const std::string& run_id) const {
-  std::error_code error;  // records that stay harm no later run
+  std::error_code error;  // ignored: a leftover record is harmless
   for (const auto& entry : fs::directory_iterator(path_.parent_path(), error))
     if (entry.path().string().starts_with(path_.string() + "." + run_id + ".")) fs::remove(entry.path(), error);
 }
@@ -126,7 +126,7 @@ bool is_alive(const RunFile& file) {
       const json answer =
           ask_member(member, {{{"op", "look"}, {"generation", run->generation}}, {}}, kPromptAnswer).fields;
       return !answer.contains("retired");
-    } catch (const std::runtime_error&) {  // it has ended, or is silent, so another member may answer
+    } catch (const std::runtime_error&) {  // the member has ended or is silent; another one may answer
       return false;
     }
   });
@@ -143,7 +143,7 @@ bool has_ended(const RunFile& file) try {
       return error.is_gone();
     }
   });
-} catch (const std::exception&) {  // of a damaged file; members report it
+} catch (const std::exception&) {  // the file is damaged, which members report
   return false;
 }
 
@@ -232,7 +232,7 @@ std::optional<Joiner::Place> Joiner::ask() {
       answer =
           ask_member(member, {{{"op", "join"}, {"member", to_json(self_)}, {"options", options_}}, {}}, kPromptAnswer)
               .fields;
-    } catch (const PeerError& error) {  // a loss, which the other members find
+    } catch (const PeerError& error) {  // the member is lost or silent
       if (error.is_gone()) continue;
       are_all_gone_ = false;
       ask_again_[member.id] = RunClock::now() + kSilentJoinPause;
@@ -241,7 +241,7 @@ std::optional<Joiner::Place> Joiner::ask() {
     if (const auto refused = answer.find("refused"); refused != answer.end())
       throw std::invalid_argument("tessera::Elastic: this process passes " + options_ + ", the run that it joins " +
                                   refused->get<std::string>() + "; expected equal ElasticOptions in all processes");
-    if (!answer.contains("facts")) continue;  // it has left the run
+    if (!answer.contains("facts")) continue;  // the member has left the run
     has_answer_ = true;
     are_all_gone_ = false;
     RunFacts facts = facts_from_json(answer.at("facts"));
@@ -263,7 +263,7 @@ std::optional<Joiner::Place> Joiner::await_place() {
     const auto now = RunClock::now();
     if (has_answer_) last_answer = now;
     if (!are_all_gone_) last_living = now;
-    // Its writer may be a member that the members of before do not name.
+    // A newer group, whose members this process does not know, may have written the file.
     if (!has_answer_ && read_file()) return std::nullopt;
     if (now - last_answer > timeout_)
       fail(run_ ? "no member has answered for " + std::to_string(timeout_.count()) +

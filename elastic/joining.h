@@ -19,26 +19,26 @@
 namespace tessera::internal {
 
 // [Note: how a process joins]
-// Rank 0 of each group writes the group's members to a file in a shared folder. A later process asks them to join,
-// again and again. Members note the request. In commit() the ranks agree that a process waits, complete a copy of the
-// step, and leave the group; or a rank is lost. Either way they decide the next group as in [Note: how survivors
-// decide], and its value contains the waiting processes. These have no vote on it. A member's answer to the next
-// request carries the decision, which the member has recorded in the folder before: a rank that counts others as proven
-// dead must learn of the group that they formed with the process. A waiting process that dies, or a member that does,
-// is a loss as any other.
+// Rank 0 of each group writes the group's members to a file in a shared folder. A process that wants to join asks these
+// members repeatedly, and they note its request. In commit() the ranks agree that a process waits, complete a copy of
+// the step, and leave the group. The loss of a rank also ends a group. In both cases the members decide on the next
+// group as in [Note: how survivors decide], and the decision contains the waiting processes, which have no vote. A
+// member records the decision in the folder before it sends it in its answer to the next request. So a rank that counts
+// the other ranks as proven dead finds the group that they have formed with the process. If a waiting process dies, its
+// group has lost a member.
 //
 // Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their own.
 
-inline constexpr char kRendezvousVariable[] = "TESSERA_ELASTIC_RENDEZVOUS";  // of spawn_elastic()
+inline constexpr char kRendezvousVariable[] = "TESSERA_ELASTIC_RENDEZVOUS";  // set by spawn_elastic()
 inline constexpr char kJoinVariable[] = "TESSERA_ELASTIC_JOIN";
 
-// A run and its current group. A value.
+// A run and its current group. Is a value type.
 struct RunFacts {
   std::string run_id;
   int first_world = 0;
   int64_t generation = 0;
   std::vector<Member> members;
-  bool has_ended = false;  // without error
+  bool has_ended = false;  // the run has ended without an error
 };
 nlohmann::json to_json(const RunFacts& facts);
 RunFacts facts_from_json(const nlohmann::json& fields);
@@ -56,9 +56,9 @@ class RunFile {
   // Records the decision on a group that a process joins. Each decision of a run has a file of its own. Throws
   // std::runtime_error.
   void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
-  // The recorded decision on a generation, or nullopt. Throws std::runtime_error.
+  // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error.
   std::optional<nlohmann::json> recorded(const std::string& run_id, int64_t generation) const;
-  // Whether the run has had a later group, or has ended. Throws std::runtime_error.
+  // Returns whether the run has had a later group, or has ended. Throws std::runtime_error.
   bool has_later_group(const std::string& run_id, int64_t generation) const;
   // Deletes the records of a run that has ended.
   void forget(const std::string& run_id) const;
@@ -68,16 +68,16 @@ class RunFile {
   std::filesystem::path path_;
 };
 
-// ElasticOptions::rendezvous, or else that of spawn_elastic(). Empty: none.
+// Returns ElasticOptions::rendezvous, or else the folder of spawn_elastic(); empty if there is none.
 std::filesystem::path rendezvous_folder(const ElasticOptions& options);
 
-// Whether a member of the run in this file answers.
+// Returns whether a member of the run in this file answers and has not left the run.
 bool is_alive(const RunFile& file);
 
-// Whether the run in this file has ended: no member lives that has not left it. Does not throw.
+// Returns whether no member of the run in this file may still live and take part. True without a file. Does not throw.
 bool has_ended(const RunFile& file);
 
-// A temporary folder of this host, which is deleted with its files at the end.
+// Creates a temporary folder on this host. The destructor deletes the folder with its files.
 class RendezvousFolder {
  public:
   RendezvousFolder();
@@ -90,17 +90,17 @@ class RendezvousFolder {
   std::filesystem::path path_;
 };
 
-// The processes that ask this member to join. Thread-safe.
+// The processes that ask this member to join. Is thread-safe.
 class JoinRequests {
  public:
-  // This process is a member of the group from now on. `options` must be equal in a joining process.
+  // Makes this process a member of the group. Refuses joining processes whose options differ from `options`.
   void enter(RunFacts facts, const Decision& group, std::string options);
-  // This process is no member any more.
+  // From now on, this process answers as no member.
   void leave();
-  // The answer to {"op": "join", "member": ..., "options": ...}: "refused" with the run's options; else "facts", and
-  // the "decision" on the current group if the process is in it. Empty if this process is no member.
+  // Returns the answer to {"op": "join", "member": ..., "options": ...}. It has "refused" (the run's options) if they
+  // differ; otherwise "facts", and a "decision" with the process if there is one. Empty if this process is no member.
   nlohmann::json answer(const nlohmann::json& request);
-  // The processes that still ask, the first ones first.
+  // Returns the processes that still ask to join, in the order of their first requests.
   std::vector<Member> waiting() const;
 
  private:
@@ -124,13 +124,13 @@ class Joiner {
   };
   Joiner(RunFile file, Member self, std::string options, std::chrono::milliseconds stopped_after,
          std::chrono::milliseconds timeout);
-  // Blocks until this process has a place; nullopt if the run has ended without error. Throws std::invalid_argument if
-  // the run has other options. Throws CommError if no member has answered for the timeout, or if all members have been
-  // proven dead for `stopped_after`.
+  // Blocks until a decision contains this process. Returns nullopt if the run has ended without an error. Throws
+  // std::invalid_argument if the run has other options. Throws CommError if no member has answered for the timeout, or
+  // if all members have been proven dead for `stopped_after`.
   std::optional<Place> await_place();
 
  private:
-  // Asks all members once.
+  // Asks all members once. Returns nullopt if no answer has a decision.
   std::optional<Place> ask();
   // Updates the members from the file. Returns whether the run has ended.
   bool read_file();
@@ -141,8 +141,8 @@ class Joiner {
   const std::string options_;
   const std::chrono::milliseconds stopped_after_, timeout_;
   std::optional<RunFacts> run_;
-  std::map<std::string, RunClock::time_point> ask_again_;  // silent members, by id
-  bool has_answer_ = false, are_all_gone_ = false;         // of the last round
+  std::map<std::string, RunClock::time_point> ask_again_;  // when to ask silent members again, by id
+  bool has_answer_ = false, are_all_gone_ = false;         // results of the last round
 };
 
 }  // namespace tessera::internal

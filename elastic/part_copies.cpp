@@ -23,7 +23,7 @@ using nlohmann::json;
 namespace {
 
 constexpr int64_t kBlockBytes = SaveOptions{}.block_bytes;
-constexpr int64_t kSent = -1;  // in place of the index of a memory: the bytes are in the request
+constexpr int64_t kSent = -1;  // instead of the index of a memory: the bytes are in the request
 
 json to_json(const PartName& name) {
   return {{"generation", name.generation}, {"step", name.step}, {"owner", name.owner}};
@@ -49,7 +49,7 @@ PeerMessage request_of(const char* op, const PartName& name, const CopiedPart& p
   return request;
 }
 
-// Returns the former part's mapping of this memory, or else a new one. Throws as CopyMemory().
+// Returns the mapping of this memory in an older part, or a new mapping. Throws like CopyMemory().
 std::shared_ptr<const CopyMemory> mapped(const json& notice, const CopiedPart* before) {
   if (before != nullptr)
     for (const auto& memory : before->memories)
@@ -64,8 +64,8 @@ std::set<std::string> frozen_parameters(const ModelShards& model) {
   return names;
 }
 
-// Returns the entries of the manifest for this rank's part. Rank 0's has also the values that belong to no rank, in a
-// manifest of its own tensors alone.
+// Returns the manifest's entries for this rank's part. Those of rank 0 also have the values that belong to no rank, in
+// a manifest of rank 0's tensors only.
 std::string describe_part(SavedTensors saved, const SavePlan& plan, int rank, int world, uint64_t id) {
   SavedPart part(world);
   part.set(std::move(saved), plan.optimizers);
@@ -154,7 +154,7 @@ PeerMessage PartReceiver::map_part(const json& fields, std::string bytes) {
   auto part = part_from_json(fields);
   try {
     for (const json& notice : fields.at("memories")) part->memories.push_back(mapped(notice, before.get()));
-  } catch (const std::runtime_error&) {  // another container, or not permitted
+  } catch (const std::runtime_error&) {  // in another container, or not permitted
     return {{{"held", false}}, {}};
   }
   const auto sent = std::make_shared<const std::string>(std::move(bytes));
@@ -240,7 +240,7 @@ PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& un
   check_extra(plan_.extra);
   if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces);
   copies_.begin(plan_, device_);
-  const SigpipeBlock no_sigpipe;  // in the thread, which inherits this
+  const SigpipeBlock no_sigpipe;  // the new thread inherits this
   thread_ = std::thread([this] { run(); });
 }
 

@@ -20,16 +20,16 @@
 
 namespace tessera::internal {
 
-// The identity of a step's parts, equal on all ranks.
+// Returns the identity of a step's parts, which is equal on all ranks.
 uint64_t id_of_step(const std::string& run, int64_t generation, int64_t step);
-// Returns the manifest of a step from the descriptions of all parts, by rank. Throws CheckpointError if they do not
-// fit.
+// Returns the manifest of a step from the descriptions of all parts, by rank. Throws CheckpointError if the
+// descriptions do not fit together.
 Manifest assemble_manifest(const std::vector<std::string>& descriptions, uint64_t id);
 
-// Sends a part to a member, which holds blocks that it has already. Throws PeerError or std::runtime_error.
+// Sends a part to a member, except blocks that the member has already. Throws PeerError or std::runtime_error.
 void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
-// Lets a member of this host map the part's memories. Returns false if it cannot. They must not change while the member
-// may hold the part. Throws as send_part().
+// Lets a member of this host map the part's memories. Returns false if the member cannot. The memories must not change
+// while the member may hold the part. Throws like send_part().
 bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
 // Receives the parts that one connection sends: the requests "share_part", "begin_part", "block" and "end_part".
 class PartReceiver {
@@ -48,8 +48,8 @@ class PartReceiver {
 // Copies this rank's part of one step: to its own memory, then to its partners. The copy runs on a thread.
 class PartCopy {
  public:
-  // Captures the state; device data leaves behind the work of the current stream. `staging`, for the data of devices,
-  // is reused, see HostCopies. `unchanged` has the memory that the parts before have shared.
+  // Captures the state; device data after the work of the current stream. `staging` is memory for device data, which
+  // HostCopies reuses. `unchanged` has the memory that earlier parts share.
   PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name, int world,
            uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);
@@ -59,11 +59,11 @@ class PartCopy {
   PartCopy& operator=(const PartCopy&) = delete;
 
   const PartName& name() const { return name_; }
-  // Blocks until the copy has ended, at most for the time. Returns whether it has.
+  // Blocks until the copy has ended, at most for `time`. Returns whether the copy has ended.
   bool wait_for(std::chrono::milliseconds time);
   // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part.
   std::string wait();
-  // Returns the staging memory for the next copy.
+  // Returns the staging memory for the next copy; undefined for a model on the CPU.
   at::Tensor take_staging() { return device_.is_cpu() ? at::Tensor() : copies_.take_memory(); }
 
  private:
@@ -77,13 +77,13 @@ class PartCopy {
   const at::Device device_;
   const std::vector<Member> partners_;
   const std::chrono::milliseconds patience_;
-  const std::set<std::string> frozen_;  // parameters
+  const std::set<std::string> frozen_;  // names of parameters
   SavePlan plan_;
-  const std::shared_ptr<CopyMemory> memory_;  // has room for all pieces: pages are taken when they are written
-  std::vector<Piece> shared_;                 // in unchanged_'s memory
+  const std::shared_ptr<CopyMemory> memory_;  // has room for all pieces; only written pages use memory
+  std::vector<Piece> shared_;                 // pieces in the memory of unchanged_
   HostCopies copies_;
   std::atomic<bool> is_cancelled_ = false;
-  std::string error_;  // of the thread, once it has ended
+  std::string error_;  // error of the thread; valid once the thread has ended
   std::promise<void> ended_;
   std::future<void> has_ended_ = ended_.get_future();
   std::thread thread_;

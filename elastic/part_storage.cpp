@@ -69,7 +69,7 @@ class PartOutput : public OutputFile {
   CopiedFileWriter writer_;
 };
 
-// Only what write_rank_files() and SliceReader use.
+// Implements only the functions that write_rank_files() and SliceReader use.
 class PartStorage : public Storage {
  public:
   using Storage::Storage;
@@ -139,7 +139,7 @@ void PartFolder::add_file(const std::string& name, CopiedFile file) {
   files_[name] = std::move(file);
 }
 
-// "rank-00042-0.safetensors"
+// Returns the part that has the file: "rank-00042-0.safetensors" is in the part of owner 42. Throws if there is none.
 PartName PartFolder::part_of(const std::string& file) const {
   constexpr std::string_view kStart = "rank-";
   const int owner = file.starts_with(kStart) ? std::atoi(file.c_str() + kStart.size()) : -1;

@@ -15,14 +15,14 @@
 
 namespace tessera::internal {
 
-// Presents the parts of one step as a checkpoint's folder, "copies://<name>". Its rank files are written to this
-// process's memory, and read from it and from other members. checkpoint/ can use the path while the object lives.
-// Several may exist at once.
+// Presents the parts of one step as the folder of a checkpoint, "copies://<name>". Rank files are written to this
+// process's memory, and read from that memory and from other members. The code of checkpoint/ can use the path while
+// this object exists. Several objects may exist at once.
 class PartFolder {
  public:
-  // For writing one part, to this memory. `shared`, which may be null, may have some of its bytes already.
+  // For writing one part to `memory`. `shared` may have some of the part's bytes already, and may be null.
   PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared);
-  // For reading a step. `holders`: by owner, the members that hold its part.
+  // For reading a step. `holders`: for each owner, the members that hold the owner's part.
   PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
              std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience);
   ~PartFolder();
@@ -30,7 +30,7 @@ class PartFolder {
   PartFolder& operator=(const PartFolder&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
-  // The files that were written.
+  // Returns the files that were written, and removes them from this folder.
   std::map<std::string, CopiedFile> take_files();
 
   // For the storage. Thread-safe. Throw std::runtime_error.
@@ -40,10 +40,10 @@ class PartFolder {
   void read(const std::string& name, void* data, int64_t bytes, int64_t position) const;
 
  private:
-  // Makes this folder known to the storage. Returns its path.
+  // Registers this folder with the storage. Returns its path.
   std::filesystem::path enter();
   PartName part_of(const std::string& file) const;
-  // Asks the holders in order, until one answers.
+  // Asks the holders in order, and returns the first answer. Throws std::runtime_error if no holder answers.
   PeerMessage ask_holders(const std::string& file, nlohmann::json fields) const;
 
   const std::shared_ptr<CopyMemory> memory_;

@@ -22,12 +22,12 @@ namespace tessera::internal {
 namespace {
 
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;  // of stops: RunClock omits them
+using Clock = std::chrono::steady_clock;  // the clock of stops, which RunClock omits
 using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
 constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31, kMostGrowth = uint64_t{1} << 20;
-constexpr milliseconds kTurn{100}, kLeastStop{1000};  // of the thread that accepts connections
+constexpr milliseconds kTurn{100}, kLeastStop{1000};  // turn of the accepting thread; shortest stop
 
 struct FrameHead {
   uint64_t magic = kMagic, field_bytes = 0, bytes = 0;
@@ -40,10 +40,10 @@ struct TimedOut {};
 
 class Deadline {
  public:
-  Deadline() = default;  // never
+  Deadline() = default;  // never ends
   explicit Deadline(milliseconds patience, const std::atomic<bool>* is_cancelled = nullptr)
       : end_(RunClock::now() + patience), is_cancelled_(is_cancelled) {}
-  // Blocks until the descriptor is ready.
+  // Blocks until the descriptor is ready. Throws TimedOut at the deadline or if cancelled; Disconnected on errors.
   void await(int descriptor, short events) const {
     for (;;) {
       if ((end_ && RunClock::now() >= *end_) || (is_cancelled_ != nullptr && *is_cancelled_)) throw TimedOut();
@@ -101,7 +101,7 @@ void send_message(int descriptor, const PeerMessage& message, const Deadline& de
   send_all(descriptor, message.bytes.data(), message.bytes.size(), deadline);
 }
 
-// Memory grows as bytes arrive: a stranger's header must not claim it.
+// Allocates memory as bytes arrive, because the header of a stranger may claim any size.
 std::string receive_text(int descriptor, uint64_t bytes, const Deadline& deadline) {
   std::string text;
   while (text.size() < bytes) {
@@ -112,7 +112,7 @@ std::string receive_text(int descriptor, uint64_t bytes, const Deadline& deadlin
   return text;
 }
 
-// `first` is the deadline of the header.
+// Receives a message. `first` is the deadline for the header.
 PeerMessage receive_message(int descriptor, const Deadline& first, const Deadline& deadline) {
   FrameHead head;
   receive_all(descriptor, &head, sizeof(head), first);
@@ -141,7 +141,7 @@ std::string name_of(const Member& member) {
   return "the process at " + member.address + ":" + std::to_string(member.port);
 }
 
-// Returns a connected descriptor.
+// Returns a connected descriptor. Throws PeerError.
 int connect_to(const Member& member, milliseconds patience, const std::atomic<bool>* is_cancelled) {
   const auto address = resolve(member.address, member.port);
   if (!address) throw PeerError(name_of(member) + ": the address is not numeric", false);
@@ -229,7 +229,7 @@ PeerServer::PeerServer(const std::string& address, std::string id, std::function
   }
   port_ = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&own)->sin6_port
                                           : reinterpret_cast<const sockaddr_in*>(&own)->sin_port);
-  const SigpipeBlock no_sigpipe;  // in the threads, which inherit this
+  const SigpipeBlock no_sigpipe;  // the server's threads inherit this
   acceptor_ = std::thread([this] { accept_connections(); });
 }
 
@@ -278,7 +278,7 @@ void PeerServer::accept_connections() {
 bool PeerServer::was_stopped(milliseconds least, milliseconds recent) const {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now(), since = now - recent;
-  if (now - last_turn_ >= least + kTurn) return true;  // the thread has not run since
+  if (now - last_turn_ >= least + kTurn) return true;  // the thread has not run since then
   return std::ranges::any_of(stops_, [&](const Stop& stop) { return stop.length >= least && stop.end >= since; });
 }
 

@@ -16,19 +16,19 @@
 
 namespace tessera::internal {
 
-// Requests between the processes of an elastic run, over TCP: each process serves them on threads of its own, also
-// while it computes. The connections carry no secrets and are not encrypted, as those of gloo.
+// Requests between the processes of an elastic run, over TCP. Each process serves requests on threads of its own, also
+// while it computes. Like those of gloo, the connections carry no secrets and are not encrypted.
 
-// A request or an answer: fields, and bytes without a copy into JSON.
+// A request or an answer: JSON fields, and bytes that are not converted to JSON.
 struct PeerMessage {
   nlohmann::json fields = nlohmann::json::object();
   std::string bytes;
 };
 
-// A process of the run. A value.
+// A process of the run. Is a value type.
 struct Member {
   std::string id;       // random, unique for each process
-  std::string address;  // at which it serves requests
+  std::string address;  // where it serves requests
   int port = 0;
   std::string host;  // equal for processes of one host
   bool operator==(const Member&) const = default;
@@ -36,8 +36,8 @@ struct Member {
 nlohmann::json to_json(const Member& member);
 Member member_from_json(const nlohmann::json& fields);
 
-// A request failed. `is_gone`: the process has ended, which its host has proven: it refuses connections to the member's
-// port, or another process answers there. Otherwise the process may live: it is stopped, slow, or cannot be reached.
+// A request failed. `is_gone`: the process has provably ended, because its host refuses connections to its port or
+// another process answers there. Otherwise the process may live: it is stopped, slow, or cannot be reached.
 class PeerError : public std::runtime_error {
  public:
   PeerError(const std::string& text, bool is_gone) : std::runtime_error(text), is_gone_(is_gone) {}
@@ -51,7 +51,7 @@ class PeerError : public std::runtime_error {
 class PeerConnection {
  public:
   // Connects within `patience`. Throws PeerError. If `is_cancelled` becomes true, a call in progress throws PeerError
-  // soon; it must outlive the connection. Null: never.
+  // soon. `is_cancelled` must outlive the connection, or be null.
   PeerConnection(const Member& member, std::chrono::milliseconds patience,
                  const std::atomic<bool>* is_cancelled = nullptr);
   ~PeerConnection();
@@ -68,16 +68,16 @@ class PeerConnection {
   int descriptor_ = -1;
 };
 
-// In which a member answers that is neither stopped nor overloaded.
+// A member that is neither stopped nor overloaded answers within this time.
 inline constexpr std::chrono::milliseconds kPromptAnswer{500};
 
-// Connects, asks once and disconnects. A broken connection counts as a proof of death if a second one is refused.
+// Connects, asks once and disconnects. If that fails, connects again: a refusal then proves that the process has ended.
 PeerMessage ask_member(const Member& member, PeerMessage request, std::chrono::milliseconds patience);
 
 // Serves requests of other members until it is destroyed.
 class PeerServer {
  public:
-  // Serves the requests of one connection, in order, on its thread. An exception becomes the answer's error.
+  // Serves the requests of one connection, in order, on the connection's thread. An exception is sent as an error.
   using Session = std::function<PeerMessage(PeerMessage&& request)>;
 
   // Listens at a free port of a numeric address. Calls `make_session` for each connection. Throws std::runtime_error.
@@ -101,7 +101,7 @@ class PeerServer {
   int listening_ = -1;
   int port_ = 0;
   std::atomic<bool> ends_ = false;
-  // The times in which the accepting thread did not run: a second or more. Not by RunClock, which omits stops.
+  // Periods of a second or more in which the accepting thread did not run. RunClock would omit them.
   struct Stop {
     std::chrono::steady_clock::time_point end;
     std::chrono::steady_clock::duration length;
@@ -109,7 +109,7 @@ class PeerServer {
   mutable std::mutex mutex_;
   std::vector<Stop> stops_ TESSERA_GUARDED_BY(mutex_);
   std::chrono::steady_clock::time_point last_turn_ TESSERA_GUARDED_BY(mutex_) = std::chrono::steady_clock::now();
-  std::map<int, std::thread> connections_ TESSERA_GUARDED_BY(mutex_);  // by descriptor
+  std::map<int, std::thread> connections_ TESSERA_GUARDED_BY(mutex_);  // threads, by descriptor
   std::map<int, bool> has_ended_ TESSERA_GUARDED_BY(mutex_);
   std::thread acceptor_;
 };

@@ -102,7 +102,7 @@ json Acceptor::answer(const json& request) {
   if (is_retired_) answer["retired"] = true;
   if (op == "look" || op == "decided" || generation != generation_ || is_retired_) return answer;
   const auto ballot = request.at("ballot").get<int64_t>();
-  // A later proposal may repeat its own ballot's request.
+  // "prepare" needs a new ballot. "accept" repeats the ballot of the proposal's own "prepare".
   const bool agrees = op == "prepare" ? ballot > promised_ : ballot >= promised_;
   answer["agrees"] = agrees;
   if (!agrees) return answer;
@@ -140,7 +140,7 @@ Regroup::Regroup(const Decision& old_group, int rank, Acceptor& acceptor, Ask as
 
 std::map<int, json> Regroup::request(const std::vector<int>& members, json fields) {
   fields["generation"] = group_.generation;
-  // Without a free thread, a member is asked by this one.
+  // If no thread is free, this thread asks the member.
   constexpr auto kOnThread = std::launch::async | std::launch::deferred;
   std::map<int, std::future<json>> asked;
   for (const int member : members) {
@@ -153,14 +153,14 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
           kOnThread, [&, member] { return ask_(group_.members[static_cast<size_t>(member)], fields, kPromptAnswer); });
   }
   for (const auto& [member, answer] : asked) answer.wait();
-  const auto ask_again = RunClock::now() + kSilentPause;  // silent members are asked at once the next time, too
+  const auto ask_again = RunClock::now() + kSilentPause;  // one time for all silent members
   std::map<int, json> answers;
   for (auto& [member, pending] : asked) {
     Seen& seen = seen_[static_cast<size_t>(member)];
     try {
       json answer = pending.get();
       seen.is_gone = answer.contains("retired");
-      // A process that has joined without learning so does not lead.
+      // A process that has joined but does not know it yet must not count as the leader.
       seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
       seen.has_arrived = answer.at("arrived").get<bool>();
       if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
@@ -211,14 +211,14 @@ Decision Regroup::run() {
   const int size = static_cast<int>(seen_.size());
   const auto start = RunClock::now();
   std::minstd_rand random(static_cast<unsigned>(rank_) + 1);
-  bool has_waited = false;  // for members that answer and have not arrived
+  bool has_waited = false;  // for members that answer but have not arrived
   int leader = rank_;       // the first rank that answers
   while (!found_) {
     const auto waited = RunClock::now() - start;
     if (waited > options_.timeout) fail();
     found_ = acceptor_.decision(group_.generation);
     if (found_) break;
-    // The leader asks all members, and the others those up to the leader. At first each rank takes itself for it.
+    // The leader asks all members. Other ranks ask members up to the leader. At first each rank assumes that it leads.
     const bool leads = leader == rank_;
     request(first_members(leads ? size : leader + 1), {{"op", "look"}});
     leader = first_that_answers();
@@ -267,7 +267,7 @@ Decision Regroup::compose(const std::set<int>& agreeing) {
     if (options_.most_ranks != 0 && size >= options_.most_ranks) break;
     try {
       ask_(joiner, {{"op", "look"}, {"generation", group_.generation}}, kPromptAnswer);
-    } catch (const std::runtime_error&) {  // it has ended or is silent: the group must not wait for it
+    } catch (const std::runtime_error&) {  // it has ended or is silent, and the group must not wait
       continue;
     }
     decision.joined.push_back(size);
@@ -299,7 +299,7 @@ std::optional<json> Regroup::propose() {
   if (found_) return found_;
   for (const auto& [member, answer] : promises) {
     if (!answer.value("agrees", false)) {
-      // The next ballot is above the one that this member has promised.
+      // Makes the next ballot higher than the ballot that this member has promised.
       acceptor_.answer({{"op", "prepare"}, {"generation", group_.generation}, {"ballot", answer.at("promised")}});
       continue;
     }

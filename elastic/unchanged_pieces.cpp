@@ -15,7 +15,7 @@
 namespace tessera::internal {
 namespace {
 
-// Values that compare as equal, as zeros of both signs, may differ in their bytes.
+// Compares bytes: values that compare as equal, such as zeros of both signs, may differ in their bytes.
 bool has_bytes_of(const at::Tensor& held, const Piece& piece) {
   const at::Tensor live = checked_data(piece);
   if (live.scalar_type() != held.scalar_type() || live.sizes() != held.sizes()) return false;
@@ -63,7 +63,7 @@ std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std:
   shared.pieces.assign(std::make_move_iterator(pieces.begin()), std::make_move_iterator(rest));
   pieces.erase(pieces.begin(), rest);
   const int64_t bytes = HostCopies::bytes_for(shared.pieces);
-  // Little of the memory, as that of a few buffers, may be left unused instead of a new copy.
+  // Up to an eighth of the memory may be unused, for example by a few changed buffers. Otherwise makes a new copy.
   if (are_held && memory_ && bytes >= memory_->bytes() - memory_->bytes() / 8) {
     for (Piece& piece : shared.pieces) {
       piece.data = [held = held_.at(key_of(piece))] { return held; };

@@ -15,17 +15,17 @@
 
 namespace tessera::internal {
 
-// The memory as a tensor, which no autograd mode of its creator restricts.
+// Returns the memory as a tensor, which is no inference tensor even if the caller is in inference mode.
 at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory);
 
-// The memory of frozen parameters and of buffers, which successive parts of a group share. Used by one part at a time.
+// The memory of frozen parameters and of buffers, which successive parts of a group share. Serves one part at a time.
 class UnchangedPieces {
  public:
   // Moves the pieces of `frozen` parameters and of buffers out of `pieces`, and returns them with their data in
-  // memory(). They are copied if that is new; otherwise their bytes are equal to those there. Pieces that have changed
-  // in this group stay in `pieces`.
+  // memory(). Copies the data if that memory is new; otherwise it already has equal bytes. Pieces of tensors that have
+  // changed since the group began stay in `pieces`.
   std::vector<Piece> take(int64_t generation, const std::set<std::string>& frozen, std::vector<Piece>& pieces);
-  // Must not be written to while a part refers to it. Null if there are no such pieces.
+  // The shared memory; null if no pieces are shared. Must not be written to while a part uses it.
   const std::shared_ptr<CopyMemory>& memory() const { return memory_; }
 
  private:
@@ -33,7 +33,7 @@ class UnchangedPieces {
 
   int64_t generation_ = -1;
   std::set<std::string> changed_;
-  std::map<Key, at::Tensor> held_;  // in memory_
+  std::map<Key, at::Tensor> held_;  // data in memory_
   std::shared_ptr<CopyMemory> memory_;
 };
 
