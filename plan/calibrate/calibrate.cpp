@@ -119,7 +119,7 @@ class Bench {
     std::vector<std::pair<double, double>> points;
     for (const int64_t length : {32, 128, 512}) {
       const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
-      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // the count of flop.cpp
+      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // FLOP as in flop.cpp
       points.emplace_back(flop, timer_.work_seconds_of(
                                     [&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
     }

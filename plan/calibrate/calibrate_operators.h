@@ -15,7 +15,7 @@ struct OperatorSpeeds {
   std::map<std::string, OperatorSpeed> operators;  // fp32 kernels by name, as in MachineSpeed::operators
   // Seconds of an operator outside its kernel: autograd, hooks, views and allocations.
   double between_s = 0;
-  double jitter = 0;  // MachineSpeed::jitter
+  double jitter = 0;  // value for MachineSpeed::jitter
 };
 
 // A timed call of a kernel.

@@ -16,7 +16,7 @@ using nlohmann::json;
 
 constexpr const char* kFormat = "tessera machine speed";
 constexpr int kVersion = 3;
-constexpr int kOldestVersion = 2;  // has no cores, wake_s, jitter and tcp
+constexpr int kOldestVersion = 2;  // a version without cores, wake_s, jitter and tcp
 
 json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   json all = json::object();

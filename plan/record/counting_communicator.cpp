@@ -159,7 +159,7 @@ void CountingCommunicator::fill(const Collective& collective) const {
       } else if (full.defined() && shard.numel() > 0) {
         std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
       } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
-        recorder->make_void(shard);  // a scatter of another rank, which does not exist
+        recorder->make_void(shard);  // the root of the scatter is another rank, which does not exist
       }
       if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
       break;

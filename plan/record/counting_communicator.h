@@ -12,7 +12,7 @@ namespace tessera::internal {
 // A communicator for one rank of a simulated group of any size. There are no other ranks: it moves no data, and records
 // operations and waits in the thread's current Recorder. Agreements and counts need results, so results are as if every
 // rank had this rank's values. A gathered tensor repeats this rank's part in the place of each rank, with zeros at the
-// end of longer places. A sum is size() times the value. If an operand is void, floating-point results are void.
+// end of longer places. A sum is size() times the value. If a tensor of an operation is void, its results are void.
 // traffic() counts the least bytes that a rank can send: each element once to each rank that needs it, and twice in an
 // all-reduce.
 //

@@ -32,7 +32,7 @@ static constexpr auto kRecordingKey = c10::DispatchKey::TESSERA_RECORDING_KEY;
 
 namespace {
 
-constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // of arguments; up to this size, an operator without a rule runs
+constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // an operator without a rule runs on at most these bytes
 
 enum class How : uint8_t {
   kThrough,  // a view, or a composite operator, whose parts are recorded instead
@@ -48,7 +48,7 @@ struct Traits {
   bool is_mutable = false;
   bool has_flop = false;
   bool may_transpose = false;  // a composite operator that computes by pointer if it is transposed
-  std::vector<bool> writes;    // by index of the argument
+  std::vector<bool> writes;    // whether an argument is written, by its index
 };
 
 // Operators that are registered as composite, but whose kernel computes by pointer.
@@ -251,7 +251,7 @@ void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
 struct Touched {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int64_t selected_from = 0;  // bytes of a tensor from which it reads at most as much as it produces
+  int64_t selected_from = 0;  // bytes of a tensor of which the operator reads only a part
 };
 
 // Returns the bytes of a tensor's elements. Counts an element only once if a stride of 0 repeats it.
@@ -313,7 +313,7 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
 struct Given {
   bool any_void = false, all_cpu = true;
 };
-// Returns facts about an operator's arguments, and sets the recorder's current unit and module by them.
+// Returns whether arguments are void, and all on the CPU. Sets the recorder's current unit and module by the arguments.
 Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
   Given given;
   for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {

@@ -27,10 +27,10 @@ int checked_steps(int steps) {
 
 }  // namespace
 
-// Removes data and the allocator's fill of new memory during the run, and restores the random generator at its end.
+// While it exists, the thread has no data (WithoutDataScope). The destructor restores the random generator.
 struct RunScope::Without {
-  // Switches off the fill of new memory, which libtorch does with deterministic algorithms: here memory is only
-  // addresses. The switch is process-wide.
+  // Under deterministic algorithms, libtorch fills new memory. Switches this off for the process, because memory is
+  // only addresses here.
   class UnfilledScope {
    public:
     UnfilledScope() {

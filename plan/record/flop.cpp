@@ -13,7 +13,7 @@ at::Tensor at_index(const Arguments& arguments, size_t index) { return arguments
 // Returns the FLOP of a matrix product, or of a batch of products: 2 for each multiply-add.
 int64_t product(const at::Tensor& a, const at::Tensor& b) { return 2 * a.numel() * b.size(-1); }
 
-// Returns 2 FLOP for each element of `rows` and weight of one row. `rows`: the output, or a transposed one's input.
+// Returns 2 FLOP for each element of `rows` (the output; if transposed, the input) and each weight of one row.
 int64_t flop_of_convolution(const at::Tensor& rows, const at::Tensor& weight) {
   return 2 * rows.numel() * (weight.numel() / std::max<int64_t>(weight.size(0), 1));
 }

@@ -99,7 +99,7 @@ bool is_position(const std::string& name) {
   return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
-// Returns classes of the outermost modules that have a number as their name, and parameters: classes of at least two.
+// Returns classes with two or more outermost modules that have a number as name ("blocks.3") and have parameters.
 std::vector<std::string> repeated_classes(ExportedModule& model) {
   std::map<std::string, int> counts;
   std::string within = " ";

@@ -109,7 +109,7 @@ void install_allocator() {
   std::call_once(is_installed, [] {
     constexpr uint8_t kAnyPriority = 255;
     inner = c10::GetCPUAllocator();
-    if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may run later
+    if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may install the cache later
     c10::SetCPUAllocator(new RecordingAllocator, kAnyPriority);  // libtorch keeps a plain pointer to it
     set_disk_bytes_counter(&count_on_disk);
   });

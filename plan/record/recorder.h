@@ -79,13 +79,13 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     int step = 0;
     bool in_backward = false;
     int64_t made_at = 0, freed_at = -1;  // indices in events_; -1: never freed
-    int64_t operator_made = -1;          // operators called when it was allocated, with its own; -1: outside of one
+    int64_t operator_made = -1;          // number of the operator that allocated it, from 1; -1: none
     bool is_scratch = false;
   };
   struct Event {
     int64_t block;
     bool is_made;
-    size_t operators;  // operators called before the event
+    size_t operators;  // number of operators called until the event
   };
   void decide_kinds();
   int module_now();  // returns the module of the operator that begins
@@ -95,7 +95,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   };
 
   const bool has_data_;
-  std::mutex mutex_;  // any thread may free blocks
+  std::mutex mutex_;  // because any thread may free blocks
   std::vector<Block> blocks_;
   std::vector<Event> events_;
   std::vector<int64_t> backwards_;   // indices in events_ at which a backward begins
@@ -103,7 +103,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::map<std::string, int> unit_numbers_;
   RunRecord record_;
   std::map<const void*, std::vector<NamedParameter>> named_;  // by storage; sorted by `begin`
-  std::map<uint64_t, int> module_of_node_;                    // by the sequence number of an autograd node
+  std::map<uint64_t, int> module_of_node_;                    // module, by the sequence number of an autograd node
   int unit_ = 0;
   int module_ = 0;
   int step_ = 0;

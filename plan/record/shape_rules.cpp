@@ -71,7 +71,7 @@ Tensors layer_norm(const MetaArguments& a) {
   return {contiguous_like(input), of(shape, input, dtype), of(shape, input, dtype)};
 }
 
-// Returns the gradients of input, weight and bias, those that `wanted` selects. `parameter`: the sizes of the weight.
+// Returns the gradients of input, weight and bias that `wanted` selects. `parameter`: the sizes of the weight.
 Tensors norm_backward(const at::Tensor& input, const Sizes& parameter, at::ScalarType dtype,
                       const c10::List<bool>& wanted) {
   return {wanted.get(0) ? at::empty_like(input) : at::Tensor(),

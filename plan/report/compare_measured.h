@@ -13,8 +13,8 @@ namespace tessera::internal {
 // Data for a page that compares a real run with the predicted one.
 
 // Returns {"total_ms", "wait_ms", "steps", "lanes": as lanes_of(), "differences": [{"name", "predicted_ms",
-// "measured_ms", "is_large"}]}. Compares compute by unit and direction (without waits), collectives, and waits. The 12
-// largest differences come first to last. A large difference exceeds a twentieth of the step.
+// "measured_ms", "is_large"}]}. Compares compute by unit and direction (without waits), collectives, and waits. Returns
+// the 12 largest differences, the largest first. A large one exceeds a twentieth of the step.
 nlohmann::json measured_time_of(const StepTime& predicted, const MeasuredStep& measured);
 
 // Returns {"peak", "points": measured bytes after the operators `points`, "differences": [{"begin", "end", "name",

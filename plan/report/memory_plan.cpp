@@ -165,7 +165,7 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
 
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies) {
   const int64_t optimizer = record.end[MemoryKind::kOptimizer];
-  // Offloaded parameters are counted with other host memory. Derives their bytes: AdamW's state has twice as many.
+  // Offloaded parameters are counted with other host memory. Their bytes are half of the bytes of AdamW's state.
   const int64_t parameters = choice.offload ? optimizer / 2 : record.end[MemoryKind::kParameters];
   // `holders` ranks hold equal values, and each of them writes an equal part of these values.
   const int holders = choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;

@@ -8,8 +8,8 @@
 
 namespace tessera::internal {
 
-// Parses a number and a unit that is a key of `units`; with `is_speed`, "/s" or "ps" may follow. Returns the number
-// times the unit's factor, or nullopt if the text has another form or the number is negative or not finite.
+// Parses a number and a unit (a key of `units`), with optional spaces between them. With `is_speed`, "/s" or "ps" may
+// follow. Returns number times factor; nullopt for another form, a negative or infinite number.
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed = false);
 

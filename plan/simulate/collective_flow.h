@@ -11,13 +11,13 @@ namespace tessera::internal {
 // other rank. Used to predict times on CPUs.
 struct CollectiveFlow {
   int exchanges = 1;              // sequential exchanges, each with a wait; 1 or 2
-  double message_bytes[2]{};      // of a message to one other rank, by exchange
+  double message_bytes[2]{};      // bytes of each message, by exchange
   bool first_is_rooted = false;   // in the first exchange, one rank sends to all others
   bool first_is_to_root = false;  // in the first exchange, one rank receives from all others
   double sum_bytes = 0;           // received bytes that a rank adds up in the first wait
   bool only_root_sums = false;
 
-  // Returns whether an exchange has a message from one rank to another. The flags say whether a rank is the root.
+  // Returns whether an exchange has a message whose sender and receiver are the root or not, as the flags say.
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
@@ -29,12 +29,12 @@ CollectiveFlow flow_of(const RecordedCollective& collective);
 // that has `rank`. Throws std::invalid_argument for other groups.
 std::vector<int> group_of(const RecordedCollective& collective, int rank);
 
-// The processor time of a collective within a host, as counts: started operations, copied bytes and bytes added up.
-// Each is a mean over the ranks.
+// The work of the processor for a collective within a host: started operations, copied bytes, and bytes added up. Each
+// is a mean over the ranks.
 struct CollectiveWork {
   double operations = 0, copied_bytes = 0, summed_bytes = 0;
 
-  // Returns the seconds on a link. LinkSpeed's time of a reduced byte includes the copy of the byte.
+  // Returns the processor seconds of the work. LinkSpeed's time of a reduced byte includes the copy of the byte.
   double seconds(const LinkSpeed& link) const;
 };
 // Returns zeros for a group of one rank. Throws like flow_of().

@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // Simulates threads that share the cores of a host, with a simplified Linux scheduler. A thread alternates between
 // bursts of work and sleep. The ready thread with the least time on cores runs first. It yields after a time slice if
-// other threads are ready. Sleep gains at most one slice. All threads and all cores are alike, and switches are free.
+// other threads are ready. A thread gains at most a slice by sleep. Threads and cores are alike; switches are free.
 //
 // Must be used by one thread. Time is in seconds from 0.
 class CoreTurns {
@@ -41,9 +41,9 @@ class CoreTurns {
   struct Thread {
     State state = State::kAsleep;
     double left_s = 0;   // seconds left of its burst, if kReady
-    double taken_s = 0;  // seconds on cores, up to its last switch
+    double taken_s = 0;  // seconds on cores, without the current turn
     double wakes_s = kNever;
-    double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // set if kRunning
+    double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // valid if kRunning
   };
   using Order = std::set<std::pair<double, size_t>>;
 

@@ -116,7 +116,7 @@ struct Rank {
   const Moves* moves;
   std::mt19937 noise;
   size_t next = 0;
-  int repeat = -1;  // index of the repetition of Moves::of_step; -1: in Moves::before
+  int repeat = -1;  // index of the repetition of Moves::of_step; -1: the rank is in Moves::before
   double began_s = 0;
   bool is_asleep = false;
   std::vector<double> repeats_s;  // start of each repetition, and end of the last one
@@ -311,7 +311,7 @@ class CoreSimulation {
     return {collective, flow_of(collective), move.exchange, std::move(group), own, root, exchange};
   }
 
-  // Returns the seconds in which this rank copies messages: those whose other rank has announced itself before.
+  // Returns the seconds in which this rank copies messages: each message that the other rank has announced before.
   double copy_seconds(int rank, const View& view, bool receives) const {
     double seconds = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {
@@ -333,7 +333,7 @@ class CoreSimulation {
       if (view.sends_to(peer)) view.side().sent_bytes += view.message_bytes();
       if (view.gets_from(peer)) view.side().got_bytes += view.message_bytes();
     }
-    bool all_have_begun = true;  // only then do messages between hosts start
+    bool all_have_begun = true;  // if true, messages between hosts start
     for (size_t peer = 0; peer < view.group.size(); ++peer)
       all_have_begun = all_have_begun && (!is_simulated(view.group[peer]) || view.exchange.sides[peer].has_begun);
     if (all_have_begun) send_to_hosts(view);

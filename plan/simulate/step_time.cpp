@@ -106,7 +106,7 @@ class Simulation {
   const MachineSpeed& speed_;
   const int step_;
   std::vector<double> ends_;  // ends of collectives; 0: complete before the first step
-  double now_ = 0;            // time that compute has reached
+  double now_ = 0;            // time up to which compute has advanced
   double began_ = 0;
   bool has_begun_ = false;
   std::array<double, kLanes> free_at_{};
