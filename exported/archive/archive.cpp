@@ -98,7 +98,7 @@ struct CentralEntry {
   uint32_t crc32 = 0;
 };
 
-// Replaces numbers that exceed 32 bits by those of the extra field, which are in this order.
+// Replaces the entry's numbers that exceed 32 bits by 64-bit numbers of the extra field, which has them in this order.
 void read_zip64(ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);

@@ -24,7 +24,7 @@ struct ExportedTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes, strides;
-  int64_t offset = 0;  // of the first element in its storage, in elements
+  int64_t offset = 0;  // position of the first element in the storage, in elements
   bool requires_grad = false;
   ArchiveMember storage{};   // empty for a tensor on the meta device, which has no values
   std::string storage_name;  // tensors with equal names share memory
@@ -41,7 +41,7 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
 
 // Reads any part of a tensor's values, in memory order.
 struct WeightSource {
-  at::ScalarType dtype;  // of the values that `read` returns
+  at::ScalarType dtype;  // dtype of the values that `read` returns
   ReadElements read;
 };
 
@@ -66,13 +66,13 @@ class StorageReader {
 // The tensors of a safetensors file, of an index of several files, or of a folder.
 class WeightFiles {
  public:
-  // Throws CheckpointError.
+  // Opens the files at `path`. Counts the bytes that are read in `bytes_read`. Throws CheckpointError.
   WeightFiles(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> bytes_read);
   ~WeightFiles();
 
-  // Returns the tensor's values under one of these names, or nullopt. Throws ExportedError if sizes differ.
+  // Returns a source of the values under the first known name; nullopt if none is known. Throws if sizes differ.
   std::optional<WeightSource> find(const std::vector<std::string>& names, const ExportedTensor& tensor);
-  // Names that were never requested.
+  // Returns the names of tensors in the files for which find() was never called.
   std::vector<std::string> unused() const;
 
  private:

@@ -19,7 +19,7 @@ using FindSlot = std::function<int(const std::string& name)>;
 // operators do not take, and for a wrong type.
 Operand read_argument(const nlohmann::json& argument, const c10::TypePtr& type, int length, const FindSlot& find_slot);
 
-// Reads an argument without a declared type: of a higher-order operator, of arithmetic, or an output.
+// Reads an argument without a declared type: an argument of a higher-order operator or of arithmetic, or an output.
 Operand read_argument(const nlohmann::json& argument, const FindSlot& find_slot);
 
 // Like read_argument() without a type, but returns an operand for each element of a list, such as (x, y).

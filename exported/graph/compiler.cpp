@@ -84,7 +84,7 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 
 struct Compiler::Scope {
   std::map<std::string, int> slots;
-  std::map<int, size_t> state;  // slots that hold state, also state passed by a calling graph
+  std::map<int, size_t> state;  // index in Execution::state by slot, also for state that a calling graph passes
   Graph& graph;
 
   int add(const std::string& name) {
@@ -292,7 +292,7 @@ class Compiler::HigherOrderArguments {
     for (const json& input : list_field(node, "inputs")) {
       const auto kind = input.find("kind");
       if (kind == input.end() || kind->is_null() || *kind != 2)
-        arguments_.push_back(&field(input, "arg"));  // positional
+        arguments_.push_back(&field(input, "arg"));  // a positional argument
     }
   }
   const json& next(const char* expected) {
@@ -452,7 +452,7 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   return mode;
 }
 
-// Makes operands that are state the state of the nested graph: as inputs, recomputation would save them.
+// Turns operands that are state from inputs into state of the nested graph, because recomputation would save inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;
@@ -522,7 +522,7 @@ std::unique_ptr<Step> Compiler::fold(Graph& graph, const Segment& segment) {
     for (Operand& operand : step.operands()) {
       for (const int slot : operand.slots()) {
         if (slot == kNoSlot) continue;
-        if (!renamed.contains(slot)) {  // defined outside the segment
+        if (!renamed.contains(slot)) {  // the slot is defined outside the segment
           const auto own = std::find_if(graph.state.begin(), graph.state.end(),
                                         [&](const Graph::State& state) { return state.slot == slot; });
           if (own != graph.state.end()) {

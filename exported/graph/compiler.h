@@ -28,7 +28,7 @@ struct ModuleCall {
 // Returns the calls that contain a node, outermost first; none for nodes that torch.export added.
 std::vector<ModuleCall> module_calls(const nlohmann::json& node);
 
-// Adds the class names of all modules that call an operator, by their FQN. Includes nested graphs.
+// Adds to `classes` the class name of each module that calls an operator, by the module's FQN. Includes nested graphs.
 void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
 
 // Compiles the JSON of graphs into Graphs. Throws ExportedError with node, operator and line for unsupported features.
@@ -39,9 +39,9 @@ class Compiler {
     std::map<std::string, size_t> state;  // index in Execution::state, by name of the graph's input
     // FQN of the module that owns a num_batches_tracked, by its index in Execution::state
     std::map<size_t, std::string> batch_counters;
-    std::string device_type = "cpu";                              // the archive's
+    std::string device_type = "cpu";                              // device type of the archive
     std::optional<ExportedModes> modes;                           // facts about train() and eval(), if known
-    std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are recomputed
+    std::function<bool(const std::string& fqn)> is_checkpointed;  // whether the module's activations are recomputed
   };
   explicit Compiler(Options options) : options_(std::move(options)) {}
 

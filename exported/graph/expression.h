@@ -25,10 +25,10 @@ class Expression {
   // Returns nullopt for a symbol without a value, division by zero and 64-bit overflow.
   std::optional<int64_t> evaluate(const Symbols& symbols) const;
 
-  // Returns the symbol if the expression is a single symbol.
+  // Returns the symbol if the expression is a single symbol; otherwise nullopt.
   std::optional<std::string> symbol() const;
   std::vector<std::string> symbols() const;
-  // Returns "((2*s0) + 1)", for messages.
+  // Returns a text such as "((2*s0) + 1)", for messages.
   std::string to_string() const;
 
  private:

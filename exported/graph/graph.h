@@ -83,16 +83,16 @@ class Step {
 
   virtual void run(Frame& frame) const = 0;
 
-  // "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)"
+  // For messages: "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)".
   const std::string& description() const { return description_; }
-  // The innermost module with the node: "layers.0.attention". Of a checkpointed module, the call: "head@1".
+  // The innermost module that has the node: "layers.0.attention". For a checkpointed module, its call: "head@1".
   const std::string& module() const { return module_; }
   std::vector<Operand>& operands() { return operands_; }
   const std::vector<Operand>& operands() const { return operands_; }
   // The slot of each result; kNoSlot if unused.
   std::vector<int>& results() { return results_; }
   const std::vector<int>& results() const { return results_; }
-  // Slots to free after this step, their last use. get() does not move them: they are used twice, or in a list.
+  // Slots to free after this step, which uses them last. get() moves no value that is used twice or in a list.
   std::vector<int>& frees() { return frees_; }
   const std::vector<int>& frees() const { return frees_; }
 

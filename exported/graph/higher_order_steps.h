@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // The higher-order operators of torch.export, which run other graphs.
 
-// with torch.set_grad_enabled(mode): ...
+// Runs a graph under torch.set_grad_enabled(mode).
 class GradModeStep : public GraphStep {
  public:
   GradModeStep(Call call, bool mode) : GraphStep(std::move(call)), mode_(mode) {}
@@ -22,7 +22,7 @@ class GradModeStep : public GraphStep {
   const bool mode_;
 };
 
-// with torch.autocast(device, dtype, enabled, cache_enabled): ...
+// Runs a graph under torch.autocast(device, dtype, enabled, cache_enabled).
 class AutocastStep : public GraphStep {
  public:
   struct Mode {

@@ -1,4 +1,4 @@
-// NumberStep: Python's arithmetic on integers, floats and bools.
+// Implements NumberStep: Python's arithmetic on integers, floats and bools.
 
 #include <c10/util/Exception.h>
 

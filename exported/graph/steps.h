@@ -22,7 +22,7 @@ class OperatorStep : public Step {
   struct Switch {
     TrainingArgument argument;
     size_t module = 0;         // index in Execution::training
-    bool module_was_training;  // its mode in the export
+    bool module_was_training;  // mode of the module in the export
   };
 
   OperatorStep(std::string description, std::string module, c10::OperatorHandle op, std::vector<Operand> operands,

@@ -28,7 +28,7 @@ using nlohmann::json;
 
 namespace {
 
-constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // schema version; versions of torch 2
+constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // schema 8; torch 2.9 to 2.15
 
 // A module with the name of its Python class.
 class NamedModule : public torch::nn::Module {
@@ -229,7 +229,7 @@ class ProgramBuilder {
     return program;
   }
 
-  // Decomposition loses no_grad() and detach(). Throws if the graph has alias(), once detach(); otherwise warns.
+  // A decomposed program lacks no_grad() and detach(). Throws if it has alias(), which was detach(); otherwise warns.
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
@@ -665,7 +665,7 @@ std::string ExportedModule::describe() const {
 
 int64_t ExportedModule::weight_bytes_read() const { return *program_->bytes_read; }
 
-// Returns parameters that the graph uses only as weights of aten::linear. Includes names of tied tensors.
+// Returns parameters that the graph uses only as weights of aten::linear. Does not check for tied tensors.
 std::vector<LinearWeight> ExportedModule::linear_weights() {
   const std::vector<bool> is_weight = used_by_linear_alone(*program_->graph, program_->state.size());
   std::map<std::string, torch::nn::Module*> modules{{"", this}};
