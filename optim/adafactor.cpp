@@ -54,7 +54,7 @@ struct Adafactor::Work {
   bool counts;
   int64_t whole_numel;
   at::Tensor parameter, gradient;  // [held.numel()]
-  at::Tensor row_means{};          // [matrices]: mean of each matrix's rows in exp_avg_sq_row
+  at::Tensor row_means{};          // [matrices]: mean of exp_avg_sq_row over the rows of each matrix
 
   bool is_matrix() const { return shape.sizes.size() >= 2; }
   double share() const { return std::pow(static_cast<double>(state->step()), options->beta2_decay()); }

@@ -84,8 +84,8 @@ at::Tensor Lamb::step(LossClosure closure) {
   if (checked_groups_ != param_groups().size()) check();
   for (const auto& group : param_groups())
     for (const at::Tensor& parameter : group.params()) require_steppable(parameter);
-  // Have an entry for each parameter, with or without a gradient, so that the lists are equal on all ranks. Frozen
-  // parameters have no norm and may be integers.
+  // These lists have an entry for each parameter, with or without a gradient, so that they are equal on all ranks.
+  // Frozen parameters have no norm and may be integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;
   for (auto& group : param_groups()) {
@@ -96,7 +96,7 @@ at::Tensor Lamb::step(LossClosure closure) {
       rates.push_back(options.lr());
     }
   }
-  auto is_stepped = [&](size_t i) {  // whether a rank may step parameter i
+  auto is_stepped = [&](size_t i) {  // whether any rank may step parameter i
     return directions[i].defined() || (parts_.are_cut() && parameters[i].requires_grad());
   };
   std::vector<at::Tensor> parts;  // this rank's part of each parameter, then of each direction

@@ -249,7 +249,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points that enclose one that meets the conditions. If `is_met`, ends[low()] itself meets the conditions.
+  // Two points. A point between them meets the conditions. If `is_met`, ends[low()] itself meets the conditions.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;

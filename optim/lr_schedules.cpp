@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-// LRScheduler counts steps in an unsigned.
+// LRScheduler counts steps in an unsigned int.
 constexpr int64_t kMostSteps = std::numeric_limits<unsigned>::max();
 
 void require_steps(const char* name, int64_t steps, int64_t least, int64_t most) {
@@ -61,7 +61,7 @@ std::vector<double> LambdaLR::get_lrs() { return rates_of(int64_t{step_count_} +
 
 std::vector<double> LambdaLR::rates_of(int64_t step) {
   const std::vector<double> current = get_current_lrs();
-  for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // new groups
+  for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // peaks of new groups
   const double factor = factor_(step);
   std::vector<double> rates(current.size());
   for (size_t i = 0; i < rates.size(); ++i) rates[i] = peaks_[i] * factor;

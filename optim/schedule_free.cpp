@@ -68,9 +68,9 @@ ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
       const auto found = state().find(y.unsafeGetTensorImpl());
-      if (found == state().end()) continue;  // no rank has ever stepped it
+      if (found == state().end()) continue;  // no rank has ever stepped the parameter
       own.emplace_back(y, y.detach().clone());
-      if (note_write_if_empty(y)) continue;  // counts a write, because other ranks write to its unit
+      if (note_write_if_empty(y)) continue;  // counts a write, because other ranks write to the unit
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
       y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
     }

@@ -189,7 +189,7 @@ double StepInBackward::finish_speculation() {
     if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
-      wait_for_steps();  // because clipping scales the gradients that the steps read
+      wait_for_steps();  // the steps must have read the gradients before clipping scales them
     } catch (...) {
       failure = std::current_exception();
     }

@@ -26,8 +26,8 @@ template <bool kBeside, bool kDecoupled, bool kAmsgrad>
   const float* gradient = span.gradient;
   const float *average = span.average, *square = span.square, *maximum = span.maximum;
   float *before = to.parameter, *new_average = to.average, *new_square = to.square, *new_maximum = to.maximum;
-  // The arrays are equal or do not overlap. Without this, GCC would need too many runtime checks for so many arrays and
-  // would not vectorize.
+  // The arrays are equal or do not overlap. Without this pragma, GCC would need too many runtime checks for so many
+  // arrays and would not vectorize.
 #pragma GCC ivdep
   for (int64_t i = 0; i < span.numel; ++i) {
     float p = parameter[i];

@@ -145,7 +145,7 @@ void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update,
 at::Tensor in_recorded_memory(const at::Tensor& state, const at::Tensor& recorded) {
   if (state.const_data_ptr() == recorded.const_data_ptr()) return recorded;
   recorded.copy_(state);
-  state.record_stream(current_stream(state.device()));  // it may be freed before the copy ends
+  state.record_stream(current_stream(state.device()));  // `state` may be freed before the copy ends
   return recorded;
 }
 

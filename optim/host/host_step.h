@@ -59,7 +59,7 @@ class HostStep {
   void renew(HostCopy& copy);
   void look_for_writes(const std::vector<HostCopy*>& work);
   void renew_if_written(HostCopy& copy);
-  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined: must be copied without memory of the pool
+  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined if it cannot be memory of the pool
   void start_gradient(HostCopy& copy);
   void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);

@@ -60,7 +60,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   const std::vector<int64_t> sizes_;
   const at::ScalarType dtype_;
   at::Tensor bytes_;   // the registered parameter
-  at::Tensor a_, b_;   // [rank, columns], [rows, rank]
+  at::Tensor a_, b_;   // adapter: [rank, columns] and [rows, rank]
   at::Tensor merged_;  // merged values; undefined if not merged
 };
 

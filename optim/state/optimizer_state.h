@@ -41,8 +41,8 @@ Range saved_part(const std::string& name, const NamedShard& parameter);
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);
-// Like read_state(state), but returns 8-bit states in the memory order of the parameter. They are copies if set_data()
-// has changed the parameter's strides since the last step.
+// Like read_state(state), but returns 8-bit states in the memory order of the parameter. The states are copies if
+// set_data() has changed the parameter's strides since the last step.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
 // Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the names, for unknown
