@@ -22,7 +22,7 @@ struct CopiedFile {
   struct Piece {
     std::shared_ptr<const void> owner;  // owns the memory of `data`
     const char* data = nullptr;
-    int64_t begin = 0, bytes = 0;  // range of the file
+    int64_t begin = 0, bytes = 0;  // position in the file, and length
   };
   std::vector<Piece> pieces;
   // Checksums of the pieces, if these are blocks from another host. Equal blocks of successive steps share memory.
@@ -33,7 +33,7 @@ struct CopiedFile {
   // Copies a range. Throws std::out_of_range beyond the end.
   void read(void* data, int64_t count, int64_t position) const;
 };
-// Hosts send each other files in blocks of this size, the last of which may be shorter.
+// Files are sent between hosts in blocks of this size. The last block of a file may be shorter.
 inline constexpr int64_t kCopyBlockBytes = int64_t{1} << 20;
 int64_t block_count(int64_t bytes);
 // Returns the bytes of a block.
@@ -41,13 +41,13 @@ std::string read_block(const CopiedFile& file, size_t index);
 
 // Names one rank's part of one committed step.
 struct PartName {
-  int64_t generation = 0;  // of the group
+  int64_t generation = 0;  // number of the group
   int64_t step = 0;
-  int owner = 0;  // the rank in that group
+  int owner = 0;  // the rank in that group that owns the part
   auto operator<=>(const PartName&) const = default;
 };
 struct CopiedPart {
-  int world = 0;            // the size of the group
+  int world = 0;            // number of ranks of the group
   std::string description;  // the part's entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
   // The memories with most bytes of the files; none if another host has sent the files. Successive parts share the
@@ -70,7 +70,7 @@ std::vector<HeldStep> held_from_json(const nlohmann::json& entries);
 struct CompleteStep {
   int64_t generation = -1, step = -1;
   int world = 0;
-  std::vector<std::vector<int>> holders;  // by owner: members in ascending order
+  std::vector<std::vector<int>> holders;  // by owner: the members that hold its part, in ascending order
 };
 CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held);
 
@@ -82,7 +82,7 @@ std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, in
 class CopyStore {
  public:
   void put(const PartName& name, std::shared_ptr<const CopiedPart> part);
-  std::shared_ptr<const CopiedPart> find(const PartName& name) const;  // null if it is not held
+  std::shared_ptr<const CopiedPart> find(const PartName& name) const;  // null if the part is not held
   // Returns the newest held part of an owner in a generation; null if there is none.
   std::shared_ptr<const CopiedPart> newest(int64_t generation, int owner) const;
   std::vector<HeldStep> held() const;

@@ -40,7 +40,7 @@ class CopyMemory {
 
   const nlohmann::json origin_;  // the notice of mapped memory; null if allocated here
   const int64_t bytes_;
-  const MemoryFile file_;  // not open if the memory is private, or another process's
+  const MemoryFile file_;  // not open if the memory is private or belongs to another process
   int64_t reserved_ = 0;
   char* data_ = nullptr;
 };

@@ -49,7 +49,7 @@ std::string random_text() {
   return text;
 }
 
-// If ranks fail again after one step, without a loss, and this many times, the failure is no accident.
+// If all ranks fail again after the same step, this many times and without a loss, regroup() throws.
 constexpr int kMostFailuresAtStep = 2;
 
 std::string ranks_text(const std::vector<int>& ranks) {
@@ -91,7 +91,7 @@ std::optional<RunFile> file_of(const ElasticOptions& options) {
   return folder.empty() ? std::nullopt : std::optional<RunFile>(folder);
 }
 
-// `size` is the first world, or 0 in a process that joins.
+// Throws for wrong options. `size` is the first world, or 0 in a process that joins.
 void check(const ElasticOptions& options, int size) {
   require(options.copy_every >= 1, "ElasticOptions::copy_every is ", options.copy_every, "; expected at least 1");
   require(options.copies >= 0, "ElasticOptions::copies is ", options.copies, "; expected at least 0");
@@ -144,7 +144,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
     require(first_line_of(hosts[i]) == first_line_of(hosts[0]), who, ": rank ", i, " passes ", first_line_of(hosts[i]),
             ", rank 0 ", first_line_of(hosts[0]), "; expected equal ElasticOptions on all ranks");
   const bool one_host = std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
-  // Processes of other hosts may join by a folder that the program gives.
+  // If the program gives a folder, processes of other hosts may join.
   const bool stays_on_host = one_host && options_.rendezvous.empty();
   // Containers of one machine may look like one host without sharing loopback, so loopback is the last choice.
   self_.address = !address.empty() ? address : stays_on_host ? "127.0.0.1" : public_address();
@@ -389,7 +389,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
   } catch (const CommError& error) {
     reason = error.what();
   } catch (const std::exception& error) {
-    // Errors of checkpoints, for example, may be consequences of a loss.
+    // An error of a checkpoint, for example, may be the consequence of a loss.
     reason = error.what();
     if (!comm || !has_lost_member()) {
       leave_run();

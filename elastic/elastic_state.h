@@ -28,7 +28,7 @@ class ElasticState {
   // Starts a run: meets the other ranks in the store. Is collective.
   ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                const std::string& address);
-  // For a process that is to join the run of this file. run() then joins.
+  // Prepares to join the run of this file. run() joins it.
   ElasticState(ElasticOptions options, const RunFile& file, const std::string& address);
   ~ElasticState();
 
@@ -130,7 +130,7 @@ class ElasticRunState {
     bool is_copied;  // false if the copy in progress has failed on a rank
     bool may_grow;
   };
-  // Waits for the copy in progress. Is collective.
+  // Waits for the copy in progress, if there is one, and agrees on the result with the other ranks. Is collective.
   Agreed end_copy();
   void report_resumed();
 

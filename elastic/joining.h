@@ -50,7 +50,7 @@ class RunFile {
   const std::filesystem::path& path() const { return path_; }
   // Replaces the file. `id` must be unique for each process. Throws std::runtime_error.
   void write(const RunFacts& facts, const std::string& id) const;
-  // Returns nullopt if there is no file. Throws std::runtime_error, with the path, if it is damaged.
+  // Returns the run in the file, or nullopt without a file. Throws std::runtime_error, with the path, if it is damaged.
   std::optional<RunFacts> read() const;
 
   // Records the decision on a group that a process joins. Each decision of a run has a file of its own. Throws
@@ -74,7 +74,7 @@ std::filesystem::path rendezvous_folder(const ElasticOptions& options);
 // Returns whether a member of the run in this file answers and has not left the run.
 bool is_alive(const RunFile& file);
 
-// Returns whether no member of the run in this file may still live and take part. True without a file. Does not throw.
+// Returns whether the run has ended: the file is missing or says so, or all members have ended or left. Does not throw.
 bool has_ended(const RunFile& file);
 
 // Creates a temporary folder on this host. The destructor deletes the folder with its files.
@@ -95,7 +95,7 @@ class JoinRequests {
  public:
   // Makes this process a member of the group. Refuses joining processes whose options differ from `options`.
   void enter(RunFacts facts, const Decision& group, std::string options);
-  // From now on, this process answers as no member.
+  // Makes this process no member of any group: answer() then returns an empty object.
   void leave();
   // Returns the answer to {"op": "join", "member": ..., "options": ...}. It has "refused" (the run's options) if they
   // differ; otherwise "facts", and a "decision" with the process if there is one. Empty if this process is no member.
@@ -141,7 +141,7 @@ class Joiner {
   const std::string options_;
   const std::chrono::milliseconds stopped_after_, timeout_;
   std::optional<RunFacts> run_;
-  std::map<std::string, RunClock::time_point> ask_again_;  // when to ask silent members again, by id
+  std::map<std::string, RunClock::time_point> ask_again_;  // time of the next request to a silent member, by id
   bool has_answer_ = false, are_all_gone_ = false;         // results of the last round
 };
 

@@ -154,7 +154,7 @@ PeerMessage PartReceiver::map_part(const json& fields, std::string bytes) {
   auto part = part_from_json(fields);
   try {
     for (const json& notice : fields.at("memories")) part->memories.push_back(mapped(notice, before.get()));
-  } catch (const std::runtime_error&) {  // in another container, or not permitted
+  } catch (const std::runtime_error&) {  // the memory is in another container, or access is not permitted
     return {{{"held", false}}, {}};
   }
   const auto sent = std::make_shared<const std::string>(std::move(bytes));
@@ -240,7 +240,7 @@ PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& un
   check_extra(plan_.extra);
   if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces);
   copies_.begin(plan_, device_);
-  const SigpipeBlock no_sigpipe;  // the new thread inherits this
+  const SigpipeBlock no_sigpipe;  // the new thread inherits the blocked signal
   thread_ = std::thread([this] { run(); });
 }
 

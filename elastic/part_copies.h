@@ -48,8 +48,8 @@ class PartReceiver {
 // Copies this rank's part of one step: to its own memory, then to its partners. The copy runs on a thread.
 class PartCopy {
  public:
-  // Captures the state; device data after the work of the current stream. `staging` is memory for device data, which
-  // HostCopies reuses. `unchanged` has the memory that earlier parts share.
+  // Captures the state. Device data is copied after the work of the current stream. `staging` is memory for such data,
+  // reused by HostCopies. `unchanged` has the memory that earlier parts share.
   PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name, int world,
            uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);

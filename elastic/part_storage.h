@@ -33,7 +33,7 @@ class PartFolder {
   // Returns the files that were written, and removes them from this folder.
   std::map<std::string, CopiedFile> take_files();
 
-  // For the storage. Thread-safe. Throw std::runtime_error.
+  // Called by the storage. Are thread-safe. Throw std::runtime_error.
   void add_file(const std::string& name, CopiedFile file);
   CopiedFileWriter writer() const { return CopiedFileWriter(memory_, shared_); }
   int64_t bytes_of(const std::string& name) const;

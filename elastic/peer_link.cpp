@@ -27,7 +27,7 @@ using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
 constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31, kMostGrowth = uint64_t{1} << 20;
-constexpr milliseconds kTurn{100}, kLeastStop{1000};  // turn of the accepting thread; shortest stop
+constexpr milliseconds kTurn{100}, kLeastStop{1000};  // turn of the accepting thread; shortest pause that is a stop
 
 struct FrameHead {
   uint64_t magic = kMagic, field_bytes = 0, bytes = 0;
@@ -278,7 +278,7 @@ void PeerServer::accept_connections() {
 bool PeerServer::was_stopped(milliseconds least, milliseconds recent) const {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now(), since = now - recent;
-  if (now - last_turn_ >= least + kTurn) return true;  // the thread has not run since then
+  if (now - last_turn_ >= least + kTurn) return true;  // the accepting thread has not run for too long
   return std::ranges::any_of(stops_, [&](const Stop& stop) { return stop.length >= least && stop.end >= since; });
 }
 

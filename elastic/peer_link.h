@@ -28,7 +28,7 @@ struct PeerMessage {
 // A process of the run. Is a value type.
 struct Member {
   std::string id;       // random, unique for each process
-  std::string address;  // where it serves requests
+  std::string address;  // numeric address at which the process serves requests
   int port = 0;
   std::string host;  // equal for processes of one host
   bool operator==(const Member&) const = default;

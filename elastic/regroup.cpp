@@ -16,7 +16,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kSilentPause{500};  // between two requests to a silent member
+constexpr milliseconds kSilentPause{500};  // pause between two requests to a silent member
 constexpr milliseconds kPause{5};
 
 json members_to_json(const std::vector<Member>& members) {
@@ -153,7 +153,7 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
           kOnThread, [&, member] { return ask_(group_.members[static_cast<size_t>(member)], fields, kPromptAnswer); });
   }
   for (const auto& [member, answer] : asked) answer.wait();
-  const auto ask_again = RunClock::now() + kSilentPause;  // one time for all silent members
+  const auto ask_again = RunClock::now() + kSilentPause;  // equal for silent members: they are asked concurrently
   std::map<int, json> answers;
   for (auto& [member, pending] : asked) {
     Seen& seen = seen_[static_cast<size_t>(member)];
@@ -211,7 +211,7 @@ Decision Regroup::run() {
   const int size = static_cast<int>(seen_.size());
   const auto start = RunClock::now();
   std::minstd_rand random(static_cast<unsigned>(rank_) + 1);
-  bool has_waited = false;  // for members that answer but have not arrived
+  bool has_waited = false;  // whether it has waited long enough for members that have not arrived
   int leader = rank_;       // the first rank that answers
   while (!found_) {
     const auto waited = RunClock::now() - start;
@@ -267,7 +267,7 @@ Decision Regroup::compose(const std::set<int>& agreeing) {
     if (options_.most_ranks != 0 && size >= options_.most_ranks) break;
     try {
       ask_(joiner, {{"op", "look"}, {"generation", group_.generation}}, kPromptAnswer);
-    } catch (const std::runtime_error&) {  // it has ended or is silent, and the group must not wait
+    } catch (const std::runtime_error&) {  // the process has ended or is silent: the group must not wait for it
       continue;
     }
     decision.joined.push_back(size);

@@ -28,7 +28,7 @@ namespace tessera::internal {
 
 // The composition of a group. Is a value type.
 struct Decision {
-  int64_t generation = 0;       // of the new group
+  int64_t generation = 0;       // number of the new group
   std::vector<Member> members;  // indexed by rank
   Member store;                 // serves the group's store; may have left the group
   CompleteStep step;  // to continue from; holders are indices in `sources`. A world of 0: no step is complete.
@@ -46,7 +46,7 @@ bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int
 // A member's vote on the successor of one generation, and the decisions that it has learned. Thread-safe.
 class Acceptor {
  public:
-  // From now on, answers for the group of this generation, without promises.
+  // Starts to answer for the group of this generation. Forgets promises and votes for earlier groups.
   void begin(int64_t generation);
   // Notes that this rank has left the group of the generation, and holds these parts. A no-op for other generations.
   void arrive(int64_t generation, const std::vector<HeldStep>& held);
@@ -108,7 +108,7 @@ class Regroup {
  private:
   struct Seen {
     bool is_gone = false;
-    bool has_answered = false;  // to the last request, as a member of this group
+    bool has_answered = false;  // whether it has answered the last request as a member of this group
     bool has_arrived = false;
     std::vector<HeldStep> held;
     RunClock::time_point ask_again{};  // a silent member is asked less often

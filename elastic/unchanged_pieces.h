@@ -29,7 +29,7 @@ class UnchangedPieces {
   const std::shared_ptr<CopyMemory>& memory() const { return memory_; }
 
  private:
-  using Key = std::pair<std::string, int64_t>;  // the name, and the first element
+  using Key = std::pair<std::string, int64_t>;  // name of the tensor, and first element of the piece
 
   int64_t generation_ = -1;
   std::set<std::string> changed_;
