@@ -33,7 +33,7 @@ struct Decision {
   Member store;                 // serves the group's store; may have left the group
   CompleteStep step;  // to continue from; holders are indices in `sources`. A world of 0: no step is complete.
   std::vector<Member> sources;  // the members that hold the step
-  // The change: size of the old group; its ranks that are no members; ranks of members that joined.
+  // world_before: size of the old group. lost: its ranks that are no members. joined: ranks of members that joined.
   int world_before = 0;
   std::vector<int> lost, joined;
 };

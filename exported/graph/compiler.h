@@ -52,7 +52,7 @@ class Compiler {
   struct TrainedModule {
     std::string fqn;
     bool was_training;
-    std::string why_fixed;  // reason if it cannot be switched, otherwise empty
+    std::string why_fixed;  // reason if the module cannot be switched, otherwise empty
   };
   const std::vector<TrainedModule>& trained_modules() const { return trained_; }
   // Returns the modules with operators that draw random numbers in both modes, and the name of one such operator.

@@ -620,7 +620,7 @@ class ProgramBuilder {
   bool is_user_input_ = false;
   std::map<std::string, std::string> classes_;
   std::map<std::string, torch::nn::Module*> modules_;
-  std::map<std::string, size_t> graph_names_;  // index of the state, by its name in the graph
+  std::map<std::string, size_t> graph_names_;  // index in the state, by name of the graph's input
   std::vector<ExportedTensor> tensors_;        // descriptions of the state, by index
   std::optional<WeightFiles> files_;
   std::vector<std::string> absent_;

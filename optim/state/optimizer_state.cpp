@@ -115,7 +115,7 @@ std::string kind_names() {
   return names;
 }
 
-// Calls act(object, kind's name) with the options or state cast to its class.
+// Calls act(object, kind's name) with the options or state cast to its class. Throws if the class is not known.
 template <class Object, class Act>
 void with_class_of(const Object& object, Act act) {
   constexpr bool kIsOptions = std::is_same_v<Object, OptimizerOptions>;

@@ -66,7 +66,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   static bool is_void(const at::Tensor& tensor);
   void make_void(const at::Tensor& tensor);
 
-  // Called by the allocator. allocated() returns the number of the block.
+  // Called by the allocator. allocated() returns the number of the block, the argument of freed().
   int64_t allocated(int64_t bytes);
   void freed(int64_t block);
 

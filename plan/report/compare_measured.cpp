@@ -17,7 +17,7 @@ using nlohmann::json;
 
 constexpr size_t kMostDifferences = 12;
 constexpr size_t kMostStretches = 200;
-constexpr double kLargePart = 0.05;  // as a part of the measured step
+constexpr double kLargePart = 0.05;  // difference as a part of the measured step
 
 // The predicted and the measured time of one name.
 struct BothTimes {

@@ -9,7 +9,7 @@
 namespace tessera::internal {
 
 // Parses a number and a unit (a key of `units`), with optional spaces between them. With `is_speed`, "/s" or "ps" may
-// follow. Returns number times factor; nullopt for another form, a negative or infinite number.
+// follow. Returns the number times the unit's factor; nullopt for other texts and negative numbers.
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed = false);
 

@@ -35,7 +35,7 @@ CollectiveFlow flow_of(const RecordedCollective& collective) {
   } else if (name == "broadcast") {
     const bool is_whole = collective.ranks == 2 || bytes <= kOneExchangeBytes;
     flow.first_is_rooted = true;
-    flow.exchanges = is_whole ? 1 : 2;  // 2: scatters the root's parts, then gathers them
+    flow.exchanges = is_whole ? 1 : 2;  // if 2, scatters the root's parts, then gathers them
     if (is_whole) flow.message_bytes[0] = bytes;
   } else if (name == "scatter") {
     flow.first_is_rooted = true;

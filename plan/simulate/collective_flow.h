@@ -17,7 +17,7 @@ struct CollectiveFlow {
   double sum_bytes = 0;           // received bytes that a rank adds up in the first wait
   bool only_root_sums = false;
 
-  // Returns whether an exchange has a message whose sender and receiver are the root or not, as the flags say.
+  // Returns whether a rank (the root if `from_root`) sends a message to another rank (the root if `to_root`).
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
