@@ -13,12 +13,12 @@ namespace tessera {
 //
 // A policy returns whether a module becomes a unit. It is called for every module but the root, children before
 // parents. `unclaimed_numel` counts parameter elements below the module, trainable or frozen, that belong to no unit
-// yet. At the end these belong to the root's unit. An empty policy makes one unit of the whole model.
+// yet. Elements that stay unclaimed belong to the root's unit. With an empty policy, the whole model is one unit.
 using WrapPolicy =
     std::function<bool(const std::string& fqn, const torch::nn::Module& module, int64_t unclaimed_numel)>;
 
-// Makes a unit of each module of these types: wrap_modules<BlockImpl>() (FSDP's transformer_auto_wrap_policy). A type
-// may be a common base class.
+// Returns a policy that makes a unit of each module of these types: wrap_modules<BlockImpl>(). A type may be a common
+// base class (FSDP's transformer_auto_wrap_policy).
 template <class... Modules>
 WrapPolicy wrap_modules() {
   static_assert((... && !torch::detail::is_module_holder<Modules>::value),
@@ -28,11 +28,11 @@ WrapPolicy wrap_modules() {
   };
 }
 
-// Makes a unit of each module with at least min_numel unclaimed elements (FSDP's size_based_auto_wrap_policy). Throws
-// std::invalid_argument if min_numel < 1.
+// Returns a policy that makes a unit of each module with at least min_numel unclaimed elements (FSDP's
+// size_based_auto_wrap_policy). Throws std::invalid_argument if min_numel < 1.
 WrapPolicy wrap_by_size(int64_t min_numel);
 
-// Makes a unit of each module for which `predicate` returns true; fqn is the module's dotted name.
+// Selects modules by `predicate`; `fqn` is the dotted name. Throws std::invalid_argument if `predicate` is empty.
 WrapPolicy wrap_if(std::function<bool(const std::string& fqn, const torch::nn::Module& module)> predicate);
 
 }  // namespace tessera

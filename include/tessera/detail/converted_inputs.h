@@ -7,23 +7,23 @@
 
 namespace tessera::internal {
 
-// The tensors among forward's arguments that MixedPrecision::cast_forward_inputs converts. Changes that forward makes
-// to a converted tensor are copied to the caller's. Used by one thread, during one forward.
+// Converts the tensors among forward's arguments, for MixedPrecision::cast_forward_inputs, and copies forward's
+// in-place changes of the results back to the caller's tensors. Must be used by one thread, during one forward.
 class ConvertedInputs {
  public:
-  // Returns the tensor in `dtype`: one result for each argument, the argument itself if it has the dtype.
+  // Returns `own` itself if it has the dtype, otherwise a converted copy. Calls with one tensor return one copy.
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
-  // Copies changes in place to the caller's tensors; autograd records the copies.
+  // Copies in-place changes to the caller's tensors, recorded by autograd; not those of inference tensors.
   void copy_changes() const;
-  // Returns the caller's tensor for a converted one; any other tensor unchanged.
+  // Returns the caller's tensor if `tensor` is a converted copy, otherwise `tensor` itself.
   at::Tensor own_of(const at::Tensor& tensor) const;
-  // Whether two lists have the same tensors.
+  // Whether two lists have the same tensors in the same order.
   static bool are_same(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others);
 
  private:
   struct Input {
     at::Tensor own, given;
-    int64_t version;  // of `given`; -1: an inference tensor, which has no version
+    int64_t version;  // version of `given` when it was made; -1 for an inference tensor, which has none
   };
   std::vector<Input> inputs_;
 };

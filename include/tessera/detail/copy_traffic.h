@@ -4,12 +4,12 @@
 
 namespace tessera::internal {
 
-// The copies of an engine since it was made.
+// The traffic of a copy engine since its construction.
 struct CopyTraffic {
   int64_t to_device_bytes = 0;
   int64_t to_host_bytes = 0;
   int64_t copies = 0;
-  int64_t late_copies = 0;  // incomplete at their first wait, so not hidden entirely
+  int64_t late_copies = 0;  // copies that were incomplete at their first wait, and so not fully hidden
 };
 
 }  // namespace tessera::internal

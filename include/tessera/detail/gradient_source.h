@@ -16,17 +16,17 @@ class GradientSource {
  public:
   virtual ~GradientSource() = default;
 
-  // While the scope exists, `arrived` is called for each set of parameters whose .grad is now the average over ranks.
-  // It is called on the thread that runs backward. It must return soon; its exceptions leave backward. It is not called
-  // for a backward that does not reduce (no_sync()). `failed`, unless null, is called if a backward that reduces fails,
-  // before backward() throws. It must not throw, and may wait for other threads that use the parameters. Throws
-  // std::logic_error for a second observer, and inside a backward pass.
+  // Arrived is called for each set of parameters whose .grad is now the average over ranks. It is called
+  // on the thread that runs backward, and not for a backward that does not reduce (no_sync()). It must
+  // return soon. Its exceptions leave backward(). Failed, unless null, is called if a backward that
+  // reduces fails, before backward() throws. Failed must not throw. It may wait for other threads that use
+  // the parameters.
   using Arrived = std::function<void(const std::vector<at::Tensor>& parameters)>;
   using Failed = std::function<void()>;
-  // See Arrived.
+  // Registers an observer until the scope ends. Throws std::logic_error if one exists, and inside a backward pass.
   virtual ScopeExit on_gradients(Arrived arrived, Failed failed) = 0;
 
-  // The wrapper's parameters that have a .grad, from any backward.
+  // Returns the wrapper's parameters that have a .grad, of the last backward or of an earlier one.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
 
   // While the scope exists, uses of the parameters' values outside backward throw std::logic_error with `reason`:
@@ -34,8 +34,8 @@ class GradientSource {
   // Thread-safe; not collective.
   virtual ScopeExit refuse_use(std::string reason) = 0;
 
-  // Scales the gradients so that their norm over all parameters and ranks is at most max_norm; returns the norm before.
-  // Collective. Must be called between backward and step.
+  // Scales the gradients so that their norm over all parameters and ranks is at most max_norm. Returns the norm before
+  // scaling. Collective. Must be called between backward and step.
   virtual GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) = 0;
 };
 

@@ -8,18 +8,18 @@
 
 namespace tessera::internal {
 
-// A weight that only at::linear uses, of a module that is not a torch::nn::Linear.
+// A parameter that is used only as the weight of at::linear, in a module that is not a torch::nn::Linear.
 struct LinearWeight {
   torch::nn::Module* owner;
-  std::string fqn;   // of the parameter
-  std::string name;  // its name in the owner
-  // The module's computation reads this tensor, so replacing it replaces the weight.
+  std::string fqn;   // dotted name of the parameter
+  std::string name;  // name of the parameter in `owner`
+  // The tensor that the module's computation reads. Assigning another tensor replaces the weight.
   at::Tensor* used;
 };
 class HasLinearWeights {
  public:
   virtual ~HasLinearWeights() = default;
-  // Names are relative to this module. `used` is valid as long as the module exists.
+  // Returns the weights, with names relative to this module. `used` is valid as long as the module exists.
   virtual std::vector<LinearWeight> linear_weights() = 0;
 };
 

@@ -15,17 +15,17 @@
 
 namespace tessera::internal {
 
-// Bases of options and states of Tessera's own optimizers. `Derived` lists its fields once,
+// Bases of options and states of Tessera's own optimizers. `Derived` lists its fields once, in a visit() function:
 //
 //   template <class Visit> void visit(Visit visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
 //
-// for libtorch's archives here and for checkpoints in optimizer_state.h. Fields of options are bool or double, fields
-// of states int64_t or tensors. Archives omit undefined tensors.
+// libtorch's archives (in this file) and checkpoints (optimizer_state.h) use that function. Fields of options are bool
+// or double. Fields of states are int64_t or tensors. Archives omit undefined tensors.
 
-// For check(): unless `holds`, throws std::invalid_argument, "Muon: momentum is 1, expected 0 or more and below 1".
+// Throws std::invalid_argument unless `holds`: "Muon: momentum is 1, expected 0 or more and below 1". For check().
 void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected);
 
-// TORCH_ARG for a base class: the setter returns the derived options.
+// Like TORCH_ARG, but for a base class: the setter returns a reference to the derived options.
 #define TESSERA_LISTED_OPTION(name)                       \
   Derived& name(double value) {                           \
     name##_ = value;                                      \
@@ -36,7 +36,7 @@ void require_option(bool holds, const char* optimizer, const char* option, doubl
 
 namespace listed {
 
-// Throws std::invalid_argument if fields are missing or unknown: the archive is another optimizer's.
+// Throws std::invalid_argument if fields are missing or unknown, because the archive is then another optimizer's.
 void require_fields(const std::vector<std::string>& missing, const std::vector<std::string>& unknown);
 
 template <class Listed>
@@ -69,10 +69,10 @@ void write(const Listed& fields, torch::serialize::OutputArchive& archive) {
 template <class Derived>
 class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
  public:
-  // For torch::load and torch::save, by the fields' names.
+  // Read and write the fields by name, for torch::load and torch::save. Reading throws as require_fields() does.
   void serialize(torch::serialize::InputArchive& archive) override { listed::read(self(), archive); }
   void serialize(torch::serialize::OutputArchive& archive) const override { listed::write(self(), archive); }
-  double get_lr() const override { return self().lr(); }  // lr(), for torch's schedulers
+  double get_lr() const override { return self().lr(); }  // returns lr(), for torch's schedulers
   void set_lr(double lr) override { self().lr(lr); }      // sets lr(), for torch's schedulers
 
  private:
@@ -80,7 +80,7 @@ class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
   const Derived& self() const { return static_cast<const Derived&>(*this); }
 };
 
-// Base of options with weight decay. check() and visit() of `Derived` must call those of this class first.
+// Base of options with weight decay. The check() and visit() of `Derived` must first call those of this class.
 template <class Derived>
 class ListedDecay : public ListedOptions<Derived> {
  public:
@@ -88,7 +88,7 @@ class ListedDecay : public ListedOptions<Derived> {
   ListedDecay(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
 
   TESSERA_LISTED_OPTION(lr)            // the learning rate
-  TESSERA_LISTED_OPTION(weight_decay)  // decoupled: multiplies parameters by 1 - lr * weight_decay
+  TESSERA_LISTED_OPTION(weight_decay)  // decoupled weight decay: multiplies parameters by 1 - lr * weight_decay
 
   // Throws std::invalid_argument if a value is out of range.
   void check() const {
@@ -106,7 +106,7 @@ class ListedDecay : public ListedOptions<Derived> {
   double lr_, weight_decay_;
 };
 
-// Base of options with beta1 and beta2, the factors of moving averages.
+// Base of options with beta1 and beta2, the decay factors of moving averages.
 template <class Derived>
 class ListedBetas : public ListedDecay<Derived> {
  public:
@@ -114,8 +114,8 @@ class ListedBetas : public ListedDecay<Derived> {
   ListedBetas(double lr, double beta1, double beta2, double weight_decay)
       : ListedDecay<Derived>(lr, weight_decay), beta1_(beta1), beta2_(beta2) {}
 
-  TESSERA_LISTED_OPTION(beta1)  // decay of the first average
-  TESSERA_LISTED_OPTION(beta2)  // decay of the second average
+  TESSERA_LISTED_OPTION(beta1)  // decay factor of the first moving average
+  TESSERA_LISTED_OPTION(beta2)  // decay factor of the second moving average
 
   // Throws std::invalid_argument if a value is out of range.
   void check() const {
@@ -141,7 +141,7 @@ class ListedBetas : public ListedDecay<Derived> {
 template <class Derived>
 class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
  public:
-  // For torch::load and torch::save, by the fields' names.
+  // Read and write the fields by name, for torch::load and torch::save. Reading throws as require_fields() does.
   void serialize(torch::serialize::InputArchive& archive) override {
     listed::read(static_cast<Derived&>(*this), archive);
   }
@@ -150,21 +150,21 @@ class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
   }
 };
 
-// Throws std::invalid_argument unless the parameter, which must have a gradient, is dense and of floating-point type,
-// and its gradient is dense.
+// Throws std::invalid_argument, naming `optimizer` and the parameter's shape, unless the parameter is dense and of
+// floating-point type. A gradient, if the parameter has one, must be dense, too.
 void require_dense(const at::Tensor& parameter, const char* optimizer);
 
-// Whether an optimizer is elementwise, so that it may step shards, or needs whole parameters.
+// kElements: the optimizer is elementwise and may step shards. kParameters: it computes over whole parameters.
 enum class Sees { kElements, kParameters };
 
-// Base of Tessera's own optimizers: construction, checks and archives. `Options` (see above) must have a kName, and
-// a check() that throws std::invalid_argument for invalid values.
+// Base of Tessera's own optimizers: construction, checks and archives. `Options`, derived from ListedOptions, must have
+// a kName, and a check() that throws std::invalid_argument for invalid values.
 template <class Options, class State, Sees sees>
 class ListedOptimizer : public torch::optim::Optimizer {
  public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;  // parameters with their own options
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;  // parameters, each group with its own options
 
-  // For whole parameters, like torch's optimizers, or for shards if the optimizer is elementwise. Throws
+  // Takes whole parameters, like torch's optimizers. If the optimizer is elementwise, takes shards, too. Throws
   // std::invalid_argument for invalid options, for options of another optimizer, and for shards if the optimizer is not
   // elementwise.
   explicit ListedOptimizer(Groups groups, Options defaults = Options())
@@ -175,9 +175,9 @@ class ListedOptimizer : public torch::optim::Optimizer {
   explicit ListedOptimizer(std::vector<at::Tensor> parameters, Options defaults = Options())
       : ListedOptimizer(one_group(std::move(parameters)), std::move(defaults)) {}
 
-  // For a wrapper's parameters, in any groups, which must be equal and in the same order on all ranks. Construction and
-  // step() are collective over model.comm(). Throws as above, for tensors that are not in model.named_shards(), and if
-  // groups or options differ between ranks. Learning rates set later are not compared.
+  // Takes a wrapper's parameters. The groups must be equal and in the same order on all ranks. Construction and step()
+  // are collective over model.comm(). Throws as the constructors above, also for tensors that are not in
+  // model.named_shards(), and if groups or options differ between ranks. Learning rates set later are not compared.
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {
@@ -188,8 +188,8 @@ class ListedOptimizer : public torch::optim::Optimizer {
     requires(sees == Sees::kParameters)
       : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
 
-  // Adds a group; throws as construction does, with nothing changed. Is collective if constructed with a wrapper.
-  // step() checks groups that were added through the base class.
+  // Adds a group. If construction would throw for the group, throws the same error, with nothing changed. Is collective
+  // if constructed with a wrapper. Groups that the base class's function added are checked in step().
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     add_checked_group(*this, group, [this] { check(); });
   }
@@ -214,15 +214,15 @@ class ListedOptimizer : public torch::optim::Optimizer {
     return static_cast<State&>(*slot);
   }
   const ParameterParts& parts() const { return parts_; }
-  // Throws std::invalid_argument, before any change, if require_dense() refuses a parameter with a gradient, or if an
-  // added group is invalid.
+  // Throws std::invalid_argument if require_dense() refuses a parameter with a gradient, or if a group that the base
+  // class's add_param_group() added is invalid. Changes nothing.
   void require_steppable() {
     if (checked_groups_ != param_groups().size()) check();
     for (const auto& group : param_groups())
       for (const at::Tensor& parameter : group.params())
         if (parameter.grad().defined()) require_dense(parameter, Options::kName);
   }
-  // The parameters of all groups, with or without gradients, and the options of each.
+  // The parameters of all groups, with or without gradients. options[i] are the options of tensors[i].
   struct Parameters {
     std::vector<at::Tensor> tensors;
     std::vector<const Options*> options;
@@ -242,7 +242,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // The collective check must be first: if the local one throws on this rank, the other ranks must not wait for it.
+  // Runs the collective check first: a rank whose local check throws has then joined it, so no other rank waits.
   void check() {
     if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();

@@ -14,21 +14,21 @@ namespace tessera::internal {
 // optimizers that are not elementwise.
 class ParameterParts {
  public:
-  // For whole parameters on one rank.
+  // Without a wrapper: every tensor is a whole parameter.
   ParameterParts() = default;
-  // For a wrapper's parameters. Is collective over model.comm(): one small all-gather.
+  // With a wrapper: every tensor is one of its parameters(). Collective over model.comm(): one small all-gather.
   explicit ParameterParts(const ModelShards& model);
 
-  // Throws std::invalid_argument, which names `optimizer`, for a tensor that is not in the wrapper's parameters(), or,
-  // without a wrapper, for a shard. With a wrapper it is collective, and throws on all ranks if groups, their options
-  // or their order differ between ranks.
+  // Without a wrapper, throws std::invalid_argument for a shard. With a wrapper, throws it for a tensor that is not in
+  // the wrapper's parameters(), and on all ranks if groups, options or their order differ between ranks. The call is
+  // then collective. Errors name `optimizer`.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
-  // Returns the shard of a parameter. A whole parameter has its current strides, which set_data() may have changed.
-  // Without a wrapper, the parameter is whole and has no name.
+  // Returns this rank's part of a parameter. A whole parameter has its current strides, which set_data() may have
+  // changed. Without a wrapper, the part is the whole parameter, without a name. Throws for an unknown tensor.
   NamedShard of(const at::Tensor& parameter) const;
-  // The range of a parameter that a rank holds, and the replica of the model that the rank belongs to. by_rank() is
-  // empty without a wrapper.
+  // A rank's range of a parameter's elements, and the rank's replica of the model. by_rank() has one entry for each
+  // rank, in rank order. Without a wrapper it is empty.
   struct Held {
     Range range;
     int copy = 0;
@@ -37,13 +37,13 @@ class ParameterParts {
 
   // Returns the wrapper's group; null without a wrapper.
   Communicator* comm() const { return comm_.get(); }
-  // Whether parameters may be cut (FullyShardedDataParallel on more than one rank). Equal on all ranks.
+  // Whether parameters may be sharded (FullyShardedDataParallel on more than one rank). Equal on all ranks.
   bool are_cut() const { return are_cut_; }
-  // Whether a sum over ranks must include this rank's part: each part counts in one replica only.
+  // Whether sums over ranks include this rank's part: always if parameters are whole, else only in replica 0.
   bool counts(const at::Tensor& parameter) const { return !are_cut_ || of(parameter).replica == 0; }
 
-  // Returns for each parameter whether any rank has a gradient of it; a rank without elements of it may not know this
-  // alone. Is collective if parameters are cut: one small all-reduce.
+  // Returns for each parameter whether any rank has a gradient. A rank without elements of a parameter may have none,
+  // although other ranks do. Is collective if parameters are cut: one small all-reduce.
   std::vector<bool> have_gradients(const std::vector<at::Tensor>& parameters) const;
 
  private:
@@ -58,18 +58,18 @@ class ParameterParts {
   bool are_cut_ = false;
 };
 
-// Returns a dense tensor's elements in memory order, [numel], as a view.
+// Returns a dense tensor's elements in memory order, as a 1-D view: [numel].
 at::Tensor in_memory_order(const at::Tensor& dense);
 
-// Returns `tensor`, or a copy of it with these strides, dtype and device unchanged.
+// Returns `tensor` if it has these strides, otherwise a copy that has them. Dtype and device are unchanged.
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 
-// Restores the options with which the groups from index `first` on were added. libtorch 2.15 replaces options of
-// classes other than its own by the optimizer's defaults. Options of its own classes stay as libtorch merged them.
+// Restores the options of `added` in the groups from index `first` on. libtorch 2.15 replaces options of classes other
+// than its own by the defaults. Options of its own classes stay as libtorch merged them.
 void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
                      const std::vector<torch::optim::OptimizerParamGroup>& added);
 
-// Calls libtorch's add_param_group() and removes the group again if `check` throws.
+// Calls libtorch's add_param_group(), then check(). If check() throws, removes the group and rethrows.
 template <class Check>
 void add_checked_group(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,
                        Check check) {

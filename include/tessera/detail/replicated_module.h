@@ -30,11 +30,11 @@ class ReplicatedModule : public DataParallel {
 
   // parameters() returns the module's own parameters, each once, in the module's order.
 
-  // Copies of all parameters (under each of their names) and buffers, by name. Not collective. Throws CommError if a
-  // collective that computed them was aborted.
+  // Returns copies of all parameters (under each of their names) and buffers, by name. Not collective. Throws CommError
+  // if a collective of this group was aborted, because values may then be undefined.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
-  // Bytes of parameters, of defined gradients, and of buckets that are not gradients themselves.
+  // Counts parameters, defined gradients except placeholders, and buckets whose memory is not itself a gradient.
   MemoryReport memory() const override;
   void reset_peak_memory() override;
 
@@ -45,22 +45,22 @@ class ReplicatedModule : public DataParallel {
 
  protected:
   struct Setup {
-    std::string wrapper;             // the class name, for errors
-    std::string options;             // a line of text; must be equal on all ranks
-    bool sync_module_states = true;  // takes rank 0's parameters and buffers
-    bool broadcast_buffers = true;   // from rank 0, before each forward that follows a training forward
-    // true: compares gradients from before wrapping, which must be equal because every rank steps with its own.
+    std::string wrapper;             // class name of the wrapper, for errors
+    std::string options;             // the options as one line of text; must be equal on all ranks
+    bool sync_module_states = true;  // true: all ranks get rank 0's parameters and buffers
+    bool broadcast_buffers = true;   // true: rank 0's, before each forward that follows a training forward
+    // true: gradients from before wrapping must be equal on all ranks, because each rank steps with its own gradients.
     bool compares_gradients = false;
   };
-  // Checks that all ranks have the same module and options. Collective. Throws std::invalid_argument, on every rank and
-  // with the first difference by name, if ranks differ, and if a parameter cannot be trained by wrappers.
+  // Checks that all ranks have equal modules and options. Collective. If ranks differ, throws std::invalid_argument on
+  // every rank, with the name of the first difference. Throws it also for a parameter that a wrapper cannot train.
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
-  // The last part of construction: sets the owners of gradients (see ReplicatedGradients).
+  // Must end the construction: creates gradients(). `owner_of` returns the owner of a parameter's gradient.
   void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
   ReplicatedGradients& gradients() const { return *gradients_; }
 
-  // Returns the result of module->forward(args...), called between begin_forward() and end_forward().
+  // Calls begin_forward(), module->forward(args...) and end_forward(). Returns forward's result.
   template <class Holder, class... Args>
   auto run_forward(Holder& module, Args&&... args) {
     const ScopeExit forward_goes_on = begin_forward();
@@ -79,7 +79,7 @@ class ReplicatedModule : public DataParallel {
  private:
   BackwardPass& backward_pass() const override;
   const torch::nn::Module& wrapped_module() const override { return *module_; }
-  ScopeExit begin_forward();  // must live until forward ends
+  ScopeExit begin_forward();  // the scope must live until forward ends
   void end_forward(const std::vector<at::Tensor>& outputs);
   void broadcast_buffers();
   void trace_passes(const std::vector<at::Tensor>& outputs) const;

@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-// Options of Adafactor; each field has a setter of its name. lr is an upper bound: step t uses min(lr, 1 / sqrt(t)),
-// times the parameter's size.
+// Options of Adafactor; each field has a setter of its name. Step t has the size min(lr, 1 / sqrt(t)) times the
+// parameter's root mean square.
 struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "Adafactor";
@@ -17,9 +17,9 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
 
   TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
-  TORCH_ARG(double, eps1) = 0;              // lower bound of averages or their roots; 0: the dtype's epsilon
-  TORCH_ARG(double, eps2) = 1e-3;           // lower bound of a parameter's size (root mean square)
-  TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's size (root mean square)
+  TORCH_ARG(double, eps1) = 0;              // lower bound of row means and of averages' roots; 0: the dtype's epsilon
+  TORCH_ARG(double, eps2) = 1e-3;           // lower bound of a parameter's root mean square
+  TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's root mean square; 1 or more
 
  public:
   // Throws std::invalid_argument if a value is out of range.
@@ -38,9 +38,9 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
 // Adafactor's state of one parameter, in fp32, or in fp64 for fp64 parameters.
 struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;           // number of steps taken
-  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: one number for each row
-  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: one number for each column
-  TORCH_ARG(at::Tensor, exp_avg_sq);      // other parameters
+  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: average squared gradient of each row
+  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: average squared gradient of each column
+  TORCH_ARG(at::Tensor, exp_avg_sq);      // other parameters: average squared gradients
 
  public:
   // Calls visit(name, value) for each field.
@@ -56,9 +56,9 @@ struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
 // Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5; torch.optim.Adafactor), without momentum. Squared gradients
 // are averaged over rows and columns of the last two dimensions, so the state of a matrix is rows + columns numbers.
 //
-// Sums over a matrix include the parts on other ranks. A step issues two all-reduces: of rows + columns doubles for
-// each matrix, and of one double for each parameter. Results equal those of one process to rounding. All ranks hold
-// equal states of matrices.
+// Sums over a matrix include the parts on other ranks. If parameters are sharded, a step issues three all-reduces. They
+// sum one flag for each parameter; rows + columns doubles for each matrix, and one for each parameter; and one double
+// for each parameter. Results equal those of one process up to rounding. Matrix states are equal on all ranks.
 class Adafactor : public internal::ListedOptimizer<AdafactorOptions, AdafactorParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;

@@ -18,10 +18,10 @@ struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
   explicit AdamW8bitOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.999, 1e-2) {}
 
   TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
-  // false: Adam, which adds weight decay to the gradient.
+  // true: AdamW. false: Adam, which adds weight decay to the gradient.
   TORCH_ARG(bool, decoupled) = true;
-  // New states of parameters with fewer elements are fp32, as with bitsandbytes' min_8bit_size. Existing states, e.g.
-  // from a checkpoint, keep their format.
+  // New states of parameters with fewer elements than this are fp32, as with bitsandbytes' min_8bit_size. Existing
+  // states, for example from a checkpoint, keep their format.
   TORCH_ARG(int64_t, min_8bit_numel) = 4096;
 
  public:
@@ -61,8 +61,8 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
     visit("exp_avg_sq_8bit", exp_avg_sq_8bit());
     visit("exp_avg_sq_scale", exp_avg_sq_scale());
   }
-  // Permutes the state to the memory order of the parameter, whose strides set_data() may have changed. 8-bit values
-  // are regrouped into new blocks and rounded once more. Replaces the tensors; does not write to the old ones.
+  // Permutes the state to the memory order of the parameter, whose strides set_data() may have changed. Encodes 8-bit
+  // values again, in new blocks, which rounds once more. Replaces tensors instead of writing to them.
   void lay_out_as(const at::Tensor& parameter);
 };
 
@@ -70,10 +70,10 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 // scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. The state of an
 // element takes 2 1/32 bytes instead of 8.
 //
-// Blocks divide the whole parameter in memory order, wherever the parameter is cut; lay_out_as() follows changed
-// strides. Ranks that share a block agree on its scale in one all-reduce a step, of two numbers for each cut. So with
-// equal gradients, parameters are bit-equal at every world size, and a checkpoint continues at any other. A step
-// processes a million elements at a time, in fp32; fp64 parameters keep their precision.
+// Blocks divide the whole parameter in memory order, independent of shards. lay_out_as() adapts them to changed
+// strides. Ranks that share a block agree on its scale in one all-reduce a step, with two numbers for each shared
+// block. So with equal gradients, parameters are bit-equal at every world size, and a checkpoint can continue at any
+// other. A step processes a million elements at a time, in fp32. fp64 parameters keep their precision.
 class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
@@ -82,13 +82,13 @@ class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitPa
 
  private:
   struct Work;
-  using SharedScales = std::map<std::pair<size_t, int64_t>, std::pair<float, float>>;  // by parameter and block
+  using SharedScales = std::map<std::pair<size_t, int64_t>, std::pair<float, float>>;  // scales by parameter and block
   Work work_of(const at::Tensor& parameter, const AdamW8bitOptions& options, bool has_gradient);
   SharedScales shared_scales(const std::vector<Work>& all) const;
 };
 
-// Returns the 256 values of bitsandbytes' dynamic map, ascending: [256], fp32. A code has a sign, an exponent in unary
-// (leading zeros), and a linear fraction in the remaining bits.
+// Returns the 256 values of bitsandbytes' dynamic map, ascending: [256], fp32. They are 0, 1, and numbers with 7
+// decimal exponents and evenly spaced fractions. `is_signed`: includes negative numbers.
 at::Tensor dynamic_map(bool is_signed);
 
 }  // namespace tessera

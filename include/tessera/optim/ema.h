@@ -13,14 +13,14 @@ namespace tessera {
 struct EmaOptions {
   // Each update sets average <- decay * average + (1 - decay) * parameter. Must be in [0, 1).
   double decay = 0.9999;
-  // Limits the decay in update n (from 0) to (1 + n) / (10 + n), so that the initial values soon lose their weight.
+  // true: limits the decay in update n (from 0) to (1 + n) / (10 + n), so that initial values soon lose their weight.
   bool warmup = false;
 };
 
 // The exponential moving average of a model's parameters (Polyak averaging; torch.optim.swa_utils.AveragedModel), in
-// fp32 (fp64 for fp64 parameters; complex parameters likewise). Averages are split over the ranks: each rank averages
-// its own part, and only evaluation communicates. Ranks with equal parameters (DistributedDataParallel, OSS,
-// ShardedDataParallel, replicas of hybrid sharding) average 1/N of them each.
+// fp32, or in fp64 for fp64 parameters. Complex parameters have complex averages. Each rank averages its own part, and
+// update() does not communicate. If N ranks hold equal parameters (DistributedDataParallel, OSS, ShardedDataParallel,
+// replicas of hybrid sharding), each of them averages 1/N of the parameters.
 //
 //   tessera::Ema ema(fsdp, {.decay = 0.999});
 //   for (...) {
@@ -28,35 +28,35 @@ struct EmaOptions {
 //     ema.update();
 //   }
 //   {
-//     auto averaged = ema.swap_in();  // the model has the averages
+//     auto averaged = ema.swap_in();  // the parameters are the averages
 //     evaluate(fsdp);
-//   }                                 // and its own parameters again, bit for bit
-//   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() likewise, or without the averages
-//   save_full("ema.safetensors", ema);                  // the averages under the module's names
+//   }                                 // the parameters are the model's own again, bit for bit
+//   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() takes this list, or one without `ema`
+//   save_full("ema.safetensors", ema);             // saves the averages under the module's names
 //
-// Its ModelShards are the averages, under the parameters' names. Integer parameters have no averages; buffers
-// stay the module's. With OssOptions::broadcast_dtype it averages the rounded values that ranks receive. Must be used
-// by one thread.
+// The ModelShards functions of an Ema return the averages, under the parameters' names. Integer parameters and buffers
+// are not averaged. With OssOptions::broadcast_dtype, averages are of the rounded values that ranks receive. Must be
+// used by one thread.
 class Ema : public ModelShards {
  public:
   // Sets the averages to the parameters. `model` must outlive this object. Is collective. Throws std::invalid_argument
-  // if the decay is out of range or differs between ranks, and for parameters that are not dense.
+  // if the decay is out of range, if options differ between ranks, or if a parameter is not dense.
   explicit Ema(ModelShards& model, EmaOptions options = {});
 
-  // Must be called after each optimizer step. Is not collective. One foreach call; parameters on disk are read one at a
-  // time. Throws std::logic_error while averages are swapped in.
+  // Must be called after each optimizer step. Is not collective. Makes one foreach call. Parameters on disk are read
+  // one at a time. Throws std::logic_error while averages are swapped in.
   void update();
   int64_t updates() const { return updates_.item<int64_t>(); }  // number of updates
 
   // Replaces the parameters by their averages until the scope ends, then restores them. This object must outlive the
-  // scope. Allocates a copy of the parameters that this rank holds. Is collective if ranks hold equal parameters: one
-  // all-gather for each parameter; the end of the scope is not. Throws std::logic_error if a scope is already open.
+  // scope. Allocates a copy of this rank's parameters. If ranks hold equal parameters, the call is collective: one
+  // all-gather for each parameter. The scope's end is not. Throws std::logic_error if a scope is open.
   ScopeExit swap_in();
 
-  // Returns the model and its averages as one: "ema.<name>" for each average, and the buffer "ema.updates". Valid as
-  // long as this object. For checkpoints it is equivalent to the list {model, ema}.
+  // Returns an object that has the model's tensors, "ema.<name>" for each average, and the buffer "ema.updates". It is
+  // valid as long as this Ema. For checkpoints it is equivalent to the list {model, ema}.
   ModelShards& with_model();
-  // Returns the Ema whose with_model() this is, or null.
+  // Returns the Ema that made this object in with_model(), or null for any other object.
   static Ema* of(ModelShards& with_model);
 
   ModelShards& model() const { return model_; }          // the averaged model
@@ -73,7 +73,7 @@ class Ema : public ModelShards {
   struct Average {
     NamedShard shard;                 // the parameter, with its strides at construction
     Range part;                       // elements of `shard.held` that this rank averages
-    std::vector<int64_t> part_numel;  // by rank of replicas_; empty without replicas
+    std::vector<int64_t> part_numel;  // size of `part` on each rank of replicas_; empty without replicas
     at::Tensor values;                // [part.numel()]
   };
   static bool is_whole(const Average& average);
@@ -82,7 +82,7 @@ class Ema : public ModelShards {
 
   ModelShards& model_;
   const EmaOptions options_;
-  std::shared_ptr<Communicator> replicas_;  // ranks with equal parts; null: none
+  std::shared_ptr<Communicator> replicas_;  // ranks that hold equal parts; null if only this rank
   std::vector<Average> averages_;
   at::Tensor updates_;  // [], int64
   std::unique_ptr<ModelShards> with_model_;

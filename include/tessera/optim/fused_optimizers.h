@@ -12,11 +12,11 @@ namespace tessera {
 namespace internal {
 
 // torch::optim's optimizer `Base`, which steps all parameters of a group, dtype and device in one call of libtorch's
-// fused kernel. torch::optim runs about ten operators for each parameter; under FullyShardedDataParallel one call
-// covers all shards of a rank. Results are equal to rounding; options, states and archives are those of `Base`.
-// On devices the learning rate of other than fp64 parameters is rounded to fp32, so that captured steps are bit-equal.
-// SGD steps 16-bit parameters on CPUs by operators, because libtorch's kernel is wrong for them (pytorch#191763).
-// Gradients may have any strides. step() throws std::invalid_argument for sparse gradients and for parameters that are
+// fused kernel. torch::optim runs about ten operators for each parameter. Under FullyShardedDataParallel, one call
+// covers all shards of a rank. Results are equal up to rounding. Options, states and archives are those of `Base`. On
+// devices, the learning rate is rounded to fp32 unless parameters are fp64, so that captured steps are bit-equal. On
+// CPUs, SGD steps 16-bit parameters by operators, because libtorch's kernel is wrong for them (pytorch#191763).
+// Gradients may have any strides. step() throws std::invalid_argument for sparse gradients, and for parameters that are
 // not dense or not of floating-point type.
 template <class Base>
 class FusedOptimizer : public Base, public ChosenStep {

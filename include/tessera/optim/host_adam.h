@@ -18,13 +18,13 @@ namespace tessera {
 //   FullyShardedDataParallel fsdp(model, comm, {.offload = {.params = true, .grads = true}});
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //
-// fp32 parameters use the pass, other floating-point types libtorch's fused operator. Gradients on a device are copied
-// to the host first. Must be used by one thread at a time. Both steps throw std::invalid_argument, with nothing
-// changed, for sparse gradients and for parameters that are not dense or not in host memory.
+// The pass steps fp32 parameters; libtorch's fused operator steps other floating-point types. Gradients on a device are
+// first copied to the host. Must be used by one thread at a time. Both steps throw std::invalid_argument, with nothing
+// changed, for sparse gradients, and for parameters that are not dense or not in host memory.
 //
-// revocable_steps() keeps the previous parameter and state, in host memory or on disk: 12 bytes for each fp32 element,
-// 16 with amsgrad, allocated by the first such step. In host memory it writes the new state beside the old one, which
-// costs less than copying.
+// Steps of revocable_steps() keep the previous parameter and state in host memory or, for parameters on disk, on disk.
+// The first such step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new
+// state to that memory and keeps the old one, which costs less than a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;

@@ -12,24 +12,24 @@ namespace tessera {
 // LAMB (You et al., 2020, algorithm 2, with bias correction): scales Adam's direction plus weight decay by the ratio of
 // the parameter's norm to the direction's norm (1 if either is 0).
 //
-// Norms are those of whole parameters: one all-reduce a step sums the squares of all parts, two numbers for each
-// parameter. Results equal the unsharded optimizer's to rounding. Options and states are AdamW's, so checkpoints
-// support them; amsgrad is refused. Parameters must be of floating-point type. States have their dtype; norms are
-// computed in double. A step allocates one more tensor of each shard's size.
+// Norms are those of whole parameters. If parameters are sharded, one all-reduce a step sums the squares of all parts,
+// with two numbers for each parameter. Results equal the unsharded optimizer's up to rounding. Options and states are
+// AdamW's, so checkpoints support them. amsgrad must be false. Parameters must be of floating-point type, which is also
+// the states' dtype. Norms are computed in double. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
-  // For whole parameters, equal on all ranks. Throws std::invalid_argument for shards.
+  // Takes whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad.
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
-  // For the shards of FullyShardedDataParallel, in any groups, which must be equal and in the same order on all ranks.
-  // Throws std::invalid_argument for tensors that are not in model.named_shards(). Construction and step() are
-  // collective over model.comm().
+  // Takes the shards of FullyShardedDataParallel. The groups must be equal and in the same order on all ranks. Throws
+  // std::invalid_argument also for tensors that are not in model.named_shards(). Construction and step() are collective
+  // over model.comm().
   Lamb(const ModelShards& model, std::vector<torch::optim::OptimizerParamGroup> groups,
        torch::optim::AdamWOptions defaults = {});
   explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});
 
-  // Adds a group; throws as construction does, with nothing changed. Is collective if constructed with a wrapper.
+  // Adds a group. Throws as the constructors, with nothing changed. Is collective if constructed with a wrapper.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   // Throws CommError. Throws std::invalid_argument, with nothing changed, for sparse gradients, for complex parameters,

@@ -21,12 +21,12 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   explicit LbfgsOptions(double lr = 1) : lr_(lr) {}
 
   TORCH_ARG(double, lr) = 1;                   // the learning rate
-  TORCH_ARG(int64_t, max_iter) = 20;           // iterations in one step(), at most
-  TORCH_ARG(int64_t, max_eval) = 0;            // calls of the closure in one step(), at most; 0: 5 / 4 of max_iter
-  TORCH_ARG(double, tolerance_grad) = 1e-7;    // stops if the largest absolute gradient is at most this
-  TORCH_ARG(double, tolerance_change) = 1e-9;  // stops if the loss or the parameters change by less
-  TORCH_ARG(int64_t, history_size) = 100;      // 1 to 100
-  TORCH_ARG(bool, strong_wolfe) = false;       // true: a line search; false: steps of length lr
+  TORCH_ARG(int64_t, max_iter) = 20;           // upper limit of iterations in one step()
+  TORCH_ARG(int64_t, max_eval) = 0;            // upper limit of closure calls in one step(); 0: 5 / 4 of max_iter
+  TORCH_ARG(double, tolerance_grad) = 1e-7;    // stops if no absolute value of the gradient is above this
+  TORCH_ARG(double, tolerance_change) = 1e-9;  // stops if the loss or the parameters change by less than this
+  TORCH_ARG(int64_t, history_size) = 100;      // number of remembered steps, 1 to 100
+  TORCH_ARG(bool, strong_wolfe) = false;       // true: line search; false: steps of length lr
 
  public:
   // Throws std::invalid_argument if a value is out of range.
@@ -49,22 +49,22 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   }
 };
 
-// A parameter's part of the vectors, and the numbers that all parameters share.
+// Lbfgs's state of one parameter: its part of the search's vectors, and numbers that are equal for all parameters.
 struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
-  int64_t func_evals = 0;           // calls of the closure
-  int64_t n_iter = 0;               // iterations
-  double t = 0;                     // length of the last step
-  at::Tensor direction;             // of the last step
-  at::Tensor gradient;              // before the last step
+  int64_t func_evals = 0;           // closure calls in all step() calls
+  int64_t n_iter = 0;               // iterations in all step() calls
+  double t = 0;                     // the last step is t * direction
+  at::Tensor direction;             // direction of the last step
+  at::Tensor gradient;              // gradient before the last step
   std::vector<at::Tensor> steps;    // changes of the parameter, oldest first
-  std::vector<at::Tensor> changes;  // changes of the gradient in these steps
+  std::vector<at::Tensor> changes;  // changes of the gradient in `steps`
 
   // Calls visit(name, value) for each field.
   template <class Visit>
   void visit(Visit visit) {
     visit("func_evals", func_evals);
     visit("n_iter", n_iter);
-    auto bits = std::bit_cast<int64_t>(t);  // checkpoints store integers
+    auto bits = std::bit_cast<int64_t>(t);  // checkpoints store this number as an integer
     visit("t_bits", bits);
     t = std::bit_cast<double>(bits);
     visit("direction", direction);
@@ -82,10 +82,10 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 };
 
 // torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
-// direction is a combination of the history's vectors. Its coefficients need only inner products, so an iteration
-// all-reduces 5 doubles for each remembered step, and an evaluation 5 (Chen et al., 2014). Losses are averaged over the
-// ranks, so that all ranks take equal steps. Needs a wrapper that has the gradients of its shards
-// (FullyShardedDataParallel, DistributedDataParallel) and one group. Results equal torch's to rounding.
+// direction is a combination of the history's vectors, whose coefficients need only inner products (Chen et al., 2014).
+// So an iteration all-gathers about 5 doubles for each remembered step, and an evaluation 5. Losses are averaged over
+// the ranks, so that all ranks take equal steps. Needs one group, and a wrapper that has the gradients of its shards
+// (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
 //
 //   tessera::Lbfgs optimizer(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));
 //   optimizer.step([&] {
@@ -95,22 +95,22 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 //     return loss;
 //   });
 //
-// The history takes 2 * history_size times the memory of the shards; under OSS<Lbfgs>, of the parameters that the rank
-// owns. OSS<Lbfgs> publishes all parameters at each point of the search.
+// The history takes 2 * history_size times the memory of the shards, or under OSS<Lbfgs> of the parameters that the
+// rank owns. OSS<Lbfgs> publishes all parameters at each point of the search.
 class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Runs up to max_iter iterations; returns this rank's loss of the closure's first call. Throws CommError. Throws
-  // std::invalid_argument without a closure, for several groups, and for sparse gradients.
+  // Runs up to max_iter iterations. Returns this rank's loss of the first closure call. Throws CommError. Throws
+  // std::invalid_argument without a closure, and for several groups, dtypes or devices, or sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Each rank owns some parameters whole (OSS).
+  // The group and parameters under OSS, where each rank owns some parameters whole.
   struct Owners {
     Communicator* comm;
-    std::vector<at::Tensor> trained;  // of all ranks, without frozen ones
+    std::vector<at::Tensor> trained;  // parameters of all ranks, without frozen ones
     std::function<void()> publish;    // collective: sends the owners' new values to all ranks
   };
-  // Runs step() over the parameters of all ranks, of which this rank owns those in param_groups(). Is collective.
+  // Runs step() over the parameters of all ranks; this rank owns those in param_groups(). Is collective.
   at::Tensor step_among(const Owners& owners, const LossClosure& closure);
 
  private:

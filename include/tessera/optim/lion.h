@@ -4,7 +4,7 @@
 
 namespace tessera {
 
-// Options of Lion; each field has a setter of its name. beta1 weighs the average in the step, beta2 the stored average.
+// Options of Lion, each with a setter. beta1: weight of the average in a step. beta2: decay factor of the average.
 struct LionOptions : internal::ListedBetas<LionOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "Lion";
@@ -25,14 +25,14 @@ struct LionParamState : internal::ListedState<LionParamState> {
   }
 };
 
-// Lion (Chen et al., 2023, algorithm 2): the step is the sign of an average of momentum and gradient, with decoupled
-// weight decay. Its state is half of Adam's. Learning rates are 3 to 10 times smaller than AdamW's, weight decay as
-// much larger. Elementwise: bit-equal under any sharding.
+// Lion (Chen et al., 2023, algorithm 2). The step is the sign of an average of momentum and gradient, with decoupled
+// weight decay. Its state is half of Adam's. Learning rates are 3 to 10 times smaller than AdamW's, and weight decay is
+// larger by that factor. Is elementwise: results are bit-equal under any sharding.
 class Lion : public internal::ListedOptimizer<LionOptions, LionParamState, internal::Sees::kElements> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Takes one step; one foreach call for each operation. Is not collective. Throws std::invalid_argument for sparse
-  // gradients.
+  // Takes one step, with one foreach call for each operation. Parameters on disk are stepped one at a time. Is not
+  // collective. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 

@@ -9,24 +9,24 @@
 
 namespace tessera {
 
-// Learning rates as a function of the step, for any optimizer: torch.optim.lr_scheduler.LambdaLR. Each group has its
-// own peak: its learning rate when the schedule is constructed. A step uses the peak times factor(step); step 0 is the
-// first.
+// Sets learning rates as a function of the step, for any optimizer (torch.optim.lr_scheduler.LambdaLR). A group's peak
+// is its learning rate when the schedule is constructed. In step n, counted from 0, the rate is the peak times
+// factor(n).
 //
 //   tessera::WarmupCosineLR schedule(optimizer, 100, 10'000);   // sets the rate of the first step
 //   for (...) { ...; optimizer.step(); schedule.step(); }
 //   save_checkpoint(dir, {model, optimizer, schedule});
 //
-// A checkpoint has the number of steps. Peaks and factors are the constructor's. Construct it before load_checkpoint():
-// otherwise a loaded rate becomes the peak. Not collective; must be equal on all ranks.
+// A checkpoint has the number of steps, but not peaks or factors. The schedule must be constructed before
+// load_checkpoint(): otherwise loaded rates become its peaks. Not collective; must be equal on all ranks.
 class LambdaLR : public torch::optim::LRScheduler {
  public:
   // Sets the rates of step 0. The optimizer must outlive the schedule.
   LambdaLR(torch::optim::Optimizer& optimizer, std::function<double(int64_t)> factor);
 
-  // Sets the rates of a step, for programs that count steps themselves. Throws std::invalid_argument below 0.
+  // Sets the rates of a step, for programs that count steps. Throws std::invalid_argument unless 0 <= step < 2^32.
   void set_step(int64_t step);
-  int64_t current_step() const { return step_count_; }  // calls of step(), or the last set_step()
+  int64_t current_step() const { return step_count_; }  // the step whose rates are set
 
  private:
   std::vector<double> get_lrs() override;
@@ -34,13 +34,13 @@ class LambdaLR : public torch::optim::LRScheduler {
 
   torch::optim::Optimizer& optimizer_;
   std::function<double(int64_t)> factor_;
-  std::vector<double> peaks_;  // of the groups
+  std::vector<double> peaks_;  // peak of each group
 };
 
-// The rate rises linearly over the first `warmup_steps`, from peak / warmup_steps, and then is constant.
+// The rate rises linearly over the first `warmup_steps`, from peak / warmup_steps to the peak, and then is constant.
 class WarmupLR : public LambdaLR {
  public:
-  // Throws std::invalid_argument for steps below 0.
+  // Throws std::invalid_argument unless 0 <= warmup_steps < 2^32.
   WarmupLR(torch::optim::Optimizer& optimizer, int64_t warmup_steps);
 };
 
@@ -49,7 +49,7 @@ class WarmupLR : public LambdaLR {
 // without restarts.
 class WarmupCosineLR : public LambdaLR {
  public:
-  // Throws std::invalid_argument for warmup_steps below 0 or above total_steps, and for total_steps below 1.
+  // Throws std::invalid_argument unless 0 <= warmup_steps <= total_steps, total_steps >= 1 and final_fraction >= 0.
   WarmupCosineLR(torch::optim::Optimizer& optimizer, int64_t warmup_steps, int64_t total_steps,
                  double final_fraction = 0.0);
 };

@@ -9,26 +9,26 @@
 
 namespace tessera {
 
-// Options of one group of Muon: of matrices, or with use_muon(false) of parameters that AdamW steps (adamw()).
+// Options of one group of Muon. With use_muon(false), AdamW steps the group's parameters; see adamw().
 struct MuonOptions : internal::ListedBetas<MuonOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "Muon";
 
   // Sets the learning rate.
   explicit MuonOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.95, 0.1) {}
-  // Returns options for embeddings, heads, biases and norms.
+  // Returns options for parameters that AdamW steps: embeddings, heads, biases and norms.
   static MuonOptions adamw(double lr) { return MuonOptions(lr).use_muon(false); }
 
-  TORCH_ARG(bool, use_muon) = true;  // false: AdamW
-  // Of matrices: decay of the momentum.
+  TORCH_ARG(bool, use_muon) = true;  // true: parameters are matrices, which Muon steps; false: AdamW steps them
+  // Matrices only: decay factor of the momentum.
   TORCH_ARG(double, momentum) = 0.95;
-  TORCH_ARG(bool, nesterov) = true;  // of matrices: Nesterov's momentum
-  TORCH_ARG(int64_t, ns_steps) = 5;  // of matrices: iterations of Newton and Schulz
-  TORCH_ARG(bool, bfloat16) = true;  // dtype of exchange and products; false: fp32
-  // Scales steps by lr * 0.2 * sqrt(max(rows, columns)), so that AdamW's learning rates apply (Moonlight). false: by lr
-  // * sqrt(max(1, rows / columns)) (Jordan).
+  TORCH_ARG(bool, nesterov) = true;  // matrices only: Nesterov's momentum
+  TORCH_ARG(int64_t, ns_steps) = 5;  // matrices only: iterations of Newton and Schulz, 1 to 99
+  TORCH_ARG(bool, bfloat16) = true;  // matrices only: exchanges and products in bfloat16; false: in fp32
+  // true: steps are scaled by lr * 0.2 * sqrt(max(rows, columns)), so that AdamW's learning rates apply (Moonlight).
+  // false: steps are scaled by lr * sqrt(max(1, rows / columns)) (Jordan).
   TORCH_ARG(bool, match_rms_adamw) = false;
-  TORCH_ARG(double, eps) = 1e-8;  // AdamW: added to the denominator
+  TORCH_ARG(double, eps) = 1e-8;  // AdamW only: added to the denominator
 
  public:
   // Throws std::invalid_argument if a value is out of range.
@@ -52,7 +52,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
 // Muon's state of one parameter.
 struct MuonParamState : internal::ListedState<MuonParamState> {
   TORCH_ARG(int64_t, step) = 0;            // number of steps taken
-  TORCH_ARG(at::Tensor, momentum_buffer);  // of a matrix
+  TORCH_ARG(at::Tensor, momentum_buffer);  // matrices: the momentum
   TORCH_ARG(at::Tensor, exp_avg);          // AdamW: average of gradients
   TORCH_ARG(at::Tensor, exp_avg_sq);       // AdamW: average of squared gradients
 
@@ -67,9 +67,9 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
   }
 };
 
-// Muon (Jordan et al., 2024; torch.optim.Muon): steps a matrix by its momentum, orthogonalized by Newton and Schulz's
+// Muon (Jordan et al., 2024; torch.optim.Muon). Steps a matrix by its momentum, orthogonalized by Newton and Schulz's
 // iteration, which brings all singular values near 1. AdamW steps the other parameters. A parameter of more than 2
-// dimensions is treated as a matrix of its first dimension by all others, like Jordan's convolutions.
+// dimensions counts as a matrix: its first dimension is the rows, all others together the columns (Jordan).
 //
 //   auto others = tessera::GroupRule<MuonOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2 || p.fqn.starts_with("embedding"); },
@@ -78,17 +78,17 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 //
 // With a wrapper, one rank orthogonalizes each matrix; costs are balanced over the ranks. That rank receives the parts
 // of the momentum and returns the parts of the result, in bf16 or fp32. Each rank works on one matrix at a time, while
-// the next ones are in flight. A rank sends about its part of the matrices, and as many bytes of results (1/N of the
-// results to all ranks, if every rank has all parameters). Results equal those of one process to rounding. OSS<Muon>
-// assigns owners by the same costs. Momentum is stored where the parameter is; a step takes twice the memory of this
-// rank's parts.
+// the next ones are in flight. If parameters are sharded, a rank sends about its part of the matrices, and as many
+// bytes of results. If every rank has all parameters, a rank sends only its 1/N of the results to all ranks. Results
+// equal those of one process up to rounding. OSS<Muon> assigns owners by the same costs. Momentum is stored where the
+// parameter is. A step allocates twice the memory of this rank's parts.
 class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for sparse gradients and matrices of fewer than 2 dimensions.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients, and with use_muon for fewer than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Returns the cost of a parameter's step in multiplications; 0 for AdamW. Owners are assigned by it.
+  // Returns the multiplications of a parameter's step, by which owners are assigned; 0 for a parameter of AdamW.
   static int64_t step_cost(const NamedShard& parameter, const torch::optim::OptimizerOptions& options);
 
  private:
@@ -99,9 +99,9 @@ class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, inter
   void step_others();
 };
 
-// Returns an approximation of U V^T for a matrix [rows, columns] U S V^T, in its dtype, by a quintic iteration with
-// coefficients 3.4445, -4.7750 and 2.0315. Singular values end between 0.7 and 1.2. A matrix of zeros stays zero.
-// Throws std::invalid_argument unless it is a floating-point matrix.
+// Returns an approximation of U V^T for a matrix U S V^T, [rows, columns], in the matrix's dtype. Uses a quintic
+// iteration with coefficients 3.4445, -4.7750 and 2.0315. Singular values end between 0.7 and 1.2. A matrix of zeros
+// stays zero. Throws std::invalid_argument unless `matrix` has 2 dimensions and a floating-point dtype.
 at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps = 5);
 
 }  // namespace tessera

@@ -16,8 +16,8 @@ namespace tessera {
 using OptimizerOption = std::variant<bool, double>;
 using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
-// An optimizer's state, like Python's optimizer.state_dict(). The key of a parameter is its index, counted through all
-// groups.
+// An optimizer's state, like Python's optimizer.state_dict(). A parameter's key is its index in the list of all groups'
+// parameters.
 struct OptimizerStateDict {
   struct Group {
     OptionList options;
@@ -29,9 +29,9 @@ struct OptimizerStateDict {
     std::vector<std::pair<std::string, at::Tensor>> tensors;
     std::vector<std::pair<std::string, int64_t>> numbers;
   };
-  std::string kind;  // "Adam"; see optimizer_kind()
+  std::string kind;  // the optimizer's class, such as "Adam"; see optimizer_kind()
   std::vector<Group> groups;
-  std::map<int64_t, ParameterState> state;  // of parameters with a state; whole tensors
+  std::map<int64_t, ParameterState> state;  // by parameter index; only parameters with a state, as whole tensors
 
   // Returns the number of parameters in all groups.
   int64_t parameter_count() const;

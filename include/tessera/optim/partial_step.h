@@ -23,16 +23,16 @@ class ChosenStep {
   virtual void require_steppable() {}
 };
 
-// Whether the optimizer's class is derived from one of Tessera's, and so may override step(), which step_parameters()
-// would bypass.
+// Whether the optimizer's class is derived from one of Tessera's. Such a class may override step(), and
+// step_parameters() would bypass the override.
 bool may_have_own_step(const torch::optim::Optimizer& optimizer);
 
-// Returns the optimizer as a ChosenStep, or null if it is none or may override step().
+// Returns the optimizer as a ChosenStep, or null if it is not one or if may_have_own_step().
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
 
-// Calls take(group, parameter) for each of the optimizer's parameters, or each of `chosen`, that has a gradient, in the
-// order of the groups. Throws std::invalid_argument after those calls if the optimizer lacks a parameter of `chosen`,
-// so take() must only collect.
+// Calls take(group, parameter) in the order of the groups, for each parameter that has a gradient: of the whole
+// optimizer, or of `chosen` unless null. If the optimizer lacks a parameter of `chosen`, throws std::invalid_argument
+// after those calls. So take() must only collect.
 void for_each_stepped(
     torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
     const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
@@ -43,20 +43,20 @@ void for_each_stepped(
 // (StepInBackward). Derived classes implement step_parameters() and, if needed, require_steppable().
 class PartialStep : public internal::ChosenStep {
  public:
-  // Steps of some parameters that can be rolled back, from copies. The optimizer must outlive it. Must be used by one
-  // thread at a time. Is not collective.
+  // Takes steps of some parameters that can be rolled back, and copies the previous values for that. The optimizer must
+  // outlive this object. Must be used by one thread at a time. Is not collective.
   class RevocableSteps {
    public:
     virtual ~RevocableSteps() = default;
-    // Calls PartialStep::step_parameters(parameters) and keeps copies of the changed values: the parameters' elements
-    // and the optimizer's state, whose tensors it may replace. A parameter must be stepped only once before keep() or
-    // roll_back(). Throws like step_parameters(), and if there is no room for copies. Some parameters may be stepped
-    // then; roll_back() restores those.
+    // Calls PartialStep::step_parameters(parameters), and keeps the previous parameters' elements and optimizer state.
+    // May replace the state's tensors. A parameter must be stepped only once before keep() or roll_back(). Throws like
+    // step_parameters(), and if memory for copies is lacking. After an error, some parameters may have been stepped;
+    // roll_back() restores those.
     virtual void step(const std::vector<at::Tensor>& parameters) = 0;
-    // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write fails (disk);
+    // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write to disk fails;
     // must then be called again.
     virtual void roll_back() = 0;
-    // Confirms the steps.
+    // Makes the steps final: a later roll_back() does not restore them.
     virtual void keep() = 0;
   };
 

@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0: gradients are computed
-// between z and the average.
+// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0: it is the weight of the
+// average in the point at which gradients are computed.
 struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "ScheduleFreeAdamW";
@@ -18,10 +18,10 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   explicit ScheduleFreeOptions(double lr = 2.5e-3) : ListedBetas(lr, 0.9, 0.999, 0.0) {}
 
   TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
-  TORCH_ARG(int64_t, warmup_steps) = 0;  // steps of linear warm-up, the only schedule
-  // Step t has the weight t^r times the largest learning rate so far to the power of weight_lr_power.
+  TORCH_ARG(int64_t, warmup_steps) = 0;  // number of steps of linear warm-up
+  // Step t has the weight t^r * (largest learning rate so far)^weight_lr_power in the average.
   TORCH_ARG(double, r) = 0.0;
-  TORCH_ARG(double, weight_lr_power) = 2.0;  // exponent of the learning rate in a step's weight
+  TORCH_ARG(double, weight_lr_power) = 2.0;  // see `r`
 
  public:
   // Throws std::invalid_argument if a value is out of range.
@@ -42,13 +42,13 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
 // ScheduleFreeAdamW's state of one parameter.
 struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
   TORCH_ARG(int64_t, step) = 0;       // number of steps taken
-  TORCH_ARG(double, weight_sum) = 0;  // sum of the steps' weights
+  TORCH_ARG(double, weight_sum) = 0;  // sum of the weights of all steps
   TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far
   TORCH_ARG(at::Tensor, z);           // the iterate z of the paper, which each step updates
   TORCH_ARG(at::Tensor, exp_avg_sq);  // average of squared gradients
 
  public:
-  // Calls visit(name, value) for each field. Checkpoints store integers: doubles are passed as their 64 bits.
+  // Calls visit(name, value) for each field. Passes doubles as integers with equal bits, for checkpoints.
   template <class Visit>
   void visit(Visit visit) {
     visit("step", step());
@@ -66,18 +66,18 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 
 // Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree). Needs no
 // learning-rate schedule and no number of steps in advance. Evaluation and export use the average of the iterates
-// (swap_in_averages()); in training the parameters are between the average and the last iterate. Elementwise: bit-equal
-// under any sharding. Steps are counted for each parameter; a step without a gradient is not counted.
+// (swap_in_averages()). In training, parameters are between the average and the last iterate. Is elementwise: results
+// are bit-equal under any sharding. Each parameter has its own count of steps, which excludes steps without a gradient.
 class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
       public Averages {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped
-  // in.
+  // Takes one step. Is not collective. Throws std::invalid_argument for sparse gradients and parameters that are not
+  // dense, and std::logic_error while averages are swapped in.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  ScopeExit swap_in_averages() override;                           // not collective
+  ScopeExit swap_in_averages() override;                           // see Averages; not collective
   bool are_swapped_in() const override { return is_swapped_in_; }  // whether a scope of swap_in_averages() is open
 
  private:

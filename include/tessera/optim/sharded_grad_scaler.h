@@ -13,15 +13,15 @@ namespace tessera {
 
 // Options of ShardedGradScaler: torch.amp.GradScaler's arguments.
 struct GradScalerOptions {
-  double initial_scale = 65536.0;  // must be above 0
-  double growth_factor = 2.0;      // >= 1; applied after growth_interval successive steps with finite gradients
-  double backoff_factor = 0.5;     // between 0 and 1; applied after a step with an infinite or NaN gradient
-  int64_t growth_interval = 2000;  // 1 or more
+  double initial_scale = 65536.0;  // the first scale; above 0
+  double growth_factor = 2.0;      // 1 or more; multiplies the scale after growth_interval successive finite steps
+  double backoff_factor = 0.5;     // between 0 and 1; multiplies it after a step with an infinite or NaN gradient
+  int64_t growth_interval = 2000;  // successive finite steps before the scale grows; 1 or more
 };
 
 // Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler). Scales the loss, so that small gradients are
-// representable in fp16, and divides the gradients again before the step. If any rank's gradient is infinite or NaN,
-// all ranks skip the step.
+// representable in fp16, and divides the gradients by the scale before the step. If any rank's gradient is infinite or
+// NaN, all ranks skip the step.
 //
 //   tessera::ShardedGradScaler scaler(comm);
 //   scaler.scale(loss).backward();
@@ -34,21 +34,21 @@ struct GradScalerOptions {
 // thread.
 class ShardedGradScaler {
  public:
-  // Throws std::invalid_argument for factors out of range.
+  // Throws std::invalid_argument for options out of range and for a null communicator.
   explicit ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options = {});
 
   // Returns loss * get_scale(), recorded by autograd.
   at::Tensor scale(const at::Tensor& loss) const;
 
-  // Divides the gradients of the optimizer's parameters by the scale, and checks that they are finite on all ranks. Is
-  // collective: one all-reduce of one number. Throws std::logic_error if called twice in one step.
+  // Divides the optimizer's gradients by the scale, and checks that they are finite on all ranks. Is collective: one
+  // all-reduce of one number. Throws std::logic_error if called twice for an optimizer without update() between.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   // Calls unscale_() unless already called, and optimizer.step() if all gradients are finite. Returns whether it
-  // stepped, equal on all ranks.
+  // stepped, equal on all ranks. Throws std::logic_error if called twice for an optimizer without update() between.
   bool step(torch::optim::Optimizer& optimizer);
 
-  // Ends the step: raises or lowers the scale.
+  // Ends the step: raises, lowers or keeps the scale. Throws std::logic_error without unscale_() or step() before.
   void update();
 
   // Returns the current scale.
@@ -57,11 +57,11 @@ class ShardedGradScaler {
   // State for checkpoints; must be loaded between update() and scale().
   struct State {
     double scale = 0;
-    int64_t finite_steps = 0;  // successive steps with finite gradients
+    int64_t finite_steps = 0;  // successive finite steps since the scale changed
   };
-  // Returns the state after the last update(), equal on all ranks.
+  // Returns the state, equal on all ranks. Must be called after update().
   State state() const { return {scale_, finite_steps_}; }
-  // Continues from `state`. Throws std::invalid_argument unless the scale is above 0.
+  // Continues from `state`. Throws std::invalid_argument unless `state.scale` is above 0.
   void load_state(State state);
 
  private:
@@ -74,7 +74,7 @@ class ShardedGradScaler {
   const GradScalerOptions options_;
   double scale_;
   int64_t finite_steps_ = 0;
-  std::unordered_map<torch::optim::Optimizer*, Seen> seen_;  // unscaled since the last update()
+  std::unordered_map<torch::optim::Optimizer*, Seen> seen_;  // optimizers unscaled since the last update()
 };
 
 }  // namespace tessera

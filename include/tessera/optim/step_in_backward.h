@@ -18,17 +18,17 @@ namespace internal {
 class TaskQueue;
 }
 
-// Whether, and how, StepInBackward clips gradients.
+// Options of StepInBackward: clipping of gradients, and processors for the step.
 struct StepInBackwardOptions {
-  // Clips gradients by their global norm, which is known only after backward: finish() then takes all steps.
+  // Upper limit of the gradients' global norm, which is known only after backward: finish() takes all steps.
   std::optional<double> max_norm{};
   double norm_type = 2.0;
-  // With max_norm: takes steps during backward as if nothing were clipped. If the norm clips, finish() rolls them back
-  // and steps again with clipped gradients. Results are bit-equal; faster if clipping is rare. Costs copies of
-  // parameters and state, on the state's tier: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
+  // With max_norm: takes steps during backward as if nothing were clipped. If the norm clips, finish() rolls them back,
+  // and steps again with clipped gradients. Results are bit-equal. It is faster if clipping is rare. Keeps copies of
+  // parameters and state on the state's tier: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
   bool speculative = false;
-  // Processors (numbered as taskset does) for the step's threads, one thread on each. Empty: the system places as many
-  // threads as the caller has. Does not move other threads; use `taskset` or the launcher to keep them off these
+  // Processors (numbered as taskset does) for the step's threads, one thread on each. Empty: as many threads as the
+  // caller has, on any processors. Other threads are not moved; use `taskset` or the launcher to keep them off these
   // processors.
   std::vector<int> processors{};
 };
@@ -45,29 +45,29 @@ struct StepInBackwardOptions {
 //   }
 //
 // Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
-// that have only an older gradient, e.g. after zero_grad(false). Between backward and finish(), parameters, gradients
-// and the optimizer must not be used. Not for ShardedGradScaler, which may skip a step, nor for
-// FsdpOptions::check_finite, which the wrapper refuses because it checks too late. Throws std::logic_error if a unit's
-// gradients arrive in several parts of one backward (several checkpointed blocks use the unit).
+// that have only an older gradient, for example after zero_grad(false). Between backward and finish(), parameters,
+// gradients and the optimizer must not be used. Must not be used with ShardedGradScaler, which may skip a step. The
+// wrapper refuses it with FsdpOptions::check_finite, which checks too late. Backward throws std::logic_error if a
+// unit's gradients arrive in several parts, because several checkpointed blocks use the unit.
 //
 // Note [Speculation]. `speculative` is SuperOffload's speculation, then validation (Lian et al., 2025), with copies
-// instead of inverse arithmetic. If backward fails or finish() throws, parameters and optimizer are as before that
-// backward; if a disk prevents that, the next finish() tries again. Until finish(), the wrapper's forward(),
-// summon_full_params() and full_state_dict() throw std::logic_error, because values may be rolled back.
+// instead of inverse arithmetic. If backward fails or finish() throws, parameters and optimizer are restored to their
+// values before that backward. If a disk prevents this, the next finish() tries again. Until finish(), the wrapper's
+// forward(), summon_full_params() and full_state_dict() throw std::logic_error, because values may be rolled back.
 class StepInBackward {
  public:
   // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
-  // or without revocable_steps(); for an optimizer derived from one of Tessera's, whose own step() would be bypassed;
-  // and for processors that this process may not use.
+  // or without revocable_steps(), and for processors that this process may not use. Throws it also for an optimizer
+  // derived from one of Tessera's, whose own step() would be bypassed.
   StepInBackward(internal::GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
   // Rolls back speculative steps that finish() has not confirmed.
   ~StepInBackward();
   StepInBackward(const StepInBackward&) = delete;
   StepInBackward& operator=(const StepInBackward&) = delete;
 
-  // Blocks until every parameter with a gradient has been stepped. Is a no-op if no backward has reduced gradients
-  // since the last call. Throws the error of a failed step. With max_norm, is collective and returns the norm before
-  // clipping.
+  // Blocks until every parameter with a gradient has been stepped. Steps nothing if no backward has reduced gradients
+  // since the last call. Throws the error of a failed step. With max_norm, clips gradients first, is collective, and
+  // returns the norm before clipping; otherwise returns nullopt.
   std::optional<double> finish();
 
   // Returns how often finish() has rolled back speculative steps.
@@ -87,13 +87,13 @@ class StepInBackward {
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
   const std::unique_ptr<PartialStep::RevocableSteps> speculation_;  // null: not speculative
-  std::vector<at::Tensor> deferred_;                                // with max_norm: parameters of this backward
-  std::unordered_set<const c10::TensorImpl*> arrived_;              // in this backward
+  std::vector<at::Tensor> deferred_;                                // with max_norm: parameters of this step
+  std::unordered_set<const c10::TensorImpl*> arrived_;              // parameters whose gradients arrived since finish()
   std::optional<ScopeExit> refusal_;                                // set while speculative steps are unconfirmed
-  bool must_be_taken_back_ = false;                                 // abandon() could not roll back
+  bool must_be_taken_back_ = false;                                 // true if abandon() could not roll back
   int64_t times_taken_back_ = 0;
 
-  std::vector<std::future<void>> steps_;               // of this backward
+  std::vector<std::future<void>> steps_;               // steps since finish()
   const std::unique_ptr<internal::TaskQueue> worker_;  // declared after the members that its tasks use
   std::optional<ScopeExit> subscription_;
 };
