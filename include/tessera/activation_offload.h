@@ -13,7 +13,7 @@ namespace tessera {
 // Options of ActivationOffload: its use of host memory.
 struct ActivationOffloadOptions {
   bool pin_memory = true;                // page-locked memory, which devices access directly
-  int64_t host_limit_bytes = 0;          // 0: no limit
+  int64_t host_limit_bytes = 0;          // upper limit of host memory; 0: no limit
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
 };
 
@@ -29,18 +29,18 @@ struct ActivationOffloadOptions {
 //   loss.backward();
 //
 // Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor once it is
-// copied; backward fetches the input of the next block in advance. Results are bit-equal to those without offload. Is
-// thread-safe. Must outlive the graphs.
+// copied. Backward fetches the input of the next block in advance. Results are bit-equal to those without offload. Is
+// thread-safe. Must outlive the autograd graphs of the blocks.
 class ActivationOffload {
  public:
-  // Accepts tensors on this device.
+  // Must be used for tensors on this device only.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload();
 
   // While this object exists, checkpointed() on this thread keeps its inputs in `activations`.
   class Scope {
    public:
-    // Replaces the current scope until destruction.
+    // Replaces this thread's current scope until destruction.
     explicit Scope(ActivationOffload& activations);
     ~Scope();
     Scope(const Scope&) = delete;
@@ -49,18 +49,18 @@ class ActivationOffload {
    private:
     ActivationOffload* const before_;
   };
-  // The offload of this thread's innermost scope; null outside scopes.
+  // Returns the offload of this thread's innermost scope; null outside scopes.
   static ActivationOffload* current();
 
-  // Returns a tensor of equal values, sizes and strides on the original device. May be called several times.
+  // Returns the values on the original device. Dense tensors keep their strides. May be called several times.
   using Fetch = std::function<at::Tensor()>;
-  // Copies a tensor to the host, and keeps the copy until the result is destroyed. Returns an empty function for a
-  // tensor that stays on the device. Throws std::runtime_error beyond host_limit_bytes.
+  // Copies a tensor to the host, and keeps the copy until the returned function is destroyed. Returns an empty function
+  // for a tensor that stays on the device. Throws std::runtime_error beyond host_limit_bytes.
   Fetch keep(const at::Tensor& tensor);
 
-  // Host memory in use now, in bytes.
+  // Returns the bytes of host memory in use now.
   int64_t host_bytes() const;
-  // The copies since construction.
+  // Returns the copies since construction.
   internal::CopyTraffic traffic() const;
 
  private:

@@ -9,37 +9,37 @@
 
 namespace tessera {
 
-// The wire format of gradients: their own dtype, or rounded to 16 bits (added in fp32, rounded again).
+// The wire format of gradients: their own dtype, or 16 bits (rounded, added in fp32, and rounded again).
 enum class GradientCompression { kNone, kFp16, kBf16 };
 
 // Options with the names of torch.nn.parallel.DistributedDataParallel's arguments.
 struct DdpOptions {
   // The size of buckets; PyTorch's bucket_cap_mb. Buckets are reduced during backward, those of the last layers first.
-  // The first is smaller, so that sending begins early. On CPUs a gradient of 2 MiB or more is a bucket by itself: it
-  // is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares it.
+  // The first bucket is smaller, so that sending begins early. On CPUs a gradient of 2 MiB or more is a bucket by
+  // itself. It is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares that memory.
   int64_t bucket_bytes = int64_t{25} << 20;
   int64_t first_bucket_bytes = int64_t{1} << 20;
 
-  // The gradient of a parameter that this rank's loss does not depend on counts as zero. true: a parameter that no rank
-  // used keeps its gradient. false: such a parameter is an error in the next forward.
+  // If only some ranks use a parameter, missing gradients count as zero. true: a parameter that no rank used keeps its
+  // gradient. false: after such a backward, the next forward throws std::runtime_error.
   bool find_unused_parameters = false;
 
   // true: gradients that share a bucket are views of it, which saves a copy and its memory.
   bool gradient_as_bucket_view = true;
 
-  // The caller promises that every iteration has gradients for the same parameters. Ranks then exchange the set of used
-  // parameters, and check that they agree, after the first two backwards only.
+  // true: the caller guarantees that every backward has gradients for the same parameters. Ranks then exchange and
+  // compare the sets of used parameters only after the first two backwards.
   bool static_graph = false;
 
-  bool broadcast_buffers = true;   // from rank 0, before each forward that follows a training forward
-  bool sync_module_states = true;  // parameters and buffers from rank 0 at construction
+  bool broadcast_buffers = true;   // true: rank 0's, before each forward that follows a training forward
+  bool sync_module_states = true;  // true: rank 0's parameters and buffers, at construction
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
-  // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
-  // std::runtime_error, naming the first that differs. 0: as set by TESSERA_DEBUG=replicas or replicas:N; else never.
+  // For debugging: compares the parameters of all ranks in every N-th forward that trains. Throws std::runtime_error
+  // with the name of the first difference. 0: never, unless TESSERA_DEBUG=replicas or replicas:N sets a number.
   int64_t compare_replicas_every = 0;
 
-  // true: the backend's own all-reduce, in its own order of additions. false: Tessera's, in rank order.
+  // true: uses the backend's all-reduce, which adds in its own order. false: Tessera's, which adds in rank order.
   bool backend_all_reduce = false;
 
   // Gradients of at least this many bytes that share no bucket are reduced from autograd's memory, without a copy.
@@ -52,8 +52,8 @@ namespace internal {
 // The part of the wrapper that does not depend on the module's type.
 class DdpModule : public ReplicatedModule {
  public:
-  // torch::nn::utils::clip_grad_norm_. Not collective: every rank has all gradients. On a device it returns without
-  // blocking, unless error_if_nonfinite is set.
+  // torch::nn::utils::clip_grad_norm_. Not collective, because every rank has all gradients. On a device it returns
+  // without blocking, unless error_if_nonfinite is set.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
  protected:
@@ -67,7 +67,7 @@ class DdpModule : public ReplicatedModule {
 //
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   torch::optim::SGD optimizer(ddp.parameters(), 0.1);
-//   torch::mse_loss(ddp(x), y).backward();  // reduces buckets meanwhile
+//   torch::mse_loss(ddp(x), y).backward();  // also reduces buckets
 //   optimizer.step();
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Train through the wrapper's forward, not the
@@ -75,14 +75,14 @@ class DdpModule : public ReplicatedModule {
 template <class Holder>
 class DistributedDataParallel : public internal::DdpModule {
  public:
-  // Collective. Throws std::invalid_argument, on every rank and with the first difference by
-  // name, if ranks differ in the model or the options.
+  // Collective. If ranks differ in the model or the options, throws std::invalid_argument on every rank, with the name
+  // of the first difference.
   DistributedDataParallel(Holder module, std::shared_ptr<Communicator> comm, DdpOptions options = {})
       : internal::DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error,
-  // naming the parameter, if one was added, converted, or changed in forward; std::runtime_error, naming it, if no rank
-  // has used a parameter since the last forward, unless DdpOptions::find_unused_parameters or static_graph allows it.
+  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error if a
+  // parameter was added, converted, or changed in forward. Throws std::runtime_error if no rank has used a parameter
+  // since the last forward, unless find_unused_parameters or static_graph is set. Errors name the parameter.
   template <class... Args>
   auto forward(Args&&... args) {
     return run_forward(module_, std::forward<Args>(args)...);

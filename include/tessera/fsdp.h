@@ -19,27 +19,27 @@ namespace tessera {
 //   loss.backward();  // unshards, reduces, reshards
 //   optimizer.step();
 //
-// Wrapping changes the module in place: each parameter keeps its identity (the module's members, ties, requires_grad)
+// Wrapping changes the module in place. Each parameter keeps its identity (the module's members, ties, requires_grad)
 // but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. An operator with
-// such an argument unshards the unit first, in forward, in backward and elsewhere, so modules may be called without the
+// such an argument first unshards the unit, in forward, in backward and elsewhere, so modules may be called without the
 // wrapper. Only data_ptr() bypasses the dispatcher: it is null while the unit is sharded. Changing a parameter outside
-// summon_full_params() throws std::logic_error. After set_data() with equal data of its shape and dtype on all ranks,
-// the next forward uses the new values.
+// summon_full_params() throws std::logic_error. If all ranks call set_data() with equal data of the parameter's shape
+// and dtype, the next forward uses the new values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same
 // units in the same order, on any data. The wrapper must be used by one thread at a time, the backward pass included.
 template <class Holder>
 class FullyShardedDataParallel : public FullyShardedModule {
  public:
-  // Collective. Splits the parameters and frees the originals unit by unit. Throws std::invalid_argument on every rank,
-  // with the first difference by name, if ranks differ in the model or the options. Throws it also for parameters that
-  // cannot be sharded: not on the communicator's device, sharded already, sparse.
+  // Collective. Splits the parameters and frees the originals unit by unit. If ranks differ in the model or the
+  // options, throws std::invalid_argument on every rank, with the name of the first difference. Throws it also for a
+  // parameter that cannot be sharded: not on the communicator's device, sharded already, or sparse.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns module->forward(args...), with arguments and results converted by FsdpOptions::mixed_precision. Changes
-  // that forward makes to arguments, or to their tensors, are copied to the caller's. Throws std::invalid_argument if
-  // output_dtype is set and the type of the result is not one of include/tessera/visit_tensors.h.
+  // Returns module->forward(args...), with arguments and results converted by FsdpOptions::mixed_precision. If forward
+  // changes a converted argument or its tensors, changes the caller's, too. Throws std::invalid_argument if
+  // output_dtype is set and the result's type is not one of include/tessera/visit_tensors.h.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     const ScopeExit forward_goes_on = begin_forward();
@@ -72,7 +72,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
   Holder module() const { return module_; }
 
  private:
-  struct Opaque {};  // in place of the copy of an argument without tensors
+  struct Opaque {};  // stands for an argument without tensors, which needs no copy
 
   template <class Value, class Copy>
   decltype(auto) with_input_dtype(Value&& value, Copy& copy, internal::ConvertedInputs& inputs) {
@@ -85,7 +85,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
     }
   }
 
-  // Copies an argument that forward may have changed by reference back to the caller's argument.
+  // Copies a converted argument back to the caller's argument, if forward may have changed it through a reference.
   template <class Arg, class Value, class Copy>
   static void copy_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {

@@ -14,27 +14,27 @@ namespace tessera {
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
 //   torch::mse_loss(ddp(x), y).backward();
-//   optimizer.step();   // each rank updates its parameters, and sends them to all ranks
+//   optimizer.step();   // each rank updates the parameters that it owns, and sends them to all ranks
 //
-// Each parameter has one owner, so that optimizers which read whole parameters are exact, too. Gradients must be
-// averaged before step(): by DistributedDataParallel, ShardedDataParallel, or an all-reduce of the program. With an
-// elementwise optimizer the parameters equal those of the unsharded optimizer bit for bit.
+// Each parameter has one owner, so optimizers that read whole parameters are exact, too. Gradients must be averaged
+// before step(): by DistributedDataParallel, ShardedDataParallel, or an all-reduce of the program. With an elementwise
+// optimizer, the parameters equal those of the unsharded optimizer bit for bit.
 //
-// `LocalOptimizer` is constructed from groups and its options, as torch's are. torch's LBFGS is refused: its history
-// and line search span all parameters; Lbfgs searches with all ranks together.
-template <class LocalOptimizer>  // not "Optimizer": that name is a base class's, and hides it
+// `LocalOptimizer` is constructed from groups and its options, like torch's optimizers. torch's LBFGS is refused,
+// because its history and line search span all parameters. Lbfgs is supported: it searches with all ranks together.
+template <class LocalOptimizer>  // not named "Optimizer": a base class of that name would hide it
 class OSS : public ShardedOptimizer {
  public:
-  // Collective: all ranks must give the same parameters in the same order. A parameter that occurs twice (tied weights)
+  // Collective. All ranks must give the same parameters in the same order. A parameter that occurs twice (tied weights)
   // is updated once. The parameters remain the caller's tensors, but the memory of small ones moves into shared
-  // buckets. Throws std::invalid_argument, with the parameter's place, if ranks differ. Throws it also for parameters
+  // buckets. If ranks differ, throws std::invalid_argument with the parameter's place. Throws it also for parameters
   // that are not leaves, not on the communicator's device, or another wrapper's shards.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
       : OSS(one_group(std::move(parameters)), std::move(options), std::move(comm), oss_options) {}
 
-  // The same with groups, which may have options of their own.
+  // Like the constructor above, for groups. Each group may have options of its own.
   template <class Options>
   OSS(std::vector<torch::optim::OptimizerParamGroup> groups, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
@@ -47,7 +47,7 @@ class OSS : public ShardedOptimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // Null unless the optimizer has a step_cost(), as Muon does.
+  // Returns the optimizer's step_cost(), which Muon has; null for an optimizer without one.
   static StepCost step_cost() {
     if constexpr (requires { LocalOptimizer::step_cost; }) {
       return &LocalOptimizer::step_cost;

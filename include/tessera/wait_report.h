@@ -13,22 +13,22 @@ namespace tessera {
 // last rank joins it, so the rank with the shortest waits is the straggler.
 struct WaitReport {
   struct Rank {
-    double wait_s = 0;      // of the thread, in Pending::wait()
-    double longest_s = 0;   // the part of `operation`
-    std::string operation;  // "all-gather of blocks.3 (49152 elements)", cut to kOperationBytes - 1; "" for none
+    double wait_s = 0;      // sum of the thread's waits in Pending::wait()
+    double longest_s = 0;   // the part of wait_s in `operation`
+    std::string operation;  // operation with the longest waits, cut to kOperationBytes - 1; "" if none
   };
   std::vector<Rank> ranks;  // in rank order
-  double elapsed_s = 0;     // the longest interval of a rank
+  double elapsed_s = 0;     // the longest interval of any rank
 
   // Returns the straggler: the rank that waits least, if the median wait of the others exceeds its own by at least this
-  // share of the interval. nullopt if the waits are alike, or there is one rank.
+  // share of elapsed_s. Otherwise, and with one rank, returns nullopt.
   std::optional<int> waited_for(double least_share = 0.1) const;
 
-  // One line: "rank 2 is waited for: it waited 1% of 10.0 s, the others 38% (median), most in all-reduce of losses", or
-  // "no rank is waited for: ...".
+  // Returns one line: "rank 2 is waited for: it waited 1% of 10.0 s, the others 38% (median), most in all-reduce of
+  // losses", or "no rank is waited for: ...".
   std::string text() const;
 
-  // The longest name of an operation in a report, in bytes.
+  // Bytes of an operation's name in a report, with the terminating 0.
   static constexpr size_t kOperationBytes = 88;
 };
 
@@ -40,7 +40,7 @@ struct WaitReport {
 //     if (step % 100 == 0) { auto report = waits.report(); if (comm->rank() == 0) std::cout << report.text() << "\n"; }
 //   }
 //
-// With NCCL it measures waits of the host, which runs ahead of the device and waits only when it needs a value. A
+// With NCCL, the waits are those of the host, which runs ahead of the device and waits only when it needs a value. A
 // communicator can have one reporter. Must be used by one thread at a time.
 class WaitReporter {
  public:
@@ -48,7 +48,7 @@ class WaitReporter {
   explicit WaitReporter(Communicator& comm);
 
   // Reports the interval since the last report or construction, for this group and those split from it. Collective: one
-  // all-gather of 112 bytes a rank, whose own wait counts in the next report. Throws CommError.
+  // all-gather of 112 bytes a rank. The wait for it counts in the next report. Throws CommError.
   WaitReport report();
 
  private:

@@ -24,32 +24,32 @@ class Scheduler;
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
 class FullyShardedModule : public DataParallel, public internal::GradientSource {
  public:
-  // parameters(): this rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
-  // the communicator's device (in host memory with FsdpOptions::offload), in the parameter's dtype, empty if the rank
-  // owns no element. Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them
+  // parameters() returns this rank's part of every parameter, each once, in the module's order. They are 1-D leaf
+  // tensors on the communicator's device (in host memory with FsdpOptions::offload), of the parameter's dtype, empty if
+  // the rank owns no element. Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them
   // (under NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the gradient averaged over
-  // ranks; undefined for a parameter that no rank used. After a backward under no_sync(), or one that failed, `.grad()`
-  // is a placeholder: operators throw, naming the parameter, until a backward that reduces, or zero_grad().
+  // ranks, undefined for a parameter that no rank used. After a backward that failed or ran under no_sync(), it is a
+  // placeholder: operators throw, naming the parameter, until zero_grad() or a backward that reduces.
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
-  // For an optimizer that steps during backward: see StepInBackward. Throws std::invalid_argument with
-  // FsdpOptions::check_finite.
+  // Registers an optimizer that steps during backward: see GradientSource and StepInBackward. Throws
+  // std::invalid_argument with FsdpOptions::check_finite.
   ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
-  // The shards that have a gradient now.
+  // Returns the shards that have a gradient now.
   std::vector<at::Tensor> parameters_with_gradients() const override;
-  // While the scope exists, uses outside backward throw std::logic_error with `reason`.
+  // While the scope exists, uses outside backward throw std::logic_error with `reason`: see GradientSource.
   ScopeExit refuse_use(std::string reason) override;
 
   // While the scope exists, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
-  // precision. It may be read in any way, and changed under NoGradGuard. At the end of the scope each rank copies its
-  // part into the shards: change parameters alike on all ranks. The call is collective, the end of the scope is not.
-  // Throws std::logic_error inside a backward pass and inside another such scope, std::invalid_argument for options
-  // that contradict each other and for unknown units.
+  // precision. Parameters may be read in any way, and changed under NoGradGuard. At the end of the scope each rank
+  // copies its part into the shards, so all ranks must change parameters alike. The call is collective, the end of the
+  // scope is not. Throws std::logic_error inside a backward pass and inside another such scope. Throws
+  // std::invalid_argument for options that contradict each other and for unknown units.
   ScopeExit summon_full_params(SummonOptions options = {});
 
-  // Copies of all parameters (under each of their names) and buffers by name, in full, on the communicator's device or
-  // the host. Collective. Gathers one unit at a time.
+  // Returns copies of all parameters (under each of their names) and buffers, in full, by name. They are on the
+  // communicator's device or on the host. Collective. Gathers one unit at a time.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
 
   // Calls visit(name, tensor) for each entry of full_state_dict(): parameters in the order of units, then buffers. The
@@ -61,23 +61,23 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   MemoryReport memory() const override;
   void reset_peak_memory() override;
 
-  // A table of units: name, parameters, numbers of elements, dtypes, bytes per rank.
+  // Returns a table of units: name, parameters, numbers of elements, dtypes, bytes per rank.
   std::string describe() const;
 
   const std::shared_ptr<Communicator>& comm() const override;
   std::vector<NamedShard> named_shards() const override;
   std::vector<NamedShard> shards_to_save() const override;
   std::vector<HeldPart> held_by(int rank) const override;
-  // Includes the parameters of FsdpOptions::ignored_modules, which are not sharded, for checkpoints.
+  // Includes, for checkpoints, the parameters of FsdpOptions::ignored_modules, because these are not sharded.
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
-  ScopeExit begin_forward();  // must live until forward ends
-  // Must be called after a forward that returned. If gradients are off, throws CommError if an all-gather was aborted,
-  // because no backward would detect it.
+  ScopeExit begin_forward();  // the scope must live until forward ends
+  // Must be called after a forward that did not throw. In no-grad mode, throws CommError if an all-gather was aborted,
+  // because no backward would detect that.
   void end_forward();
-  // The dtypes to which floating-point arguments and results of forward are converted.
+  // The dtypes to which floating-point arguments and results of forward are converted; empty: not converted.
   std::optional<at::ScalarType> input_dtype() const;
   std::optional<at::ScalarType> output_dtype() const;
 

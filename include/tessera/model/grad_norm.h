@@ -7,16 +7,16 @@
 
 namespace tessera {
 
-// The norm of gradients, which a device may still be computing. Conversion to double waits for it. So a loop that only
-// clips never blocks the host; read the norm every few steps.
+// The norm of gradients, which a device may still be computing. Conversion to double blocks until the norm is known. A
+// loop that only clips never blocks the host. Programs should read the norm only every few steps.
 class GradNorm {
  public:
   GradNorm(double value) : value_(value) {}                             // NOLINT(google-explicit-constructor): a double
   explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // of one element, on any device
 
-  // The norm on its device, which may still be computing it. Undefined if the norm is, or has been read, on the host.
+  // The norm as a tensor, perhaps not computed yet. Undefined if it was made of, or converted to, a double.
   const at::Tensor& on_device() const { return tensor_; }
-  // Blocks at the first call.
+  // Returns the norm. The first call blocks until a device has computed it.
   operator double() const {  // NOLINT(google-explicit-constructor)
     if (tensor_.defined()) value_ = std::exchange(tensor_, at::Tensor()).item<double>();
     return value_;
@@ -26,7 +26,7 @@ class GradNorm {
   mutable double value_ = 0;
   mutable at::Tensor tensor_;
 };
-// Blocks for the value.
+// Writes the norm; blocks until it is known.
 inline std::ostream& operator<<(std::ostream& out, const GradNorm& norm) { return out << static_cast<double>(norm); }
 
 }  // namespace tessera

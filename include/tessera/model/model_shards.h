@@ -15,11 +15,11 @@ namespace tessera {
 
 // The part of one parameter of a model that this rank holds.
 struct NamedShard {
-  std::string fqn{};                   // its first registered name
-  std::vector<std::string> aliases{};  // its other names (tied weights)
+  std::string fqn{};                   // first registered name of the parameter
+  std::vector<std::string> aliases{};  // other names of the parameter (tied weights)
   std::vector<int64_t> sizes{};        // of the whole parameter
   std::vector<int64_t> strides{};      // of the whole parameter, in memory
-  Range held{};                        // the part on this rank, in elements in memory order
+  Range held{};                        // the range of elements on this rank, in memory order
   // The leaf for optimizers: [held.numel()], or the parameter's own shape if ranks hold it whole. Writing to it under
   // NoGradGuard changes the model.
   at::Tensor tensor{};
@@ -34,36 +34,36 @@ class ModelShards {
  public:
   // The part of one parameter that a rank holds.
   struct HeldPart {
-    Range range{};    // in elements in memory order
-    int replica = 0;  // NamedShard::replica
+    Range range{};    // elements in memory order
+    int replica = 0;  // see NamedShard::replica
   };
 
   virtual ~ModelShards() = default;
-  // The group that trains the model.
+  // Returns the group that trains the model.
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
-  // Every parameter once, in the module's order, with the same names on every rank.
+  // Returns every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
-  // The shards to save, with the module's current values, which a scope or set_data() may have changed. Throws
-  // std::logic_error, naming the unit, if the changes are temporary, and, naming the parameter, if one was registered
-  // after wrapping.
+  // Returns the shards to save, with the module's current values, which a scope or set_data() may have changed. Throws
+  // std::logic_error if the changes are temporary, with the unit's name, and if a parameter was registered after
+  // wrapping, with the parameter's name.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
-  // The part of each of named_shards() that a rank of comm() holds. Computed, without communication. Throws
+  // Returns the part of each of named_shards() that `rank` of comm() holds, computed without communication. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.
   virtual std::vector<HeldPart> held_by(int rank) const;
-  // The leaves of named_shards(), for an optimizer.
+  // Returns the leaves of named_shards(), for an optimizer.
   std::vector<at::Tensor> parameters() const;
-  // The leaves by their first names.
+  // Returns the leaves by the parameters' first names.
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   // Clears the gradients of parameters(), as optimizer.zero_grad() does.
   void zero_grad(bool set_to_none = true);
 
-  // The module's buffers, whole on every rank, under each of their names.
+  // Returns the module's buffers, whole on every rank, under each of their names.
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
-// Returns the shape of the whole parameter for a tensor of a wrapper's parameters(), and any other tensor's own shape.
-// Filters must use it in place of dim(), because a shard of FullyShardedDataParallel is one-dimensional. Not
-// collective.
+// For a tensor of a wrapper's parameters(), returns the shape of the whole parameter; for any other tensor, its own
+// shape. Filters of parameters must use this function in place of dim(), because a shard of FullyShardedDataParallel is
+// one-dimensional. Not collective.
 std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
 
 namespace internal {
@@ -72,11 +72,11 @@ namespace internal {
 class OptimizerShards {
  public:
   virtual ~OptimizerShards() = default;
-  // The optimizer that steps the owned parameters. Callers inspect its class.
+  // Returns the optimizer that steps the owned parameters. Callers inspect the optimizer's class.
   virtual const torch::optim::Optimizer& local() const = 0;
   // Whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;
-  // Returns the owner's new values as this rank receives them: rounded if they are sent rounded.
+  // Returns an owner's new values as this rank receives them: rounded if OSS publishes rounded values.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
 

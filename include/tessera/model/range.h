@@ -4,7 +4,7 @@
 
 namespace tessera {
 
-// Elements in [begin, end).
+// A range of elements: [begin, end).
 struct Range {
   int64_t begin = 0;  // the first element
   int64_t end = 0;    // the element after the last

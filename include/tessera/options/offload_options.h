@@ -6,30 +6,30 @@
 
 namespace tessera {
 
-// Placement in host memory or on disk (ZeRO-Offload, Ren et al., 2021). Under FSDP it applies to shards between their
-// uses; under OSS to the parameters that a rank owns, between steps. Optimizer state follows, because optimizers
-// allocate state where the parameters are. Limits may differ over ranks.
+// Options of offload to host memory or disk (ZeRO-Offload, Ren et al., 2021). Under FSDP it applies to shards between
+// their uses, under OSS to the parameters that a rank owns, between steps. Optimizer state is in the same place,
+// because optimizers allocate state where the parameters are. Limits may differ over ranks.
 struct OffloadOptions {
   // FSDP: keeps shards in host memory. Copies each unit's shard to the device just before its all-gather, one unit
   // further ahead than `prefetch`, in param_dtype if set. OSS: keeps copies of the owned parameters in host memory;
   // the optimizer steps the copies, and the new values are copied back.
   bool params = false;
-  // FSDP: copies reduced gradients to host memory after their reduce-scatter, overlapped with backward; they have
-  // arrived when backward returns. On an accelerator it must equal `params`: optimizers cannot step a host parameter
-  // with a device gradient. OSS: drops the device's gradients after the step has copied them, which needs `params` and
-  // implies it. Until zero_grad(), `.grad` is a placeholder that throws.
+  // FSDP: copies reduced gradients to host memory after their reduce-scatter, overlapped with backward. The copies are
+  // complete when backward returns. On an accelerator it must equal `params`, because optimizers cannot step a host
+  // parameter with a device gradient. OSS: frees the device's gradients after the step has copied them, and implies
+  // `params`. Until zero_grad(), `.grad` is then a placeholder that throws.
   bool grads = false;
   // Uses page-locked memory, which devices access directly.
   bool pin_memory = true;
-  // Upper limit of host memory for the offload, in bytes. 0: no limit. Beyond it, construction or backward (FSDP) or
-  // step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
+  // Upper limit of host memory for the offload, in bytes. 0: no limit. Beyond the limit, construction or backward
+  // (FSDP) or step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
   int64_t host_limit_bytes = 0;
-  // FSDP only, with `params`: a folder on a local disk. The shards of the units selected by `disk_units` are kept
-  // there, as is their state with HostAdam and HostAdamW; other optimizers keep state in host memory. Empty: no disk.
+  // FSDP only, with `params`: a folder on a local disk for the shards of units that `disk_units` selects. HostAdam and
+  // HostAdamW keep state there, too; other optimizers keep it in host memory. Empty: no disk.
   std::string directory{};
-  // Selects the units on disk, by name as in describe(): "blocks.3". Empty: all.
+  // Selects the units on disk by the names that describe() prints: "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units{};
-  // Upper limit of host memory for data in flight between disk, optimizer and device.
+  // Upper limit of host memory, in bytes, for data in flight between disk, optimizer and device.
   int64_t disk_buffer_bytes = int64_t{256} << 20;
 };
 

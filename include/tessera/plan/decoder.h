@@ -14,49 +14,49 @@
 
 namespace tessera {
 
-// A transformer language model like GPT-2 or Llama, which a plan trains instead of the user's own.
+// A transformer language model like GPT-2 or Llama, which a plan can train in place of the user's own model.
 struct DecoderOptions {
   int64_t layers = 12;
   int64_t width = 768;
   int64_t heads = 12;
-  int64_t key_value_heads = 0;  // fewer than `heads` share keys and values; 0: `heads`
-  int64_t head_dim = 0;         // 0: width / heads
-  int64_t mlp_width = 0;        // 0: 4 * width
+  int64_t key_value_heads = 0;  // heads of keys and values; 0: `heads`
+  int64_t head_dim = 0;         // size of each head; 0: width / heads
+  int64_t mlp_width = 0;        // inner size of the MLP; 0: 4 * width
   int64_t vocabulary = 50257;
   int64_t sequence = 1024;  // tokens of one item
   int64_t batch = 1;        // items of one rank in one step
   // true: as Llama, with RMS norms, rotary positions and gated MLPs without biases. false: as GPT-2, with layer norms,
   // learned positions and biases.
   bool is_llama = false;
-  bool tie = true;              // the output layer shares the token table
-  int64_t positions = 0;        // GPT-2: rows of the learned table; 0: the sequence
-  bool attention_bias = false;  // Llama: biases in the four products of attention
+  bool tie = true;              // true: the output layer shares the weight of the token embedding
+  int64_t positions = 0;        // GPT-2: rows of the table of positions; 0: `sequence`
+  bool attention_bias = false;  // Llama: biases in the four projections of attention
   bool input_bias = false;      // Llama: biases for queries, keys and values, as in Qwen2
   bool head_norms = false;      // Llama: norms of each head's query and key, as in Qwen3
   bool mlp_bias = false;        // Llama: biases in the MLP
-  std::string left_out = {};    // the file's features that the plan omits, as text
+  std::string left_out = {};    // features of the config file that the plan omits, as text
 };
 
-// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". Names are those of DecoderOptions (kv_heads, head_dim,
-// mlp, vocab, sequence, batch, tie=0|1), with its defaults (llama: not tied). Throws std::invalid_argument that names
-// the part.
+// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The names are those of DecoderOptions (kv_heads, head_dim,
+// mlp, vocab, sequence, batch, tie=0|1), with its defaults, but llama's are not tied. Throws std::invalid_argument that
+// names the wrong part of the text.
 DecoderOptions decoder_of(const std::string& text);
 
-// Reads a Hugging Face config.json with model_type gpt2, llama, mistral, qwen2 or qwen3; gives as many parameters as
-// transformers does. The caller sets `batch` and `sequence` (0: the file's full context). Throws std::invalid_argument,
-// naming file and field, for missing fields, wrong types, and features that would be planned wrongly: an attention
-// window shorter than the sequence, cross attention, quantized weights, too few positions.
+// Reads a Hugging Face config.json with model_type gpt2, llama, mistral, qwen2 or qwen3. The model has as many
+// parameters as in transformers. The caller sets `batch` and `sequence` (0: the file's full context). Throws
+// std::invalid_argument, naming file and field, for missing fields, wrong types, and features without a plan: an
+// attention window shorter than the sequence, cross attention, quantized weights, too few positions.
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch);
 
-// Returns the options; throws std::invalid_argument if they do not define a model.
+// Returns the options. Throws std::invalid_argument if they do not define a model.
 const DecoderOptions& checked(const DecoderOptions& options);
 
 // One layer: attention and MLP, each after a norm and with a residual connection.
 class DecoderBlockImpl : public torch::nn::Module {
  public:
-  // The options must be checked().
+  // `options` must be checked().
   explicit DecoderBlockImpl(const DecoderOptions& options);
-  at::Tensor forward(const at::Tensor& x);  // [batch, sequence, width], unchanged
+  at::Tensor forward(const at::Tensor& x);  // [batch, sequence, width] -> the same shape
 
  private:
   at::Tensor attend(const at::Tensor& x);
@@ -73,9 +73,9 @@ TORCH_MODULE(DecoderBlock);
 // The whole model: embeddings, layers, a norm and the output layer.
 class DecoderImpl : public torch::nn::Module {
  public:
-  // checkpoints: each layer's activations are recomputed in backward (checkpointed()).
+  // `checkpoints`: if true, each layer's activations are recomputed in backward (checkpointed()).
   explicit DecoderImpl(const DecoderOptions& options, bool checkpoints = false);
-  at::Tensor forward(const at::Tensor& tokens);  // [batch, sequence] of int64 to [batch * sequence, vocabulary]
+  at::Tensor forward(const at::Tensor& tokens);  // int64 [batch, sequence] -> [batch * sequence, vocabulary]
 
  private:
   const DecoderOptions options_;

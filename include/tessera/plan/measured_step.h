@@ -7,12 +7,12 @@
 
 namespace tessera {
 
-// A span of a rank's work, in seconds from the start of the step; a negative begin is in the previous step.
+// A span of a rank's work, in seconds from the start of the step. A negative begin_s is in the previous step.
 struct MeasuredInterval {
   enum class Kind : uint8_t { kCompute, kWait, kCollective };
   Kind kind = Kind::kCompute;
-  // Compute: the unit's name under FullyShardedDataParallel, otherwise "forward" or "backward"; "optimizer". Others:
-  // "all-gather of unit 'blocks.3'".
+  // kCompute: the unit's name under FullyShardedDataParallel, otherwise "forward" or "backward"; "optimizer" for a step
+  // of the optimizer. Other kinds: the operation, such as "all-gather of unit 'blocks.3'".
   std::string name;
   double begin_s = 0;
   double end_s = 0;
@@ -21,15 +21,15 @@ struct MeasuredInterval {
 
 // A measured training step.
 struct MeasuredStep {
-  double total_s = 0;  // from the end of the previous optimizer step to the end of its own
+  double total_s = 0;  // from the end of the previous optimizer step to the end of this one
   double wait_s = 0;   // time that the rank was blocked
-  int steps = 0;       // in the trace; this one has the median time
+  int steps = 0;       // steps in the trace, except the first; this one has the median time
   std::vector<MeasuredInterval> intervals;
 };
 
 // Returns a rank's step of median time from the last run in a file of TESSERA_TRACE. Ignores the first step, which
 // creates the optimizer's state. A step ends with an optimizer's span. Throws std::invalid_argument, naming the file,
-// if it is unreadable, no trace, or has fewer than three steps of the rank, the first included.
+// if it is unreadable, is no trace, or has fewer than three steps of the rank. The first step counts among the three.
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank);
 
 }  // namespace tessera

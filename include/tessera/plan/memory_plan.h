@@ -17,42 +17,42 @@ namespace tessera {
 struct PlannedTraining {
   TrainingChoice choice;
   std::string options;  // options_text()
-  // the rank that needs most memory: rank 0, or the owner of most parameters in stages 1 and 2
+  // the rank that needs most memory: rank 0, or in stages 1 and 2 the owner of most parameters
   int rank = 0;
-  BytesByKind peak;              // on the rank's device
+  BytesByKind peak;              // peak memory on the device of `rank`
   int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory
-  int64_t copies_bytes = 0;      // of an elastic run, in host memory: copies_bytes()
-  int64_t collective_bytes = 0;  // of full tensors in a step
-  int64_t between_bytes = 0;     // the part that crosses hosts
-  int64_t flop = 0;              // of a step, with recomputation
-  int64_t tokens = 0;            // of a step, on all ranks
-  // The time of a step, without intervals, if the machines' speed is known. Not with offload, because the host's Adam
-  // and the copies are not operators.
+  int64_t copies_bytes = 0;      // host memory for the copies of an elastic run: copies_bytes()
+  int64_t collective_bytes = 0;  // bytes of full tensors in the collectives of a step
+  int64_t between_bytes = 0;     // the part of collective_bytes that crosses hosts
+  int64_t flop = 0;              // FLOP of a step, with recomputation
+  int64_t tokens = 0;            // tokens of a step, on all ranks
+  // The time of a step, without intervals. Empty if the machines' speed is unknown, and with offload, because the
+  // host's Adam and the copies are not operators.
   std::optional<StepTime> time;
   std::string why_not;  // libtorch's error if the model cannot run this way (in bfloat16, for example)
 };
 
-// The machines for the training. Ranks 0 to ranks_per_host - 1 are on the first host, and so on, for bytes and for
-// times.
+// The machines for the training. For bytes and for times, ranks 0 to ranks_per_host - 1 are on the first host, the next
+// ranks_per_host ranks on the second, and so on.
 struct Machines {
   int ranks = 1;
   int ranks_per_host = 8;
-  int64_t memory_bytes = 0;             // of each rank's device
-  const MachineSpeed* speed = nullptr;  // null: unknown; its own ranks_per_host is ignored
-  int64_t host_memory_bytes = 0;        // of each host, for offload and copies; 0: unknown
-  std::optional<int> copies = {};       // ElasticOptions::copies of an elastic run
+  int64_t memory_bytes = 0;             // memory of each rank's device
+  const MachineSpeed* speed = nullptr;  // null: unknown; its ranks_per_host is ignored
+  int64_t host_memory_bytes = 0;        // memory of each host, for offload and copies; 0: unknown
+  std::optional<int> copies = {};       // ElasticOptions::copies; empty: the run is not elastic
 
-  // The smaller of ranks and ranks_per_host.
+  // Returns the smaller of ranks and ranks_per_host.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
   // DryRunOptions::ranks_sharing_memory, for machines with the speed of CPUs.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
 
-// Predicts ElasticRun::copied_bytes() while no copy is made: two steps of this rank's part of a checkpoint and of
-// `copies` parts of other ranks. `record` must be of AdamW. After a loss of ranks, up to three steps of larger parts.
+// Predicts ElasticRun::copied_bytes() while no copy is made. Memory holds two steps of this rank's part of a checkpoint
+// and of `copies` others; after a loss of ranks, up to three steps of larger parts. `record` must use AdamW.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
-// Runs the choice as a dry run. Throws like run() and predict_step(), but stores libtorch's errors in `why_not`.
+// Runs the choice as a dry run. Throws like run() and predict_step(), but puts libtorch's errors into `why_not`.
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
 
 // Returns PlannedTraining::time of a record of the choice, with its intervals. Throws like predict_step().
@@ -61,19 +61,19 @@ std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoi
 // The usable share of a device's or a host's memory. A dry run does not count the rest: the GPU's allocator, scratch
 // memory of kernels, and the driver.
 inline constexpr double kUsable = 0.9;
-// Returns the index of the recommended plan, or -1. Its peak must be at most kUsable of the device's memory. With
-// offload, a host's ranks must also fit in that share of the host's memory, if known. Prefers, in this order: no
-// offload, the shortest time if known, the least recomputation, the least exchange between hosts, the least exchange,
-// the fewest options that are not defaults, the least memory.
+// Returns the index of the recommended plan, or -1 if no plan fits. Its peak must be at most kUsable of the device's
+// memory. With offload or copies, a host's ranks must also fit in that share of the host's memory, if known. Prefers,
+// in this order: no offload, the shortest time if known, the least recomputation, the least exchange between hosts, the
+// least exchange, the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Indices by preference: the recommended plan first; those that do not fit last, by memory.
+// Returns the indices of the plans by preference: first the recommended plan, last plans that do not fit, by memory.
 std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
-// A table with the memory of each plan, the milliseconds of a step and tokens a second if known, and which fit; then
-// the recommended plan, its options and its unknowns.
+// Returns a table with each plan's memory, milliseconds of a step and tokens a second (if known), and whether the plan
+// fits. The recommended plan, its options and its unknowns follow.
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Parses "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument.
+// Parses "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument for any other text.
 int64_t bytes_of_text(const std::string& text);
 
 }  // namespace tessera

@@ -11,13 +11,13 @@ namespace tessera {
 //   auto model = zero(Gpt(config), options, comm, {.stage = 3});
 class PlannedMemoryScope {
  public:
-  explicit PlannedMemoryScope(int64_t peak_bytes);  // on the device of the wrapper
+  explicit PlannedMemoryScope(int64_t peak_bytes);  // bytes on the device of the wrapper
 
   ~PlannedMemoryScope();
   PlannedMemoryScope(const PlannedMemoryScope&) = delete;
   PlannedMemoryScope& operator=(const PlannedMemoryScope&) = delete;
 
-  static int64_t current();  // of this thread; 0: no plan
+  static int64_t current();  // peak_bytes on this thread; 0 without a plan
 
  private:
   const int64_t before_;

@@ -13,8 +13,8 @@
 
 namespace tessera {
 
-// Returns whether memory of this kind is tensors: all but the scratch memory of kernels and communicators, and disk
-// space.
+// Returns whether memory of this kind belongs to tensors. The scratch memory of kernels, the memory of communicators,
+// and disk space do not.
 inline bool is_tensors(MemoryKind kind) {
   return kind != MemoryKind::kScratch && kind != MemoryKind::kTransport && kind != MemoryKind::kDisk;
 }
@@ -23,11 +23,11 @@ inline bool is_tensors(MemoryKind kind) {
 struct BytesByKind {
   std::array<int64_t, kMemoryKinds> bytes{};
 
-  // Bytes of one kind.
+  // Returns the bytes of one kind.
   int64_t operator[](MemoryKind kind) const { return bytes[static_cast<size_t>(kind)]; }
-  // Bytes of one kind, mutable.
+  // Returns the bytes of one kind, mutable.
   int64_t& operator[](MemoryKind kind) { return bytes[static_cast<size_t>(kind)]; }
-  // The sum over the kinds that are is_tensors().
+  // Returns the sum over the kinds for which is_tensors() is true.
   int64_t tensors() const;
   // Returns whether all kinds are equal.
   bool operator==(const BytesByKind&) const = default;
@@ -47,65 +47,65 @@ struct RecordedOperator {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point input or output
   double seconds = 0;                                  // wall-clock time of its kernel; 0 in a dry run
-  double processor_s = 0;                              // processor time of its kernel on the calling thread
-  BytesByKind live;                                    // when the next operator is called
+  double processor_s = 0;                              // processor time of that kernel on the calling thread
+  BytesByKind live;                                    // memory in use when the next operator is called
 };
 
-// A wait for a collective, whose result the rank needs from then on.
+// A wait for a collective. From then on, the rank needs the collective's result.
 struct RecordedWait {
   int step = 0;
-  size_t operators = 0;    // operators called before
-  size_t collectives = 0;  // collectives started before
+  size_t operators = 0;    // operators called before the wait
+  size_t collectives = 0;  // collectives started before the wait
 };
 
-// "constructor" for 0, otherwise "step 1".
+// Returns "constructor" for 0, otherwise "step 1", "step 2", ...
 std::string name_of_step(int step);
 
 // A collective that this rank took part in.
 struct RecordedCollective {
   std::string operation;  // "all-gather"
   std::string what;       // "unit 'blocks.3'"
-  int ranks = 0;          // of the group
-  int64_t bytes = 0;      // of the full tensor
+  int ranks = 0;          // number of ranks in the group
+  int64_t bytes = 0;      // bytes of the full tensor
   int step = 0;
-  size_t operators = 0;  // operators called before its start
-  int root = 0;          // in the group, if one rank sends to or receives from all others
-  // The group's ranks in the world, shared by all collectives of the group; null: all ranks.
+  size_t operators = 0;  // operators called before the collective's start
+  int root = 0;          // rank in the group that sends to or receives from all others, if any
+  // The world ranks of the group's members, shared by all collectives of the group; null: all ranks.
   std::shared_ptr<const std::vector<int>> members;
-  std::optional<RecordedWait> wait;  // none: never awaited
+  std::optional<RecordedWait> wait;  // empty: never awaited
 };
 
-// The operators of one rank's run and the memory of its tensors: a timeline in operators. The run has data
-// (record_run()) or none (dry_run()); both count alike.
+// The operators of one rank's run, and the memory of its tensors after each operator. The run has data (record_run())
+// or none (dry_run()); the counts are alike.
 //
 // Bytes are those that storages request from the allocator. Kinds that are unknown when a tensor is created are decided
 // when it is freed. A tensor created in forward is an activation if it exists when a backward begins. One created in
 // backward that outlives the step is a gradient. Tensors that stay from the first step to the end are optimizer state,
 // and those left by the constructor are parameters or buffers.
 struct RunRecord {
-  std::vector<std::string> units;  // names; the first is "": before the use of any parameter
-  // Dotted names of submodules; the first is "": in no module, or parameters without names.
+  std::vector<std::string> units;  // names; the first is "", for operators before the use of any parameter
+  // Dotted names of submodules; the first is "", for operators in no module and of parameters without names.
   std::vector<std::string> modules;
   std::vector<RecordedOperator> operators;
   std::vector<RecordedCollective> collectives;
-  BytesByKind peak;                   // when tensors() was largest
-  size_t peak_at = 0;                 // index of the operator
-  BytesByKind end;                    // after the last step, while the model exists
-  BytesByKind most;                   // the maximum of each kind on its own
-  int64_t scratch = 0;                // largest memory that one operator allocated and freed; 0 without data
-  int64_t flop = 0;                   // in the last step
-  std::vector<int64_t> flop_by_unit;  // in the last step, by index in `units`
-  // Without data: operators that requested a value and got 0, once for each unit.
+  BytesByKind peak;                   // memory when tensors() was largest
+  size_t peak_at = 0;                 // index of the operator at the peak
+  BytesByKind end;                    // memory after the last step, while the model exists
+  BytesByKind most;                   // the maximum of each kind, at its own time
+  int64_t scratch = 0;                // largest memory that one operator allocated and freed; 0 in a dry run
+  int64_t flop = 0;                   // FLOP in the last step
+  std::vector<int64_t> flop_by_unit;  // FLOP in the last step, by index in `units`
+  // Dry run only: operators that requested a value and got 0, once for each unit.
   std::vector<std::string> stand_ins;
 
-  // peak.tensors()
+  // Returns the bytes of tensors at the peak.
   int64_t peak_bytes() const { return peak.tensors(); }
-  // The place of the peak: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up"; "" without
-  // operators.
+  // Returns the place of the peak: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up"; ""
+  // without operators.
   std::string peak_place() const;
-  // Bytes of the full tensors in a step's collectives.
+  // Returns the bytes of the full tensors in a step's collectives.
   int64_t collective_bytes(int step) const;
-  // A text of a few lines: the peak, its content and place, FLOP and collectives.
+  // Returns a text of a few lines: the peak, its content and place, FLOP and collectives.
   std::string summary() const;
 };
 

@@ -9,44 +9,44 @@
 
 namespace tessera {
 
-// A resource that does one thing at a time.
+// A resource that runs one operator or collective at a time.
 enum class Lane : uint8_t { kCompute, kWithinHost, kBetweenHosts };
 inline constexpr size_t kLanes = 3;
-const char* name_of(Lane lane);  // in tables and pages: "compute"
+const char* name_of(Lane lane);  // the name in tables and pages: "compute"
 
-// Seconds from the start of the step; negative for a begin in the previous step.
+// A predicted span, in seconds from the start of the step. A negative begin_s is in the previous step.
 struct TimedInterval {
   std::string name;  // "aten::addmm", "all-gather of unit 'blocks.3'"
   Lane lane = Lane::kCompute;
   double begin_s = 0;
   double end_s = 0;
-  std::string unit;  // of an operator: the name of RecordedOperator::unit; "" outside units
+  std::string unit;  // of an operator: its unit's name; "" outside units
   bool in_backward = false;
 };
 
 // The predicted step of one rank.
 struct StepTime {
-  double total_s = 0;                    // from the end of the previous step to its own
-  double compute_s = 0;                  // in operators, with the slowdown by concurrent communication
-  double exposed_s = 0;                  // compute is blocked by collectives: total_s - compute_s
-  double communication_s = 0;            // sum over the step's collectives
-  double processor_s = 0;                // with MachineSpeed::cores: this rank's time on a core; otherwise compute_s
-  std::vector<TimedInterval> intervals;  // by begin in each lane; a two-level collective is in two lanes
+  double total_s = 0;                    // from the end of the previous step to the end of this one
+  double compute_s = 0;                  // time in operators, slowed by concurrent communication
+  double exposed_s = 0;                  // time in which collectives block compute: total_s - compute_s
+  double communication_s = 0;            // sum of the times of the step's collectives
+  double processor_s = 0;                // this rank's time on a core, with MachineSpeed::cores; otherwise compute_s
+  std::vector<TimedInterval> intervals;  // in each lane sorted by begin_s; a two-level collective is in two lanes
 };
 
-// Predicts the time of a recorded step on a machine, by a simulation in this rank's order of operators, starts and
-// waits. Operators run in sequence. A collective begins when it is started and its lanes are free, in the order of
-// starts; a wait blocks compute until it completes. That order alone determines the overlap. Collectives of earlier
-// steps, except the constructor's, continue into the step. Assumes that all ranks are equally fast, and that the host
-// is always ahead of the device.
+// Predicts the time of a recorded step on a machine. Simulates this rank's operators, starts of collectives, and waits,
+// in their recorded order. Operators run in sequence. A collective begins when it has been started and its lanes are
+// free, in the order of starts. A wait blocks compute until the collective completes. Collectives of earlier steps,
+// except the constructor's, continue into the step. Assumes that all ranks are equally fast, and that the host is
+// always ahead of the device.
 //
-// `step`: of the record, from 1; 0: the last. Throws std::invalid_argument for any other step, and for speeds missing
-// for the record.
+// `step`: number of the step in the record, from 1; 0: the last step. Throws std::invalid_argument for any other step,
+// and if `speed` lacks a speed that the record needs.
 //
-// With MachineSpeed::cores, simulates all ranks of a host, which share the cores: shared_cores.h.
+// With MachineSpeed::cores, simulates all ranks of a host, because they share the cores: shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
-// As above, for the first rank of a host, from the records of all its ranks in rank order. With MachineSpeed::cores,
-// ranks with more work delay the others. Also throws without records.
+// Like the function above, for the first rank of a host. Takes the records of all ranks of that host, in rank order.
+// With MachineSpeed::cores, ranks with more work delay the others. Also throws std::invalid_argument without records.
 StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step = 0);
 
 }  // namespace tessera

@@ -9,25 +9,25 @@
 
 namespace tessera {
 
-// The content of a page, except the record.
+// The content of a page besides the record.
 struct TimelinePageText {
   std::string title{};             // title and first line of the page
-  std::string options{};           // how it is trained; below the title
+  std::string options{};           // text below the title: how the model is trained
   std::string notes{};             // preformatted lines below the picture, such as a table of choices
-  int64_t memory_bytes = 0;        // a line in the picture: a rank's memory; 0: none
-  const StepTime* time = nullptr;  // time of a step, drawn below in lanes; null: unknown
-  // A record_run() of the same constructor and steps, or null. Its bytes are drawn as a line over the record's;
+  int64_t memory_bytes = 0;        // a rank's memory, drawn as a line; 0: not drawn
+  const StepTime* time = nullptr;  // predicted time of a step, drawn in lanes below; null: unknown
+  // A record_run() of the same constructor and steps, or null. The bytes of that record are drawn as a second line, and
   // differences are marked.
   const RunRecord* measured = nullptr;
-  // A step of its trace, or null; drawn in lanes below those of `time`, with the largest differences. Ignored without
-  // `time`.
+  // A step of the measured run's trace, or null. Drawn in lanes below those of `time`, with the largest differences.
+  // Ignored without `time`.
   const MeasuredStep* measured_time = nullptr;
 };
 
 // Returns a self-contained HTML page (UTF-8) that draws a run: bytes by kind over all operators, with the peak, its
-// content and place; collectives below; name, unit, module and bytes of the operator under the pointer; and, if the
-// time is known, a step's compute by unit and its collectives over milliseconds. Keeps at most 2,000 operators: the
-// peak, and those with the most bytes. Names may contain any text.
+// content and place, and collectives below. The page shows name, unit, module and bytes of the operator under the
+// pointer. If the time is known, it also draws a step's compute by unit and its collectives over milliseconds. Keeps at
+// most 2,000 operators: the peak, and those with the most bytes. Names may contain any text.
 std::string timeline_page(const RunRecord& record, const TimelinePageText& text);
 
 }  // namespace tessera

@@ -14,30 +14,30 @@ enum class UnitChoice : uint8_t {
   kWhole     // the whole model
 };
 
-// One way to train a model: the options of zero() and of the model.
+// One way to train a model: options of zero() and of the model.
 struct TrainingChoice {
   int stage = 0;
-  bool reshard_after_forward = true;  // stage 3
+  bool reshard_after_forward = true;  // stage 3: FsdpOptions::reshard_after_forward
   // Stage 3: gathers and computes in bfloat16, reduces in fp32. Stages 0 to 2: libtorch's autocast around forward.
   bool bf16 = false;
   bool checkpointed = false;               // recomputes each layer in backward
-  UnitChoice units = UnitChoice::kLayers;  // stage 3
+  UnitChoice units = UnitChoice::kLayers;  // stage 3: the modules that become units
   int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
   int ranks_per_secondary_copy = 0;        // stage 3 with reshard_after_forward: HybridSharding; 0: none
-  int prefetch = 1;                        // stage 3
-  // stages 1 to 3: gradients, optimizer state and, in stage 3, shards in host memory
+  int prefetch = 1;                        // stage 3: FsdpOptions::prefetch
+  // stages 1 to 3: gradients, optimizer state and (stage 3) shards are in host memory
   bool offload = false;
   bool operator==(const TrainingChoice&) const = default;
 };
 
-// The choices that a plan compares, each by a dry run: all stages, stage 3 with and without resharding, fp32 and bf16,
-// with and without checkpointing.
+// Returns the choices that a plan compares, each by a dry run: all stages, stage 3 with and without resharding, fp32
+// and bf16, with and without checkpointing.
 std::vector<TrainingChoice> training_choices();
 
-// The options for zero(). `units` is the wrap policy for the choice's UnitChoice.
+// Returns the options for zero(). `units` must be the wrap policy for the choice's UnitChoice.
 ZeroOptions zero_options(const TrainingChoice& choice, WrapPolicy units);
-// Source text of the options, "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the wrap policy, and
-// of other changes that a program needs.
+// Returns source text of the options, "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the wrap
+// policy, and of other changes that the program needs.
 std::string options_text(const TrainingChoice& choice, const std::string& units);
 
 }  // namespace tessera
