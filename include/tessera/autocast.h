@@ -7,23 +7,23 @@
 
 namespace tessera {
 
-// While it exists, libtorch's autocast is on for one device type, like torch.autocast in Python: operators of its list
-// get floating-point inputs in `dtype`; parameters do not change. For ZeRO stages 0 to 2; FSDP's MixedPrecision needs
-// less traffic and memory. Open it around forward and loss, and end it before backward:
+// While it exists, libtorch's autocast is on for one device type, like torch.autocast in Python. Operators of its list
+// get floating-point inputs in `dtype`; parameters do not change. For ZeRO stages 0 to 2, because FSDP's MixedPrecision
+// needs less traffic and memory. Must exist in forward and loss, and end before backward:
 //
 //   std::optional<tessera::Autocast> autocast(std::in_place, comm->device().type());
 //   at::Tensor loss = torch::mse_loss(ddp(x), y);
 //   autocast.reset();
 //   loss.backward();
 //
-// Sets state of the calling thread only, and restores it in the destructor, which the same thread must run. The end of
-// the outermost scope frees the cast copies of weights. Scopes may be nested; an inner one with `enabled` = false turns
-// autocast off for a part of the model. kHalf needs ShardedGradScaler.
+// Sets state of the calling thread only. The destructor restores the state, and must run on the same thread. The end of
+// the outermost scope frees the cast copies of weights. Scopes may be nested. An inner scope with `enabled` = false
+// turns autocast off for a part of the model. kHalf needs ShardedGradScaler.
 class Autocast {
  public:
-  // `dtype`: kBFloat16, kHalf, or kFloat inside a 16-bit scope; default: libtorch's for the device (kBFloat16 on CPUs,
-  // kHalf on GPUs). `caches`: true casts each weight once in the scope; default: the setting outside the scope. Throws
-  // std::invalid_argument for another dtype.
+  // `dtype`: kBFloat16, kHalf, or kFloat inside a 16-bit scope; empty: libtorch's for the device (kBFloat16 on CPUs,
+  // kHalf on GPUs). `caches`: true casts each weight once in the scope; empty: keeps the setting outside the scope.
+  // Throws std::invalid_argument for any other dtype.
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
                     std::optional<bool> caches = std::nullopt);
   ~Autocast();

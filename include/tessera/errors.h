@@ -6,46 +6,46 @@
 
 namespace tessera {
 
-// A collective failed: a peer died, did not arrive in time, or called another operation. what() names the operation,
-// its unit and the rank; the group is broken afterwards. Wrong arguments throw std::invalid_argument instead, before
-// any bytes are sent.
+// Thrown if a collective failed: a peer died, did not arrive in time, or called another operation. what() names the
+// operation, its unit and the rank. The group is broken afterwards. Wrong arguments throw std::invalid_argument
+// instead, before any bytes are sent.
 class CommError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A checkpoint cannot be written or read, or does not fit the model. what() names the directory or file, the tensor and
-// the reason; from a collective function also the rank.
+// Thrown if a checkpoint cannot be written or read, or does not fit the model. what() names the directory or file, the
+// tensor and the reason; from a collective function also the rank.
 class CheckpointError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// An undamaged checkpoint that does not fit the model, the optimizer or the options.
+// Thrown for an undamaged checkpoint that does not fit the model, the optimizer or the options.
 class CheckpointMismatch : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
-// The storage could not provide a file now: no answer after all attempts, a refusal, no permission, too many open
-// files, a disk that cannot be read. Does not mean that the checkpoint is damaged.
+// Thrown if the storage could not provide a file now: no answer after all attempts, a refusal, no permission, too many
+// open files, a disk that cannot be read. Does not mean that the checkpoint is damaged.
 class StorageUnavailable : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
-// An archive of torch.export cannot be read, or needs an operator or feature that is not supported or not allowed.
-// what() names the file; for an error in the graph also the node, its operator and its line of Python.
+// Thrown if an archive of torch.export cannot be read, or needs an operator or feature that is not supported or
+// allowed. what() names the file; for an error in the graph also the node, its operator and its line of Python.
 class ExportedError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Replaces the function that gets Tessera's warnings, each a text of one line; null restores the default. By default
-// they go to libtorch's warning handler, if the program has replaced that on the calling thread; otherwise to stderr,
-// but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists. Without such a group, as in
-// a program that made its groups by communicator_from(), Tessera writes nothing to stdout and stderr. The function may
-// be called by any thread, also while the process ends, and must not throw. Thread-safe.
+// Sets the function that gets Tessera's warnings, each a text of one line. null restores the default. By default, a
+// warning goes to libtorch's warning handler if the program has replaced that handler on the calling thread. Otherwise
+// it goes to stderr, but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists. Without
+// such a group, Tessera writes nothing to stdout and stderr. The function may be called by any thread, also while the
+// process ends. It must not throw. Thread-safe.
 void set_warning_handler(std::function<void(const std::string& text)> handler);
 
 }  // namespace tessera

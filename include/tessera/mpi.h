@@ -1,7 +1,7 @@
 #pragma once
 
 // Groups of the ranks of an MPI communicator. Include this header where <mpi.h> of the program's MPI is found, and link
-// the program to that MPI; Tessera itself links to none. Works with MPI 3.0 or later, whatever the type of a handle is.
+// the program to that MPI; Tessera itself links to none. Works with any MPI of version 3.0 or later.
 //
 //   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
 //   auto comm = tessera::communicator_from_mpi(MPI_COMM_WORLD);
@@ -23,15 +23,15 @@
 namespace tessera {
 namespace internal {
 
-// The messages of Tessera on a duplicate of a communicator, so that they never match those of the program.
+// Sends Tessera's messages on a duplicate of the communicator, so that they never match the program's messages.
 class MpiLibrary : public MessageLibrary {
  public:
-  // Collective over `comm`. Throws std::invalid_argument if it is not usable, and CommError if not all of its ranks
-  // call it within the timeout.
+  // Collective over `comm`. Throws std::invalid_argument if `comm` is not usable. Throws CommError if not all of its
+  // ranks call the constructor within the timeout.
   MpiLibrary(MPI_Comm comm, std::chrono::milliseconds timeout) {
     require_usable(comm);
     duplicate(comm, timeout);
-    // A failed call returns an error code. The program's communicator keeps its own handler.
+    // Makes failed calls on the duplicate return an error code. The program's communicator keeps its own handler.
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
@@ -39,7 +39,7 @@ class MpiLibrary : public MessageLibrary {
     int* most = nullptr;
     int is_set = 0;
     MPI_Comm_get_attr(comm_, MPI_TAG_UB, static_cast<void*>(&most), &is_set);
-    most_tag_ = is_set != 0 ? *most : 32767;  // the least that MPI guarantees
+    most_tag_ = is_set != 0 ? *most : 32767;  // the least upper bound that MPI permits
   }
   ~MpiLibrary() override { release(); }
   MpiLibrary(const MpiLibrary&) = delete;
@@ -92,7 +92,7 @@ class MpiLibrary : public MessageLibrary {
     if (is_finalized == 0 && may_call()) MPI_Comm_free(&comm_);
   }
 
-  // Incomplete requests are never freed: only the rank's thread may call MPI, and any thread may end a broken group.
+  // Never frees an incomplete request: any thread may destroy a broken group, but only the rank's thread may call MPI.
   class MpiRequest : public Request {
    public:
     MpiRequest(const MpiLibrary& library, MPI_Request request, int expected_bytes)
@@ -121,7 +121,7 @@ class MpiLibrary : public MessageLibrary {
 
   static constexpr char kWho[] = "tessera::communicator_from_mpi: ";
 
-  // While it exists, MPI returns errors of invalid handles, which it reports on these two communicators.
+  // While it exists, errors on these two communicators, to which MPI attributes invalid handles, are returned as codes.
   class ErrorsReturned {
    public:
     ErrorsReturned() {
@@ -174,8 +174,8 @@ class MpiLibrary : public MessageLibrary {
           "this thread may not call MPI; expected the thread that called MPI_Init_thread(), or "
           "MPI_THREAD_SERIALIZED");
 #ifdef OPEN_MPI
-    // A handle is an address here, and must not be read after it was freed. MPI's table of Fortran handles has live
-    // ones.
+    // In Open MPI, a handle is an address, which must not be read after the communicator was freed. Its table of
+    // Fortran handles has only live communicators.
     bool is_live = false;
     for (MPI_Fint i = 0; i < (1 << 16) && !is_live; ++i) is_live = MPI_Comm_f2c(i) == comm;
     if (!is_live) fail("the communicator is not valid, perhaps because it was freed (it is not in Open MPI's table)");
@@ -191,7 +191,7 @@ class MpiLibrary : public MessageLibrary {
     MPI_Request request = MPI_REQUEST_NULL;
     const auto until = std::chrono::steady_clock::now() + timeout;
     auto made = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
-    // Not MPI_Comm_dup(), which would wait forever for a rank that does not call it.
+    // MPI_Comm_dup() would wait forever for a rank that does not call it.
     require(MPI_Comm_idup(comm, made.get(), &request), "MPI_Comm_idup");
     for (int is_complete = 0;;) {
       require(MPI_Test(&request, &is_complete, MPI_STATUS_IGNORE), "MPI_Test");
@@ -200,7 +200,7 @@ class MpiLibrary : public MessageLibrary {
         return;
       }
       if (std::chrono::steady_clock::now() >= until) {
-        (void)made.release();  // MPI may still write it
+        (void)made.release();  // leaks it, because MPI may still write it
         throw CommError(kWho + std::string("not all ranks of the communicator have called it within ") +
                         std::to_string(timeout.count()) + " ms");
       }
@@ -226,23 +226,23 @@ class MpiLibrary : public MessageLibrary {
 }  // namespace internal
 
 // Makes a group of the ranks of an MPI communicator, with their numbers. MPI carries the rendezvous, and decides which
-// ranks share a host. Tessera's own transports carry the bytes: memory within a host, TCP between hosts, or NCCL; with
-// GroupOptions::backend "mpi" by MPI. Ranks of one host open no port.
+// ranks share a host. With GroupOptions::backend "mpi", MPI also carries the bytes. Otherwise Tessera's own transports
+// do: memory within a host, TCP between hosts, or NCCL. Ranks of one host open no port.
 //
-// Collective over `comm`, which may be freed afterwards: Tessera uses a duplicate, and with "mpi" keeps it until the
-// group is destroyed, which must happen before MPI_Finalize(). Calls of the group may alternate with the program's own
+// Collective over `comm`, which may be freed afterwards, because Tessera uses a duplicate. With "mpi", the group keeps
+// the duplicate, and must be destroyed before MPI_Finalize(). Calls of the group may alternate with the program's own
 // calls of MPI in any way. MPI_THREAD_FUNNELED is enough: only the calling thread calls MPI, in this function and, with
 // "mpi", in operations of the group.
 //
 // Changes nothing in the process (ProcessSetup). Throws std::invalid_argument for a communicator that is null, freed or
-// an inter-communicator, and on every rank for wrong or unequal options. Throws CommError if not all ranks call it
-// within the timeout. MPI may not detect every freed communicator.
+// an inter-communicator, and on every rank for wrong or unequal options. MPI may not detect every freed communicator.
+// Throws CommError if not all ranks call it within the timeout.
 inline std::shared_ptr<Communicator> communicator_from_mpi(MPI_Comm comm, GroupOptions options = {}) {
   auto library = std::make_shared<internal::MpiLibrary>(comm, options.timeout);
   return internal::communicator_from_library(std::move(library), std::move(options));
 }
 
-// The same for a Fortran handle: an integer, or mpi_f08's comm%MPI_VAL.
+// Like communicator_from_mpi(), for a Fortran handle: an integer, or mpi_f08's comm%MPI_VAL.
 inline std::shared_ptr<Communicator> communicator_from_mpi_f(MPI_Fint comm, GroupOptions options = {}) {
   return communicator_from_mpi(MPI_Comm_f2c(comm), std::move(options));
 }

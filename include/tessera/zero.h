@@ -32,28 +32,28 @@
 namespace tessera {
 
 namespace internal {
-// A module's own parameters, each once, by the first name.
+// Returns a module's own parameters, each once, by the first name.
 torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
 }  // namespace internal
 
-// The stage, and the options of each wrapper. The same on all ranks.
+// Options of zero(): the stage, and the options of each wrapper. Must be equal on all ranks.
 struct ZeroOptions {
-  // By name, as the module registers them.
+  // Parameters by the names under which the module registers them.
   using Parameters = torch::OrderedDict<std::string, at::Tensor>;
-  // Parameters with options of their own, as torch's optimizers take them.
+  // Groups of parameters with options of their own, as torch's optimizers take them.
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // 0: nothing is sharded. 1: optimizer state. 2: also gradients. 3: also parameters.
+  // The part of the training state that is sharded. 0: none. 1: optimizer state. 2: also gradients. 3: also parameters.
   int stage = 2;
-  // Makes the optimizer's groups from the named parameters: whole ones, or shards in stage 3. Empty: one group of all.
+  // Makes the optimizer's groups from the named parameters, in stage 3 from the shards. Empty: one group of all.
   std::function<Groups(const Parameters&)> groups{};
-  // Options of the parts that a stage uses: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
+  // Options of the parts that stages use: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
   DdpOptions ddp{};
   OssOptions oss{};
   SdpOptions sdp{};
   FsdpOptions fsdp{};
 
-  // Returns the groups that `groups` makes; one group of all parameters if it is empty.
+  // Returns groups(parameters), or one group of all parameters if `groups` is empty.
   Groups groups_of(const Parameters& parameters) const {
     return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
   }
@@ -61,7 +61,7 @@ struct ZeroOptions {
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
-// Maps options to the type of their optimizer, in decltype() only.
+// Map options to the type of their optimizer. For decltype() only; not defined.
 torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
 torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
 torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
@@ -74,7 +74,7 @@ Adafactor optimizer_of(const AdafactorOptions&);
 ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
 Lbfgs optimizer_of(const LbfgsOptions&);
 
-// Throws std::invalid_argument for torch's own L-BFGS.
+// Throws std::invalid_argument if Optimizer is torch's own L-BFGS.
 template <class Optimizer>
 void refuse_line_searches_of_one_rank() {
   if constexpr (std::is_base_of_v<torch::optim::LBFGS, Optimizer>)
@@ -85,11 +85,11 @@ void refuse_line_searches_of_one_rank() {
 
 namespace internal {
 
-// The wrapper of a stage that is chosen at run time. Empty until make() is called.
+// The wrapper of a stage that is chosen at run time. Has no wrapper until make() is called.
 template <class Holder>
 class StageWrapper {
  public:
-  // Makes the wrapper whose options these are.
+  // Makes the wrapper that has this type of options.
   void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
     wrapper_.template emplace<Ddp>(module, std::move(comm), options);
   }
@@ -101,14 +101,14 @@ class StageWrapper {
     wrapper_.template emplace<Fsdp>(module, std::move(comm), options);
   }
 
-  // Returns act(wrapper), which must have one type for all wrappers.
+  // Returns act(wrapper), whose type must be the same for all wrappers. make() must have been called.
   template <class Act>
   auto with(Act act) {
     if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
     if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
     return act(std::get<Fsdp>(wrapper_));
   }
-  // The wrapper's interface that does not depend on the stage.
+  // Returns the interface that all wrappers share.
   DataParallel& any() {
     return *with([](auto& wrapper) -> DataParallel* { return &wrapper; });
   }
@@ -124,12 +124,12 @@ class StageWrapper {
 }  // namespace internal
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero(). Each function calls the
-// stage's wrapper, whose header states the contract. parameters() are those of the optimizer: whole ones, or in stage 3
-// this rank's shards.
+// stage's wrapper, whose header states the contract. parameters() returns the optimizer's parameters: whole ones, or in
+// stage 3 this rank's shards.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
-  // Used by zero(), which documents the options.
+  // For zero(), which documents the arguments.
   template <class Options>
   Zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero)
       : stage_(zero.stage), module_(std::move(module)) {
@@ -143,7 +143,7 @@ class Zero : public ModelShards {
         wrapper_.make(module_, comm, zero.ddp);
         optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
-      case 2: {  // the optimizer first: the wrapper gets the owners from it
+      case 2: {  // makes the optimizer first, because it gives the wrapper the owners
         auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
         auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
         wrapper_.make(module_, *sharded, comm, zero.sdp);
@@ -172,18 +172,18 @@ class Zero : public ModelShards {
     return forward(std::forward<Args>(args)...);
   }
 
-  // After loss.backward(): one step of the optimizer. Collective in stages 1 and 2, and if the optimizer needs whole
-  // parameters (Muon), so call it on all ranks alike.
+  // Takes one step of the optimizer, after loss.backward(). Collective in stages 1 and 2, and with an optimizer that
+  // needs whole parameters (Muon), so all ranks must call it alike.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
-  // Returns the norm before clipping. Collective, except in stage 0.
+  // Clips the gradients by their norm. Returns the norm before clipping. Collective, except in stage 0.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()); sharded != nullptr && stage_ == 1)
       return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
     return wrapper_.any().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
   }
-  // Sets the divisor of sums of gradients from the next backward on, in place of the number of ranks.
+  // Sets the divisor of sums of gradients, in place of the number of ranks, from the next backward on.
   void set_gradient_divide_factor(double factor) { wrapper_.any().set_gradient_divide_factor(factor); }
   // Sets the divisor to the sum of `own` over the ranks: see DataParallel.
   int64_t divide_gradients_by_sum(int64_t own) { return wrapper_.any().divide_gradients_by_sum(own); }
@@ -194,12 +194,12 @@ class Zero : public ModelShards {
   ZeroOptions::Parameters full_state_dict() {
     return wrapper_.with([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
-  // Bytes that the wrapper holds on this rank.
+  // Returns the bytes that the wrapper holds on this rank.
   MemoryReport memory() const { return wrapper_.any().memory(); }
 
-  // For learning rates, schedulers, and the list of save_checkpoint(), which has this object too.
+  // Returns the optimizer, for learning rates, schedulers, and save_checkpoint(dir, {model, optimizer}).
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  // The module that was given: module()->eval().
+  // Returns the module that was given: module()->eval().
   Holder module() const { return module_; }
 
   const std::shared_ptr<Communicator>& comm() const override { return wrapper_.any().comm(); }
@@ -209,7 +209,7 @@ class Zero : public ModelShards {
   ZeroOptions::Parameters named_buffers() const override { return wrapper_.any().named_buffers(); }
 
  private:
-  // Gives the wrapper to optimizers that need whole parameters.
+  // Makes the optimizer. An optimizer that needs whole parameters gets the wrapper.
   template <class Options>
   std::unique_ptr<Optimizer> make_optimizer(ZeroOptions::Groups groups, const Options& options) const {
     if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>)
@@ -224,16 +224,16 @@ class Zero : public ModelShards {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-// The module and an optimizer for it, wrapped for the stage: a program switches stage by one number.
+// Wraps a module and makes its optimizer, for one of the ZeRO stages. A program changes the stage by one number.
 //
 //   auto model = tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3});
 //   loss_of(model(tokens)).backward();
 //   model.step();
 //   model.zero_grad();
 //
-// The type of `options` selects the optimizer, unless it is named: zero<MyAdam>(...). At one world size all stages give
-// the same parameters, bit for bit, with optimizers that work on each element by itself. Collective. Throws
-// std::invalid_argument for a stage other than 0 to 3, and the errors of the stage's wrappers.
+// The type of `options` selects the optimizer, unless it is named: zero<MyAdam>(...). With an elementwise optimizer and
+// one world size, all stages give the same parameters, bit for bit. Collective. Throws std::invalid_argument for a
+// stage other than 0 to 3, and the errors of the stage's wrappers.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {

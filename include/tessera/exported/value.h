@@ -13,10 +13,10 @@
 
 namespace tessera {
 
-// A value that Python passes to or gets from a module: a tensor, a number, a text, None, or a structure of these. Lists
-// and tuples are sequences; dictionaries, named tuples and result classes (transformers' ModelOutput) have named
-// elements. Supports include/tessera/visit_tensors.h, so every wrapper and checkpointed() accept it. Accessors throw
-// std::invalid_argument, naming the actual kind, if the value has another.
+// A value that Python passes to a module or gets from it: a tensor, a number, a text, None, or a structure of these.
+// Lists and tuples are sequences. Dictionaries, named tuples and result classes (transformers' ModelOutput) have named
+// elements. Supports include/tessera/visit_tensors.h, so every wrapper and checkpointed() accept it. An accessor throws
+// std::invalid_argument, naming the actual kind, for a value of another kind.
 class ExportedValue {
  public:
   ExportedValue() = default;                                      // None
@@ -31,12 +31,12 @@ class ExportedValue {
   template <std::floating_point Number>
   ExportedValue(Number value) : value_(static_cast<double>(value)) {}  // NOLINT(google-explicit-constructor)
   ExportedValue(std::vector<ExportedValue> elements);                  // NOLINT(google-explicit-constructor)
-  // A sequence of converted elements.
+  // Makes a sequence of the converted elements.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue> && (!std::same_as<Value, ExportedValue>)
   ExportedValue(const std::vector<Value>& elements)  // NOLINT(google-explicit-constructor)
       : ExportedValue(std::vector<ExportedValue>(elements.begin(), elements.end())) {}
-  // None if empty.
+  // Makes None of an empty optional, otherwise the converted value.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue>
   ExportedValue(const std::optional<Value>& value) {  // NOLINT(google-explicit-constructor)
@@ -47,30 +47,30 @@ class ExportedValue {
   static ExportedValue dict(Named elements);                         // makes a dict
 
   bool is_none() const { return std::holds_alternative<std::monostate>(value_); }  // Python's None
-  bool is_tensor() const { return std::holds_alternative<at::Tensor>(value_); }    // see tensor()
-  bool is_bool() const { return std::holds_alternative<bool>(value_); }            // see to_bool()
-  bool is_int() const { return std::holds_alternative<int64_t>(value_); }          // false for a bool
-  bool is_double() const { return std::holds_alternative<double>(value_); }        // false for an integer
-  bool is_text() const { return std::holds_alternative<std::string>(value_); }     // see text()
+  bool is_tensor() const { return std::holds_alternative<at::Tensor>(value_); }    // whether tensor() may be called
+  bool is_bool() const { return std::holds_alternative<bool>(value_); }            // whether to_bool() may be called
+  bool is_int() const { return std::holds_alternative<int64_t>(value_); }          // an integer, not a bool
+  bool is_double() const { return std::holds_alternative<double>(value_); }        // a double, not an integer
+  bool is_text() const { return std::holds_alternative<std::string>(value_); }     // whether text() may be called
   bool is_sequence() const { return std::holds_alternative<Elements>(value_); }    // a list or a tuple
-  bool is_dict() const { return std::holds_alternative<Named>(value_); }           // any value with named elements
+  bool is_dict() const { return std::holds_alternative<Named>(value_); }           // a value with named elements
 
-  const at::Tensor& tensor() const;  // tensors only
-  bool to_bool() const;              // bools only
-  int64_t to_int() const;            // integers only
-  double to_double() const;          // also converts an integer
-  const std::string& text() const;   // texts only
+  const at::Tensor& tensor() const;  // throws unless is_tensor()
+  bool to_bool() const;              // throws unless is_bool()
+  int64_t to_int() const;            // throws unless is_int()
+  double to_double() const;          // throws unless is_double() or is_int(); converts an integer
+  const std::string& text() const;   // throws unless is_text()
 
   size_t size() const;  // number of elements of a structure
-  // An element of a structure by position (also of a dict, in its order) or by name.
+  // Returns an element of a structure by position (in a dict, in its order) or by name.
   const ExportedValue& operator[](size_t index) const;
   const ExportedValue& operator[](int index) const { return (*this)[static_cast<size_t>(index)]; }
   const ExportedValue& operator[](const std::string& name) const;
   const ExportedValue& operator[](const char* name) const { return (*this)[std::string(name)]; }
   bool has(const std::string& name) const;  // whether a dict has this name
-  const Named& items() const;               // dicts only
+  const Named& items() const;               // the elements of a dict; throws unless is_dict()
 
-  // "a tensor", "None", "a dict of 'loss', 'logits'": for messages.
+  // Returns a description for messages: "a tensor", "None", "a dict of 'loss', 'logits'".
   std::string kind() const;
 
   template <class Visit>
@@ -85,12 +85,12 @@ class ExportedValue {
   std::variant<std::monostate, at::Tensor, bool, int64_t, double, std::string, Elements, Named> value_;
 };
 
-// Inputs of a module by their Python names: model->forward(NamedInputs{{"input_ids", ids}, {"labels", labels}}). May
-// follow positional inputs.
+// Inputs of a module by their Python names: model->forward(NamedInputs{{"input_ids", ids}, {"labels", labels}}). In a
+// call, they may follow positional inputs.
 class NamedInputs {
  public:
   NamedInputs() = default;
-  // Inputs in this order; add() appends one.
+  // Takes inputs in this order; add() appends one.
   NamedInputs(std::initializer_list<std::pair<std::string, ExportedValue>> inputs) : inputs_(inputs) {}
   // Appends an input.
   void add(std::string name, ExportedValue value) { inputs_.emplace_back(std::move(name), std::move(value)); }
