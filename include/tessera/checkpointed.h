@@ -20,7 +20,7 @@
 namespace tessera {
 
 // Implementation of checkpointed() without templates. `compute` maps the input tensors to the output tensors, all of
-// them defined. Calls it without autograd now, and again in backward.
+// them defined. Calls `compute` without autograd now, and again in backward.
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
                                          std::vector<at::Tensor> inputs);
 
@@ -35,7 +35,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
   }
 }
 
-// Returns the tensors of arguments passed as non-const lvalues: the caller would see a replaced tensor there.
+// Returns the tensors of arguments passed as non-const lvalues, where the caller would see a replaced tensor.
 template <class... Inputs, class Arguments>
 std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::vector<at::Tensor> tensors;
@@ -46,31 +46,31 @@ std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::apply([&](auto&... each) { (add(std::type_identity<Inputs>(), each), ...); }, arguments);
   return tensors;
 }
-// Throws std::invalid_argument if a tensor was replaced.
+// Throws std::invalid_argument if a tensor of `before` was replaced in `after`.
 void require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
 
 }  // namespace internal
 
-// Calls function(inputs...), or module->forward(inputs...) of a holder or pointer, and keeps only the inputs; backward
-// recomputes the rest (gradient checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). Costs one more
-// forward of the function. Needs no wrapper; under FullyShardedDataParallel, recomputing unshards the function's units
+// Calls function(inputs...), or module->forward(inputs...) of a holder or pointer, and keeps only the inputs. Backward
+// recomputes all else (gradient checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). Costs one more
+// forward of the function. Needs no wrapper. Under FullyShardedDataParallel, recomputing unshards the function's units
 // again.
 //
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
 // Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
-// parameters that the function uses. They do not flow to non-leaf tensors captured by a lambda: pass those as inputs.
-// Results that are not tensors are those of the first call. The function and its other inputs are copied, and must
-// compute equal results when called again. For that call, autocast and random numbers are restored: the default
-// generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
+// parameters that the function uses. They do not flow to non-leaf tensors captured by a lambda; pass those as inputs.
+// Results that are not tensors are those of the first call. The function and its other inputs are copied. They must
+// compute equal results in the second call, for which autocast and random numbers are restored: the default generators
+// of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
 // ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd (NoGradGuard,
 // InferenceMode) it is a plain call.
 //
 // Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that it takes by
-// reference. Throws it in backward if an input has changed since the call. Throws std::logic_error in backward if the
-// second call's outputs differ in number, shape or dtype, and for create_graph. Exceptions of the function propagate.
-// Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
+// reference. Throws it in backward if an input has changed since the call. Throws std::logic_error in backward for
+// create_graph, and if the second call's outputs differ in number, shape or dtype. Exceptions of the function
+// propagate. Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);
@@ -126,12 +126,12 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x);
 
  private:
-  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // true: checkpointed
+  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // the bool: whether the child is checkpointed
 };
 TORCH_MODULE(CheckpointedSequential);
 
-// Runs the children of a ModuleList in order, checkpointed; each must be of one of the given types: x =
-// checkpointed_chain<BlockImpl>(blocks, x). Throws std::invalid_argument for a child of another type.
+// Runs the children of a ModuleList in order, checkpointed: x = checkpointed_chain<BlockImpl>(blocks, x). Each child
+// must be of one of the given types. Throws std::invalid_argument for a child of another type.
 template <class... Modules>
 at::Tensor checkpointed_chain(const torch::nn::ModuleList& list, at::Tensor x) {
   for (const auto& child : *list) {

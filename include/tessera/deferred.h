@@ -12,8 +12,8 @@ namespace internal {
 
 class Tape;
 
-// While an object of this class exists, this thread's factory operators make tensors on the meta device, without data,
-// and operators on those are recorded. A nested scope throws std::logic_error. See deferred().
+// While an object of this class exists, this thread's factory operators make tensors on the meta device, without data.
+// Operators on these tensors are recorded. A nested scope throws std::logic_error. See deferred().
 class DeferredScope {
  public:
   // Throws std::runtime_error if another library uses the dispatch key.
@@ -34,13 +34,13 @@ class DeferredScope {
 //   auto model = tessera::deferred([&] { return Gpt(config); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {...});   // fills it unit by unit
 //
-// Constructors run unmodified (torchdistX's deferred_init). The values are bit for bit those of an ordinary build() at
-// this call. Random numbers are drawn from the current state of the default CPU generator, which does not advance. A
-// constructor must not read or write values directly (item(), data_ptr(), torch::tensor of a vector): that throws.
-// Some operators have a meta kernel in Python only (flip, where, complex and others in 2.11). These also run once at
-// this call, on zeros and ones, for the shape of their results. An operator whose shape depends on values throws
-// std::logic_error with its name: call it before deferred(), and copy its result. Values are computed on the CPU;
-// constructors that name another device draw from that device's generator.
+// Constructors run unmodified (torchdistX's deferred_init). The values will be bit for bit those of an ordinary build()
+// at the time of this call. Random numbers are drawn from the current state of the default CPU generator, which does
+// not advance. A constructor that reads or writes values directly (item(), data_ptr(), torch::tensor of a vector)
+// throws. Some operators have a meta kernel in Python only (flip, where, complex and others in 2.11). These also run
+// once at this call, on zeros and ones, for the shape of their results. An operator whose shape depends on values
+// throws std::logic_error with its name; call it before deferred(), and copy its result. Values are computed on the
+// CPU. Constructors that name another device draw random numbers from that device's generator.
 template <class Build>
 auto deferred(Build build) {
   internal::DeferredScope scope;

@@ -19,15 +19,15 @@ namespace tessera {
 // Each writer creates its own file in the folder, "events.out.tfevents.<seconds>.<host>.<process>.<number>", and only
 // appends to it. So resumed runs, and processes that share a folder, write separate files, which TensorBoard shows as
 // one curve. The file contains only complete records (TFRecord: length, checksum, Event message, checksum), even if the
-// disk is full; after a kill, the last record may be incomplete. Thread-safe.
+// disk is full. After a kill, the last record may be incomplete. Thread-safe.
 class EventWriter {
  public:
-  // Options of the file.
+  // Options of EventWriter.
   struct Options {
-    // scalar() writes pending records if the last write is older than this. A kill loses at most these records.
+    // Age of the last write at which scalar() writes pending records. A kill loses at most the pending records.
     std::chrono::milliseconds flush_every{5000};
     // Called by the writing thread when writes begin to fail, with the file, the reason and the consequence. Must not
-    // call the writer. Empty: prints to standard error.
+    // call the writer. Empty: the text becomes a warning (errors.h).
     std::function<void(const std::string& problem)> on_failure{};
   };
 
@@ -38,33 +38,33 @@ class EventWriter {
   EventWriter(const EventWriter&) = delete;
   EventWriter& operator=(const EventWriter&) = delete;
 
-  // Adds a point to the curve `tag` ("train/loss": the part before the slash groups curves). It is stored as fp32, with
-  // the time of the call. TensorBoard shows NaN and infinities as such. Not collective. Does not throw if the disk is
-  // full, so that logging cannot end the training.
+  // Adds a point to the curve `tag` ("train/loss": TensorBoard groups curves by the part before the slash). The value
+  // is stored as fp32, with the time of the call. TensorBoard shows NaN and infinities as such. Not collective. Does
+  // not throw if the disk is full, so that logging cannot end the training.
   void scalar(std::string_view tag, double value, int64_t step);
 
-  // Writes pending records. Returns false if the write fails. The file then has complete records as before, and pending
-  // records are kept for the next try, up to kMaxKeptBytes; beyond that the newest points are dropped.
+  // Writes pending records. Returns false if the write fails. The file still has complete records only. Pending ones
+  // are kept for the next try, up to kMaxKeptBytes; beyond that, the newest points are dropped.
   bool flush() noexcept;
 
-  // The number of dropped points.
+  // Returns the number of dropped points.
   int64_t dropped() const;
 
-  // The path of the file.
+  // Returns the path of the file.
   const std::filesystem::path& path() const { return path_; }
 
   static constexpr size_t kMaxKeptBytes = size_t{4} << 20;  // about 70,000 points
 
  private:
   using Clock = std::chrono::steady_clock;
-  bool write();  // mutex_ must be locked
+  bool write();  // mutex_ must be locked; returns false if the write fails
   void tell(const std::string& problem) const noexcept;
 
   const Options options_;
   std::filesystem::path path_;
   mutable std::mutex mutex_;  // guards all members below
   int descriptor_ = -1;
-  int64_t written_bytes_ = 0;  // of complete records
+  int64_t written_bytes_ = 0;  // size of the file's complete records
   std::string kept_;           // records that are not written yet
   Clock::time_point flushed_ = Clock::now();
   bool fails_ = false;

@@ -13,12 +13,12 @@ namespace tessera {
 //   auto model = Gpt(config);
 //   std::cout << memory.current_bytes() << " now, " << memory.peak_bytes() << " at most\n";
 //
-// On the CPU, it counts the bytes that this thread has allocated since its first PeakMemory was made, minus those freed
-// since by any thread. So ranks that are threads are counted separately. The first PeakMemory of the process installs a
-// counting allocator in front of libtorch's. Older tensors are not counted, so make one at the start. On an
-// accelerator, it reads the statistics of the device's caching allocator, for all threads; reset() resets its peak.
+// On the CPU, counts the bytes that this thread has allocated since its first PeakMemory was made, minus those freed by
+// any thread. So ranks that are threads are counted separately. The first PeakMemory of the process installs a counting
+// allocator in front of libtorch's. Older tensors are not counted, so make one at the start. On an accelerator, reads
+// the statistics of the device's caching allocator, which count all threads; reset() resets its peak.
 //
-// The counts include temporary memory of kernels, not only tensors. Must be used by the thread that made it.
+// The counts include temporary memory of kernels, not only tensors. Must be used by the thread that made the object.
 // (torch.cuda.max_memory_allocated, also for the CPU.)
 class PeakMemory {
  public:
@@ -37,7 +37,7 @@ class PeakMemory {
  private:
   const c10::Device device_;
   std::shared_ptr<Account> account_;  // null on an accelerator
-  int64_t peak_bytes_ = 0;            // on the CPU: updated by `account_`
+  int64_t peak_bytes_ = 0;            // on the CPU: the peak, which `account_` updates
 };
 
 }  // namespace tessera

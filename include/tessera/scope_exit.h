@@ -6,23 +6,23 @@
 
 namespace tessera {
 
-// Changes the behaviour of a wrapper while it exists: no_sync(), summon_full_params(). Move-only.
+// A scope in which a wrapper behaves differently, such as no_sync() or summon_full_params(). Move-only.
 class [[nodiscard]] ScopeExit {
  public:
-  // Calls `leave` once, when the scope ends.
+  // Calls `leave`, unless null, once, when the scope ends.
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  // Takes over `other`, then ends the scope held before. Throws the errors of that scope's `leave`.
+  // Takes over `other`, then ends the scope that this object held. Throws the errors of that scope's `leave`.
   ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): throws
     ScopeExit ended(std::exchange(leave_, std::exchange(other.leave_, nullptr)));
     ended.leave();
     return *this;
   }
-  // Ends the scope now; throws what `leave` throws.
+  // Ends the scope now. Throws the errors of `leave`. A second call is a no-op.
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }
-  // Ends the scope. During unwinding, discards exceptions of `leave`, because the first exception says more.
+  // Ends the scope. During unwinding, discards exceptions of `leave`: the exception in flight says more.
   ~ScopeExit() noexcept(false) {
     try {
       leave();

@@ -17,24 +17,24 @@ namespace tessera {
 
 // Options of ShardedDataParallel, mostly with the names of FairScale's arguments.
 struct SdpOptions {
-  // Gradients of less than 1 MiB share buckets of up to this many bytes. 0: each is a bucket by itself, as larger ones
-  // always are. FairScale's reduce_buffer_size, which counts elements.
+  // Gradients of less than 1 MiB share buckets of up to this many bytes. Larger gradients are buckets by themselves. 0:
+  // every gradient is a bucket by itself. FairScale's reduce_buffer_size, which counts elements.
   int64_t reduce_bucket_bytes = int64_t{32} << 20;
 
-  // The dtype of gradients on the wire, kHalf or kBFloat16 for example (added in fp32, rounded again). Empty: their
-  // own.
+  // The dtype of gradients on the wire, for example kHalf or kBFloat16. Values are then rounded, added in fp32, and
+  // rounded again. Empty: their own dtype.
   std::optional<at::ScalarType> reduce_dtype{};
 
-  // kInt8Blocks: gradients are sent in 8 bit, rounded once by each rank and added in fp32 by the owner (see
+  // kInt8Blocks: each rank rounds its gradients to 8 bits once, and the owner adds them in fp32 (see
   // Int8Blocks).
   WireFormat wire = WireFormat::kDtype;
 
-  bool broadcast_buffers = true;       // from rank 0, before each forward that follows a training forward
-  bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
+  bool broadcast_buffers = true;       // true: rank 0's, before each forward that follows a training forward
+  bool sync_models_at_startup = true;  // true: rank 0's parameters and buffers, at construction
 
-  // For debugging: compares the parameters of all ranks in every N-th forward that trains, and throws
-  // std::runtime_error, naming the first that differs. 0: as set by TESSERA_DEBUG=replicas or replicas:N; else never.
-  // Never with OssOptions::broadcast_dtype, which rounds replicas.
+  // For debugging: compares the parameters of all ranks in every N-th forward that trains. Throws std::runtime_error
+  // with the name of the first difference. 0: never, unless TESSERA_DEBUG=replicas or replicas:N sets a number. Always
+  // off with OssOptions::broadcast_dtype, which rounds replicas.
   int64_t compare_replicas_every = 0;
   // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the
   // group supports this (gloo).
@@ -46,27 +46,27 @@ namespace internal {
 // The part of the wrapper that does not depend on the module's type.
 class SdpModule : public ReplicatedModule {
  public:
-  // Picks up changes of requires_grad. Each forward does this, too.
+  // Applies changes of requires_grad to the reduction of gradients. Each forward does this, too.
   void refresh_trainable();
 
   // torch::nn::utils::clip_grad_norm_ over the parameters of all optimizers. Collective. Must be called after backward.
-  // Throws like ShardedOptimizer::clip_grad_norm_().
+  // Throws like ShardedOptimizer::clip_grad_norm_(), and std::logic_error if an optimizer no longer exists.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
-  // Includes the host memory of the optimizers.
+  // Includes the host memory of the optimizers that still exist.
   MemoryReport memory() const override;
 
  protected:
   SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
             const SdpOptions& options);
 
-  // Throws std::logic_error, naming one of its parameters, if an optimizer no longer exists.
+  // Throws std::logic_error if an optimizer no longer exists. The error names one of that optimizer's parameters.
   void require_optimizers() const;
 
  private:
   struct Reference {
     ShardedOptimizer* optimizer;
-    std::weak_ptr<const void> lifetime;  // of the optimizer
+    std::weak_ptr<const void> lifetime;  // expires with the optimizer
     std::string first_parameter;         // name of the first module parameter that it holds, for errors
   };
   static std::vector<Reference> references_to(const std::vector<ShardedOptimizer*>& optimizers,
@@ -79,24 +79,24 @@ class SdpModule : public ReplicatedModule {
 
 }  // namespace internal
 
-// Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel): each gradient is reduced
-// during backward to the rank whose optimizer owns the parameter, and freed on all others.
+// Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel). During backward, each
+// gradient is reduced to the rank whose optimizer owns the parameter. The other ranks free theirs.
 //
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
 //   tessera::ShardedDataParallel sdp(model, optimizer, comm);
-//   torch::mse_loss(sdp(x), y).backward();  // .grad() is defined for the parameters owned here
+//   torch::mse_loss(sdp(x), y).backward();  // .grad() is defined for the parameters that this rank owns
 //   optimizer.step();
 //
-// Several optimizers on one model are given as pointers: {&first, &second}. They must outlive the wrapper's use, or
-// forward() throws std::logic_error. An optimizer's step() throws std::logic_error if this rank's gradients are not
-// averages: after a backward under no_sync() alone, or after a failed one. `Holder` is a torch::nn module holder or a
-// std::shared_ptr to a module. Train through the wrapper's forward: the module's does not broadcast buffers, and picks
-// up changes of requires_grad only after refresh_trainable().
+// Several optimizers on one model are given as pointers: {&first, &second}. They must exist as long as the wrapper is
+// used; otherwise forward() throws std::logic_error. An optimizer's step() throws std::logic_error if this rank's
+// gradients are not averages: after a backward under no_sync() alone, or after a failed one. `Holder` is a torch::nn
+// module holder or a std::shared_ptr to a module. Train through the wrapper's forward. The module's own forward does
+// not broadcast buffers, and uses changes of requires_grad only after refresh_trainable().
 template <class Holder>
 class ShardedDataParallel : public internal::SdpModule {
  public:
-  // Collective. Throws std::invalid_argument, with the first difference by name, if ranks differ in the model or the
-  // options. Throws it also if a trainable parameter is in no optimizer, or in two.
+  // Collective. If ranks differ in the model or the options, throws std::invalid_argument with the name of the first
+  // difference. Throws it also if a trainable parameter is in no optimizer, or in two.
   ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
@@ -105,7 +105,7 @@ class ShardedDataParallel : public internal::SdpModule {
       : internal::SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
 
   // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws like the constructor if
-  // a parameter without an optimizer has become trainable.
+  // a parameter that is in no optimizer has become trainable.
   template <class... Args>
   auto forward(Args&&... args) {
     if (c10::GradMode::is_enabled()) require_optimizers();

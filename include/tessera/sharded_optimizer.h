@@ -23,20 +23,20 @@ namespace tessera {
 
 // Options of OSS. Must be equal on all ranks, except limits of memory.
 struct OssOptions {
-  // The dtype of published parameters on the wire, kHalf or kBFloat16 for example: half the bytes for fp32 parameters.
-  // The owner keeps its exact values as a master copy; the other ranks get rounded ones, like FairScale's
+  // The dtype of published parameters on the wire, such as kHalf or kBFloat16, which halve the bytes of fp32
+  // parameters. The owner keeps its exact values as a master copy. Other ranks get rounded values, like FairScale's
   // broadcast_fp16. Empty: the parameters' own dtype, so that all ranks hold the same bits.
   std::optional<at::ScalarType> broadcast_dtype{};
 
   // Parameters of less than 1 MiB share buckets of up to this many bytes.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
-  // For debugging: compares the parameters of all ranks after every N-th step, and throws std::runtime_error, naming
-  // the first that differs. 0: as set by TESSERA_DEBUG=replicas or replicas:N; else never. Never with broadcast_dtype.
+  // For debugging: compares the parameters of all ranks after every N-th step. Throws std::runtime_error with the name
+  // of the first difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off with broadcast_dtype.
   int64_t compare_replicas_every = 0;
 
-  // Steps in host memory: gradients are copied to the host and new values back. HostAdam and HostAdamW overlap the
-  // copies of a parameter with the steps of others; with other optimizers all copies come before and after the step.
+  // Steps in host memory: gradients are copied to the host and new values back. HostAdam and HostAdamW overlap copies
+  // of some parameters with steps of others. With other optimizers, all copies come before and after the step.
   OffloadOptions offload{};
 };
 
@@ -58,69 +58,69 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   ~ShardedOptimizer() override;
 
   // Takes one step with the owners' gradients, then exchanges parameters. Collective. `closure`, if given, is called
-  // once to compute the gradients, and step() returns its loss. Lbfgs calls it at each point of a line search, on all
-  // ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing
-  // changed, if averages are swapped in, or if gradients are not ready (made under no_sync() alone, or lost by a failed
-  // backward). With several ranks, throws it also if a parameter was converted since it was added.
+  // once to compute the gradients, and step() returns its loss. Lbfgs calls the closure at each point of a line search,
+  // on all ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with
+  // nothing changed, if averages are swapped in, or if gradients are not ready (made under no_sync() alone, or lost by
+  // a failed backward). With several ranks, throws it also if a parameter was converted since it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Collective. The parameters of earlier groups keep their owners.
+  // Adds a group. Collective. The parameters of earlier groups keep their owners.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // torch::nn::utils::clip_grad_norm_ over all parameters, of gradients that DistributedDataParallel or
-  // ShardedDataParallel has averaged. Each parameter counts once, at its owner. Returns the norm before clipping.
-  // Collective: one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(), and like step() for
-  // gradients.
+  // torch::nn::utils::clip_grad_norm_ over all parameters. DistributedDataParallel or ShardedDataParallel must have
+  // averaged the gradients. Each parameter counts once, at its owner. Returns the norm before clipping. Collective:
+  // one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(), and like step() if gradients are not
+  // ready.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
   // Like clip_grad_norm_(), without waiting for a device to compute the norm.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  // For optimizers that keep averages (ScheduleFreeAdamW): the parameters hold the averages while the scope exists.
+  // While the scope exists, the parameters hold the averages of an optimizer that keeps averages (ScheduleFreeAdamW).
   // Collective. Throws std::logic_error for other optimizers.
   ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer keeps averages
-  bool are_swapped_in() const override;  // whether such a scope is open
+  bool are_swapped_in() const override;  // whether a scope of swap_in_averages() is open
 
-  // The owner of each parameter, in the order of the groups. Frozen parameters are balanced separately.
+  // Returns the owner of each parameter, in the order of the groups. Frozen parameters are balanced separately.
   const internal::Partition& partition() const { return *partition_; }
   // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;
   // Returns the rank that owns the parameter. Throws std::invalid_argument if the optimizer does not have it. Throws
   // std::logic_error if the base class's add_param_group() added it since the last step, clipping or consolidation.
   int owner(const at::Tensor& parameter) const;
-  // Whether other ranks hold rounded values of a parameter (OssOptions::broadcast_dtype).
+  // Whether other ranks hold rounded values of parameters (OssOptions::broadcast_dtype).
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
-  // The communicator of the constructor.
+  // Returns the constructor's communicator.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  // Expires with this object, for wrappers that refer to it.
+  // Returns a pointer that expires with this object, for wrappers that refer to the object.
   std::weak_ptr<const void> lifetime() const { return lifetime_; }
-  // Current bytes of host memory for copies of parameters and for gradients, with OssOptions::offload. Excludes the
-  // optimizer's state.
+  // Returns the current bytes of host memory for copies of parameters and for gradients, with OssOptions::offload.
+  // Excludes the optimizer's state.
   int64_t host_bytes() const;
-  // The page-locked part of host_bytes().
+  // Returns the page-locked part of host_bytes().
   int64_t pinned_bytes() const;
 
-  // Collects the whole state on `rank`, in host memory, for state_dict() and save() there. -1: on every rank.
-  // Collective.
+  // Collects the whole state on `rank`, in host memory, for state_dict() and save() there. If `rank` is -1, collects it
+  // on every rank. Collective.
   void consolidate_state_dict(int rank = 0);
-  // The state of the last consolidate_state_dict(). Throws std::logic_error on a rank that did not collect it.
+  // Returns the state of the last consolidate_state_dict(). Throws std::logic_error on a rank without that state.
   const OptimizerStateDict& state_dict() const;
-  // The states of the parameters that this rank owns; the tensors are the optimizer's own.
+  // Returns the states of the parameters that this rank owns. The tensors are the optimizer's own, not copies.
   OptimizerStateDict local_state_dict() const;
-  // Takes options and states from a whole dictionary, of any world size; each rank copies its own part. Not collective;
+  // Takes options and states from a whole dictionary, of any world size. Each rank copies its own part. Not collective;
   // all ranks must pass equal dictionaries. Throws std::invalid_argument, with nothing changed, if the dictionary does
-  // not fit, and like owner().
+  // not fit. Throws also like owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
-  // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file of OSS<Adam> is a
-  // file of Adam. save() must follow consolidate_state_dict().
+  // For torch::save: writes the whole state in the format of the optimizer itself, so a file of OSS<Adam> is a file of
+  // Adam. Must be called after consolidate_state_dict(), on a rank that collected the state.
   void save(torch::serialize::OutputArchive& archive) const override;
-  // Like load_state_dict(), from a file of save().
+  // For torch::load: reads a file of save(). Throws like load_state_dict().
   void load(torch::serialize::InputArchive& archive) override;
 
-  // The optimizer that steps the parameters of this rank.
+  // Returns the optimizer that steps the parameters of this rank.
   const torch::optim::Optimizer& local() const override { return *local_; }
   // Whether this rank owns the parameter.
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
@@ -130,8 +130,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
-  // Cost of stepping one parameter; equal on all ranks. Parameters with cost > 0 are assigned first, balanced by cost;
-  // the rest by bytes. Null: all by bytes.
+  // Returns the cost of stepping one parameter; equal on all ranks. Parameters with cost > 0 are assigned first,
+  // balanced by cost. All others are balanced by bytes. Null: all parameters are.
   using StepCost = std::function<int64_t(const NamedShard&, const torch::optim::OptimizerOptions&)>;
   ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                    std::shared_ptr<Communicator> comm, OssOptions options, StepCost step_cost = nullptr);
@@ -144,7 +144,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void check_agreement(size_t first_group) const;
   void adopt_groups_from(size_t first_group);
   void take_added_groups();
-  bool is_added(const at::Tensor& parameter) const;  // by the base class's add_param_group(), not adopted yet
+  bool is_added(const at::Tensor& parameter) const;  // whether only the base class has added it so far
   void assign_owners(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
@@ -164,11 +164,11 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const std::unique_ptr<internal::ReplicaComparison> comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   const std::unique_ptr<internal::Partition> partition_;
-  std::vector<int64_t> owned_costs_;                                  // by rank, of step_cost_
+  std::vector<int64_t> owned_costs_;                                  // by rank: sum of step_cost_ of its parameters
   std::unique_ptr<torch::optim::Optimizer> local_;                    // its state is in state() except during a step
-  const std::unique_ptr<internal::LateReports> late_reports_;         // of earlier steps, on a device
+  const std::unique_ptr<internal::LateReports> late_reports_;         // unread reports of earlier steps on a device
   std::unique_ptr<internal::HostStep> host_;                          // null without offload
-  std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one for each call that added groups
+  std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one object for each call that added groups
   std::optional<OptimizerStateDict> consolidated_;
   const std::shared_ptr<const void> lifetime_ = std::make_shared<int>();
 };

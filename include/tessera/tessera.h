@@ -1,8 +1,8 @@
 #pragma once
 
-// Includes all that a training program needs. Start with docs/guide.md, then <tessera/fsdp.h>. Three further headers
-// are included on demand: <tessera/elastic.h> (surviving the death of ranks), <tessera/exported.h> (models exported
-// from Python) and <tessera/plan.h> (dry runs and plans).
+// Includes every header that a training program needs. Start with docs/guide.md, then <tessera/fsdp.h>. Three headers
+// must be included separately: <tessera/elastic.h> (surviving the death of ranks), <tessera/exported.h> (models
+// exported from Python) and <tessera/plan.h> (dry runs and plans).
 
 #include <tessera/activation_offload.h>
 #include <tessera/autocast.h>

@@ -9,19 +9,19 @@
 #include <utility>
 #include <vector>
 
-// Visits the tensors in the arguments and results of a module: to cast inputs, recompute in backward, and find used
-// parameters.
+// Functions that visit the tensors in the arguments and results of a module. Tessera uses them to cast inputs, to
+// recompute in backward, and to find used parameters.
 //
-// Visits tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and torch::OrderedDict.
-// A program's own struct is opaque until the program declares, in the struct's namespace, which members to visit; these
-// may be of any of these types:
+// They find tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and
+// torch::OrderedDict. A program's own struct is opaque until the program declares, in the struct's namespace, which
+// members to visit. The members may be of any of these types:
 //
 //   struct Prediction { at::Tensor logits; std::vector<at::Tensor> states; int steps = 0; };
 //   template <class Visit>
 //   void tessera_visit_tensors(Prediction& value, Visit&& visit) { visit(value.logits, value.states); }
 //
-// It must be declared before the first use of the struct with Tessera. checkpointed() copies such a struct;
-// FullyShardedDataParallel with MixedPrecision::cast_forward_inputs also makes one by default and assigns to it.
+// The declaration must precede the first use of the struct with Tessera. checkpointed() copies such a struct.
+// FullyShardedDataParallel with MixedPrecision::cast_forward_inputs also default-constructs one and assigns to it.
 namespace tessera {
 
 namespace internal {
@@ -45,11 +45,11 @@ concept IsMap = requires(Value& value) {
 };
 template <class Value>
 concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
-// Types that cannot contain tensors.
+// Types that cannot contain tensors: numbers, strings, and ranges of numbers.
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// A range whose elements are neither proxies nor of the range's own type (as in JSON and paths).
+// A range whose elements are not proxies, and not of the range's own type, as those of JSON values and paths are.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();
@@ -60,7 +60,7 @@ concept IsRange = requires(Value& value) {
 template <class Value>
 concept IsTuple = requires { std::tuple_size<Value>::value; };
 
-// Receives the members that the program's function passes.
+// The visitor that a program's tessera_visit_tensors() gets. Visits the members that are passed to it.
 template <class Visitor>
 struct Members {
   Visitor& visitor;
@@ -86,7 +86,7 @@ struct Opaque {
   static constexpr bool kHolds = false, kKnown = false;
 };
 
-// Calls act(element) for each element of the value; returns their types.
+// Calls act(element) for each element of the value. Returns Elements of the elements' types, or Opaque.
 template <class Value, class Act>
 auto for_each_element(Value& value, Act act) {
   if constexpr (IsOptional<Value>) {
@@ -125,7 +125,7 @@ struct Traits<Value> {
 template <class Value, class Visitor>
 void look_into(Value& value, Visitor& visitor) {
   if constexpr (IsTensor<Value>) {
-    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // if not, it cannot be replaced
+    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // otherwise skips a tensor that is const
   } else if constexpr (IsTaught<Value>) {
     tessera_visit_tensors(value, Members<Visitor>{visitor});
   } else {
@@ -141,23 +141,23 @@ void Members<Visitor>::operator()(Values&... members) const {
 
 }  // namespace internal
 
-// Whether visit_tensors() searches a value of this type.
+// Whether a value of this type may contain tensors that visit_tensors() can replace.
 template <class Value>
 constexpr bool kHoldsTensors = internal::Traits<std::decay_t<Value>>::kHolds;
 
-// Whether visit_tensors() finds every tensor in a value of this type. Numbers, enums and strings have none.
+// Whether visit_tensors() finds every tensor in a value of this type. Numbers, enums and strings contain none.
 template <class Value>
 constexpr bool kKnowsTensorsOf = internal::Traits<std::decay_t<Value>>::kKnown;
 
-// Calls visit(at::Tensor&) for each tensor in `value`, in order, undefined ones too. Calls visit(const at::Tensor&), if
-// `visit` accepts that, for tensors that cannot be replaced (in a set, an at::TensorList, a const value).
+// Calls visit(at::Tensor&) for each tensor in `value`, in order, also for undefined ones. For tensors that cannot be
+// replaced (in a set, an at::TensorList, a const value), calls visit(const at::Tensor&) if `visit` accepts that.
 template <class Value, class Visit>
   requires std::invocable<Visit&, at::Tensor&>
 void visit_tensors(Value& value, Visit&& visit) {
   internal::look_into(value, visit);
 }
 
-// Returns the defined tensors.
+// Returns the defined tensors in `value`, in order.
 template <class Value>
 std::vector<at::Tensor> tensors_of(Value& value) {
   std::vector<at::Tensor> tensors;

@@ -14,28 +14,28 @@
 
 namespace tessera {
 
-// Saves and loads whole models as safetensors files, under the module's own names, as Python's safetensors and Hugging
-// Face's programs do. Parameters and buffers only.
+// Saves and loads whole models as safetensors files, under the module's own names, like Python's safetensors and
+// Hugging Face's programs. The files have parameters and buffers only.
 
-// How save_full() and write_full() split a model into files. Must be the same on all ranks.
+// How save_full() and write_full() split a model into files. Must be equal on all ranks.
 struct SaveFullOptions {
-  // Tensors beyond this many bytes are split over several files with an index: "<stem>-00001-of-00003.safetensors",
-  // ..., "<stem>.safetensors.index.json". One tensor is never split. 0: one file of any size.
+  // Above this many bytes, tensors are split over several files with an index: "<stem>-00001-of-00003.safetensors",
+  // ..., "<stem>.safetensors.index.json". A single tensor is never split. 0: one file of any size.
   int64_t max_file_bytes = 0;
 };
 
-// Writes `file` ("model.safetensors"). Collective: each rank writes its shards in place, without a gather. The files
-// appear, or replace older ones, by one rename when all ranks are done. Several files get new names; the rename of
+// Writes `file` ("model.safetensors"). Collective. Each rank writes its shards in place, without a gather. When all
+// ranks are done, one rename makes the file appear or replaces the old one. Several files get new names. The rename of
 // their index commits them, and the previous files are then removed. Errors as in save_checkpoint().
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads such a file, an index, or a directory of safetensors files. The directory may be the output of PyTorch's
-// HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names one. If an index
+// HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names a snapshot. If an index
 // exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads only its
-// part, without checksums. Collective; otherwise as load_checkpoint().
+// part, without checksums. Collective. Errors as in load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
-// A tensor of a full file.
+// The description of a tensor in a full file.
 struct FullTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -43,8 +43,8 @@ struct FullTensor {
   std::vector<std::string> aliases;
 };
 
-// Writes full files on one process. `data` returns one tensor at a time, row-major in host memory; only one is held.
-// The files appear at the end. Throws CheckpointError.
+// Writes full files on one process. `data` must return one tensor, row-major in host memory; only one is held at a
+// time. The files appear at the end. Throws CheckpointError.
 void write_full(const std::filesystem::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options = {},
                 const std::function<void(int64_t bytes)>& progress = {});

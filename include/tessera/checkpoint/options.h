@@ -7,57 +7,57 @@
 
 namespace tessera {
 
-// How a checkpoint is written. Must be the same on all ranks.
+// Options of a save. Must be equal on all ranks.
 struct SaveOptions {
-  // Number of newest complete checkpoints to keep in the directory's parent after a save; 0: all. The parent must then
-  // hold the checkpoints of one run only. Files of your own in a removed checkpoint are kept.
+  // Number of newest complete checkpoints to keep in the directory's parent after a save; 0: all. If above 0, the
+  // parent must hold the checkpoints of one run only. Files of your own in a removed checkpoint are kept.
   int keep_last = 0;
 
-  // Bytes covered by one checksum: the smallest read of a rank that needs part of a slice. Must be a multiple of 16, at
-  // most 1 GiB.
+  // Bytes that one checksum covers. A rank that needs a part of a slice reads at least so many bytes. Must be a
+  // multiple of 16, at most 1 GiB.
   int64_t block_bytes = int64_t{1} << 20;
 
-  // For save_checkpoint_async() only: a thread copies parameters and optimizer state to the host during the next
-  // forward and backward. PendingSave::copied() must return before optimizer.step() modifies them; an earlier write
-  // fails the save, with the tensor's name. Buffers, Stateful objects and optimizers whose writes autograd does not
-  // count (torch's SGD, LBFGS, your own) are copied before the call returns.
+  // For save_checkpoint_async() only. true: a thread copies parameters and optimizer state to the host during the next
+  // forward and backward. PendingSave::copied() must return before optimizer.step() modifies them. A write before that
+  // fails the save, with the tensor's name. Copied before the call returns: buffers, Stateful objects, and optimizers
+  // whose writes autograd does not count (torch's SGD, LBFGS, your own).
   bool copy_in_background = false;
 
-  // Saves the random generators' states too. Ranks that are threads of one process share the CPU generator; each saves
-  // the state that it finds.
+  // true: also saves the random generators' states. Ranks that are threads of one process share the CPU generator. Each
+  // of them saves the state that the generator then has.
   bool rng = true;
 };
 
-// Differences that a load with strict = false skipped. The same on all ranks.
+// Differences that a load with strict = false skipped. Equal on all ranks.
 struct LoadReport {
   std::vector<std::string> missing;     // names that the checkpoint lacks
-  std::vector<std::string> unexpected;  // names of tensors and states that the model lacks
-  std::vector<std::string> optimizer;   // differences of the optimizer, as sentences
+  std::vector<std::string> unexpected;  // names of tensors and states in the checkpoint that the model lacks
+  std::vector<std::string> optimizer;   // differences in the optimizer's groups and state, as sentences
 };
 
-// How a checkpoint is loaded. Must be the same on all ranks, except for the pointers.
+// Options of a load. Must be equal on all ranks, except for the pointers.
 struct LoadOptions {
   // true: model and checkpoint must have equal names. false: skips names that only one of them has, with their
-  // optimizer state. If the numbers of optimizer groups differ, also skips all hyper-parameters. `report` lists the
-  // skipped ones. Shapes must agree either way.
+  // optimizer state. If the numbers of optimizer groups differ, also skips all hyper-parameters. `report` lists skipped
+  // names. Shapes must agree in either case.
   bool strict = true;
 
-  // If not null, receives the skipped differences; empty if `strict`.
+  // If not null, receives the differences that were skipped; with `strict`, an empty report.
   LoadReport* report = nullptr;
 
-  // Maps a parameter's or buffer's name in the checkpoint to its name in the model; "" skips the tensor. Optimizer
-  // state, averages and other tensors named after a parameter follow it. Not set: names are equal.
+  // Maps a parameter's or buffer's name in the checkpoint to its name in the model; "" skips the tensor. Applies to
+  // optimizer state, averages and other tensors named after a parameter, too. Not set: equal names.
   std::function<std::string(const std::string& saved)> rename{};
 
-  // Returns whether the checkpoint stores this tensor transposed (Hugging Face's Conv1D). It must have two dimensions.
-  // Applies to its optimizer state and averages too. Not set: none is transposed.
+  // Returns whether the checkpoint stores this tensor transposed (Hugging Face's Conv1D). Such a tensor must have two
+  // dimensions. Its optimizer state and averages are transposed, too. Not set: no tensor is transposed.
   std::function<bool(const std::string& saved)> transposed{};
 
-  // true: converts floating-point tensors of another dtype to the model's, rounding to nearest; also optimizer state
-  // that has its parameter's old dtype. false: another dtype is an error.
+  // true: converts floating-point tensors of another dtype to the model's, rounding to nearest. Also converts optimizer
+  // state that has its parameter's old dtype. false: another dtype is an error.
   bool convert_dtypes = false;
 
-  // Restores the random generators, if the checkpoint has their states and was saved by the current number of ranks.
+  // true: restores the random generators, if the checkpoint has their states and was saved by as many ranks.
   bool rng = true;
 
   // If not null, receives the bytes that this rank read from data files.

@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-// The values of a state, other than tensors, by name: {"position", 7}. Numbers must be finite, texts UTF-8.
+// Values of a state that are not tensors, by name: {"position", 7}. Numbers must be finite, texts UTF-8.
 using StateValue = std::variant<bool, int64_t, double, std::string>;
 using StateValues = std::map<std::string, StateValue>;
 
@@ -20,21 +20,21 @@ using StateValues = std::map<std::string, StateValue>;
 class Stateful {
  public:
   virtual ~Stateful() = default;
-  // Its name in a checkpoint: letters, digits and '_', equal on all ranks, and unique in the training state.
+  // Returns the name in a checkpoint: letters, digits and '_', equal on all ranks, and unique in the training state.
   virtual std::string state_name() const = 0;
-  // Only rank 0's values are saved.
+  // Returns the values to save. Only rank 0's values are saved.
   virtual StateValues state_values() const = 0;
   // Throws std::invalid_argument unless load_state_values() accepts the values.
   virtual void check_state_values(const StateValues& values) const = 0;
   // Restores the state. check_state_values() has accepted the values, which are equal on all ranks.
   virtual void load_state_values(const StateValues& values) = 0;
-  // Its tensors: this rank's part of each, with the same names on all ranks. Loading writes to them. Replicas and
-  // shards are as in NamedShard.
+  // Returns the state's tensors: this rank's part of each, with the same names on all ranks. Loading writes to these
+  // tensors. Replicas and shards are as in NamedShard.
   virtual std::vector<NamedShard> state_shards() const { return {}; }
 };
 
-// For check_state_values(): throws std::invalid_argument, naming the values, unless they have the names and types of
-// `expected`.
+// For check_state_values(). Throws std::invalid_argument unless `values` has the names and types of `expected`. The
+// error names the wrong value, and `whose` state it is.
 inline void require_same_form(const StateValues& values, const StateValues& expected, const std::string& whose) {
   constexpr const char* kTypes[] = {"true or false", "an integer", "a number", "a text"};
   for (const auto& [name, value] : expected) {

@@ -16,14 +16,14 @@
 
 namespace tessera {
 
-// The objects of one training state: models, optimizers and Stateful objects. One model may be without a name; several
-// need one each. The same holds for optimizers, each of which may have parameters of several models:
+// The objects of one training state: models, optimizers and Stateful objects. A single model may have no name; each of
+// several models needs a name. The same holds for optimizers. An optimizer may have parameters of several models:
 //
 //   {{"generator", g}, {"critic", c}, {"of_generator", g_adam}, {"of_critic", c_adam}, scaler}
 //   {model, {"muon", muon}, {"adamw", adamw}}
 class TrainingState {
  public:
-  // A reference to one object whose state is saved. The object must outlive it.
+  // Refers to one object whose state is saved. The object must outlive the reference.
   class StateRef {
    public:
     // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
@@ -31,11 +31,11 @@ class TrainingState {
     StateRef(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
     StateRef(Stateful& stateful);
     StateRef(ShardedGradScaler& scaler);  // named "grad_scaler"
-    // Named "scheduler": its count of steps; learning rates belong to the optimizer.
+    // Named "scheduler". The state is the count of steps; learning rates belong to the optimizer.
     StateRef(torch::optim::LRScheduler& scheduler);
     // NOLINTEND(google-explicit-constructor)
     // For several objects of one kind, each with its own name. Tensors of a named model are "<name>.<fqn>" in the
-    // checkpoint; its Ema is "<name>_ema".
+    // checkpoint. The averages of a named Ema::with_model() are "<name>_ema".
     StateRef(const std::string& name, ModelShards& model);
     StateRef(const std::string& name, torch::optim::Optimizer& optimizer);
     StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
@@ -44,21 +44,21 @@ class TrainingState {
 
    private:
     friend class TrainingState;
-    std::string name_;  // of a model or optimizer; "" for a single one
+    std::string name_;  // name of a model or optimizer; "" for a single one
     ModelShards* model_ = nullptr;
     torch::optim::Optimizer* optimizer_ = nullptr;
     std::shared_ptr<Stateful> stateful_;
   };
 
-  // Throws std::invalid_argument for no model, models of different communicators, several models or optimizers of which
-  // one has no name, and names that are invalid or duplicate.
+  // Throws std::invalid_argument without a model, for models of different communicators, for several models or
+  // optimizers if one has no name, and for names that are invalid or duplicate.
   TrainingState(std::initializer_list<StateRef> all);
 
-  ModelShards& model() const { return *model_; }  // the only one, or all named ones together
+  ModelShards& model() const { return *model_; }  // the only model, or all named models as one
   const std::vector<std::string>& model_names() const { return model_names_; }  // empty for a single unnamed model
-  // The optimizers by name. A single one may have the name "".
+  // Returns the optimizers by name. A single optimizer may have the name "".
   const std::map<std::string, torch::optim::Optimizer*>& optimizers() const { return optimizers_; }
-  const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // in the order given
+  const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // other objects, in the order given
 
  private:
   std::shared_ptr<ModelShards> model_;

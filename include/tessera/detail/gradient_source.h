@@ -29,9 +29,9 @@ class GradientSource {
   // Returns the wrapper's parameters that have a .grad, of the last backward or of an earlier one.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
 
-  // While the scope exists, uses of the parameters' values outside backward throw std::logic_error with `reason`:
-  // operators of forward(), summon_full_params(), full_state_dict(). Direct reads of the shards are not detected.
-  // Thread-safe; not collective.
+  // While the scope exists, uses of the parameters' values outside backward throw std::logic_error with `reason`. Such
+  // uses are operators of forward(), summon_full_params() and full_state_dict(). Direct reads of the shards are not
+  // detected. Thread-safe; not collective.
   virtual ScopeExit refuse_use(std::string reason) = 0;
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm. Returns the norm before

@@ -23,8 +23,8 @@ struct OptimizerStateDict {
     OptionList options;
     int64_t parameter_count = 0;
   };
-  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Undefined tensors are left out. The tensors are
-  // the optimizer's own, not copies.
+  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Undefined tensors are left out. Tensors are the
+  // optimizer's own in local_state_dict() of OSS, and copies in its state_dict().
   struct ParameterState {
     std::vector<std::pair<std::string, at::Tensor>> tensors;
     std::vector<std::pair<std::string, int64_t>> numbers;
