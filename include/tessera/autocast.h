@@ -8,8 +8,8 @@
 namespace tessera {
 
 // While it exists, libtorch's autocast is on for one device type, like torch.autocast in Python. Operators of its list
-// get floating-point inputs in `dtype`; parameters do not change. For ZeRO stages 0 to 2, because FSDP's MixedPrecision
-// needs less traffic and memory. Must exist in forward and loss, and end before backward:
+// get floating-point inputs in `dtype`; parameters do not change. For ZeRO stages 0 to 2; in stage 3, MixedPrecision
+// needs less traffic and memory. Create it before forward, and destroy it before backward:
 //
 //   std::optional<tessera::Autocast> autocast(std::in_place, comm->device().type());
 //   at::Tensor loss = torch::mse_loss(ddp(x), y);

@@ -25,8 +25,8 @@ class FileLock;
 // them. FORMAT.md defines the bytes; docs/checkpoint.md is the guide.
 //
 // Unless stated otherwise, these functions are collective over the model's communicator. They must be called on its
-// thread, outside forward and backward. If one rank fails, all ranks throw an error that names it. Group, model and
-// optimizer are then unchanged, and training can continue.
+// thread, outside forward and backward. If one rank fails, all ranks throw an error that names that rank. Group, model
+// and optimizer are then unchanged, and training can continue.
 //
 //   dir         path of the checkpoint ("out/step-000200"), equal on all ranks, on a shared file system. Creates its
 //               parents, and replaces an existing checkpoint.
@@ -62,7 +62,7 @@ class [[nodiscard]] PendingSave {
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
   // Blocks until the checkpoint is complete or has failed. An error becomes a warning (errors.h); the group's next save
-  // throws it. During stack unwinding, waits for a rank only while it sends heartbeats. Not collective.
+  // throws it. During stack unwinding, waits for a rank only while that rank sends heartbeats. Not collective.
   ~PendingSave();
 
   // Returns whether the save has ended, successfully or not, as far as this rank knows. Not collective; may be called

@@ -60,8 +60,8 @@ class CommunicatorBackend {
   CommunicatorBackend(const CommunicatorBackend&) = delete;
   CommunicatorBackend& operator=(const CommunicatorBackend&) = delete;
 
-  // Whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(). Starting it early
-  // then hides nothing. True for gloo if all ranks share memory, except for small operations.
+  // Whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(). Starting such an
+  // operation early hides nothing. True for gloo if all ranks share memory, except for small operations.
   virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
   // Whether start() accepts Collective::pieces.
   virtual bool takes_pieces() const { return false; }
@@ -164,8 +164,8 @@ class Communicator : public internal::CommunicatorBackend {
 
   // Makes a new group of the ranks with the same `color`, numbered by `key`, then by rank (MPI_Comm_split). The new
   // group has this group's backend, device and timeout. It lives as long as this group, so that a failed rank can still
-  // publish its reason. Its traffic counts in this group's traffic() as well. Its errors use its own ranks, and list
-  // their ranks in this group. Returns null if color is negative. Collective over this group.
+  // publish its reason. Its traffic counts in this group's traffic() as well. Its errors name ranks by their numbers in
+  // the new group, and list those in this group. Returns null if color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
   // Like split(), for colors (0 or more) that every rank can compute. Members keep their order. One small all-reduce

@@ -21,7 +21,7 @@ struct DdpOptions {
   int64_t first_bucket_bytes = int64_t{1} << 20;
 
   // If only some ranks use a parameter, missing gradients count as zero. true: a parameter that no rank used keeps its
-  // gradient. false: after such a backward, the next forward throws std::runtime_error.
+  // gradient. false: if no rank used a parameter in a backward, the next forward throws std::runtime_error.
   bool find_unused_parameters = false;
 
   // true: gradients that share a bucket are views of it, which saves a copy and its memory.
@@ -31,8 +31,8 @@ struct DdpOptions {
   // compare the sets of used parameters only after the first two backwards.
   bool static_graph = false;
 
-  bool broadcast_buffers = true;   // true: rank 0's, before each forward that follows a training forward
-  bool sync_module_states = true;  // true: rank 0's parameters and buffers, at construction
+  bool broadcast_buffers = true;   // true: rank 0 sends its buffers before each forward that follows a training forward
+  bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers at construction
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
   // For debugging: compares the parameters of all ranks in every N-th forward that trains. Throws std::runtime_error

@@ -102,12 +102,12 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   int rank() const;              // the constructor's `rank`
   int world_size() const;        // the constructor's `world_size`
   int64_t epoch() const;         // epoch of the next step's first item; after an epoch's last batch, the next epoch
-  int64_t micro_batch() const;   // micro-batches of this step received so far; 0: the step is complete
+  int64_t micro_batch() const;   // received micro-batches of the current step; 0 after the step's last one
   int64_t batches_left() const;  // batches that the loop over a loader will still receive; 0 in the last iteration
 
-  // The name of the state, which has items, seed, shuffle, and the number of items that all ranks have taken. Must be
-  // saved between steps: within a step, state_values() throws std::logic_error. It also throws while a loader without
-  // enforce_ordering reads ahead, because the number of received batches is then unknown.
+  // The name of the state, which has items, seed, shuffle, and the number of items that all ranks have taken. The state
+  // must be saved between steps: within a step, state_values() throws std::logic_error. It also throws while a loader
+  // without enforce_ordering reads ahead, because the number of received batches is then unknown.
   std::string state_name() const override { return "sampler"; }
   StateValues state_values() const override;  // items, seed, shuffle and position
   // Throws std::invalid_argument for another number of items, another seed or another order.

@@ -81,7 +81,7 @@ class ElasticRunState;
 
 // Options of spawn_elastic().
 struct SpawnElasticOptions {
-  int least_ranks = 1;  // all ranks are ended if fewer than this run or have ended without error
+  int least_ranks = 1;  // if fewer ranks than this run or have ended without error, all are ended
   // How often each rank is started again after a failure, while the other ranks have a group. The started process joins
   // that group as a new rank. 0: never.
   int restarts = 3;
@@ -89,8 +89,8 @@ struct SpawnElasticOptions {
 };
 
 // Like spawn_local(), for an elastic run. If a rank fails, prints its error, leaves the other ranks running, and starts
-// the rank again. Returns 0 in the end if at least `least_ranks` have ended without error. Otherwise ends the ranks,
-// and returns the exit code of the failure after which too few were left. Throws as spawn_local() does. Throws
+// the rank again. Returns 0 in the end if at least `least_ranks` have ended without error. If a failure leaves too few
+// ranks, ends the others, and returns the failed rank's exit code. Throws as spawn_local() does. Throws
 // std::invalid_argument also unless `least_ranks` is 1 to `world` and `restarts` is at least 0.
 int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& options = {});
 
@@ -119,7 +119,7 @@ class ElasticRun {
   // process joins. The body must not catch that error. Throws std::logic_error before restore().
   void commit(const nlohmann::json& extra = nlohmann::json::object());
 
-  // Returns the bytes of the copies and own parts. Ranks of a host share memory, and each counts it.
+  // Returns the bytes of the copies and own parts. Ranks of one host share this memory, and each rank counts it.
   int64_t copied_bytes() const;
 
  private:
@@ -131,9 +131,9 @@ class ElasticRun {
 // The process's part in an elastic run. A process may have one at a time, unless ranks are threads.
 class Elastic {
  public:
-  // Meets the ranks that the launcher has started, like init(), which must not be called, too. Collective, except in a
-  // process that joins later (ElasticOptions::rendezvous): such a process waits in run(). Throws std::invalid_argument
-  // for wrong or unequal options, and CommError as init() does.
+  // Meets the ranks that the launcher has started, like init(). The program must not call init(), too. Collective,
+  // except in a process that joins later (ElasticOptions::rendezvous): such a process waits in run(). Throws
+  // std::invalid_argument for wrong or unequal options, and CommError as init() does.
   explicit Elastic(ElasticOptions options = {});
   // For a program with its own store, like communicator_from(). Only this constructor uses the store. Begins a run. A
   // process that joins the run later must use the other constructor.
@@ -145,8 +145,8 @@ class Elastic {
 
   // Runs the body once for each group, until it returns on all ranks. If a rank is lost, the body's current operation
   // throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with the next group.
-  // Objects that use the group must belong to the body. Collective. A process that joins first waits for a place. If
-  // the run ends before, it returns without a call of the body.
+  // Objects that use the group must belong to the body. Collective. In a process that joins, run() first waits for a
+  // place. If the run ends before, run() returns there without a call of the body.
   //
   // If another exception leaves the body, the other ranks continue without this one, and run() rethrows it. Throws
   // CommError if the survivors cannot regroup (docs/elastic.md has the rule), or have continued without this rank. In a

@@ -24,7 +24,7 @@ class EventWriter {
  public:
   // Options of EventWriter.
   struct Options {
-    // Age of the last write at which scalar() writes pending records. A kill loses at most the pending records.
+    // scalar() writes pending records if the last write is at least this old. A kill loses at most these records.
     std::chrono::milliseconds flush_every{5000};
     // Called by the writing thread when writes begin to fail, with the file, the reason and the consequence. Must not
     // call the writer. Empty: the text becomes a warning (errors.h).

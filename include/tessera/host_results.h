@@ -19,7 +19,7 @@ at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
 
 // Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). If a rank
-// left the loop early, the collectives of the others would fail. Is collective (one number). To use all data, ranks
+// left the loop early, the collectives of other ranks would fail. Is collective (one number). To use all data, ranks
 // without data continue with any batch and a loss of 0. Gradients, which are averages over all ranks, must then be
 // rescaled:
 //

@@ -60,13 +60,13 @@ struct InitOptions {
   // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index is the only visible one, or else the
   // one with index LOCAL_RANK. In run_ranks(), its index is the rank.
   std::optional<at::Device> device{};
-  // The longest wait of an operation or rendezvous for other ranks, without time in which this process is stopped.
+  // The longest time that operations and the rendezvous wait for other ranks, except while this process is stopped.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits it.
   // TESSERA_PEER_MEMORY=0 in the environment of any of these ranks disables it.
   bool peer_memory = true;
   // With NCCL: FullyShardedDataParallel gathers into memory that is registered with the group (ncclMemAlloc, by c10d).
-  // NCCL then needs no copies of its own, and uses the network switch if possible. The group owns such memory until it
+  // NCCL then needs no copies of its own, and uses NVSwitch's multicast if present. The group owns such memory until it
   // is destroyed. Throws std::invalid_argument if the driver or NCCL do not support such memory.
   bool registered_memory = false;
   // With NCCL: sums and averages of floating types add in rank order, and have the same bits as on gloo. 16-bit types
@@ -93,7 +93,7 @@ struct GroupOptions {
   // Empty: CUDA with "nccl", or for a process group without a backend for CPU tensors; otherwise the CPU. CUDA without
   // an index means the calling thread's current device.
   std::optional<at::Device> device{};
-  // The longest wait of an operation, and of the ranks' meeting, for other ranks.
+  // The longest time that operations, and ranks that form the group, wait for other ranks.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // These two fields are as in InitOptions.
   bool peer_memory = true;
@@ -121,9 +121,9 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 // Makes a group of the ranks of a c10d process group, or of one backend of c10d, and uses it for all traffic. Its
 // reductions decide the rounding. The class needs allreduce() and broadcast(). If it has _allgather_base() and
 // _reduce_scatter_base(), they are used. all_to_all() and split() need send() and recv(). Failures are published in the
-// process group's store. Without one, ranks of a host share a store in memory; on several hosts, rank 0 serves one at a
-// port. Ranks must call it in one order with other collectives. While this group is in use, no other thread may use the
-// process group. A failure aborts a NCCL process group. Otherwise as for a store.
+// process group's store. Without a store, ranks of one host share one in memory; on several hosts, rank 0 serves one at
+// a port. Ranks must call this function in one order with other collectives. While this group is in use, no other
+// thread may use the process group. A failure aborts a NCCL process group. Otherwise as for a store.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {

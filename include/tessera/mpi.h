@@ -39,7 +39,7 @@ class MpiLibrary : public MessageLibrary {
     int* most = nullptr;
     int is_set = 0;
     MPI_Comm_get_attr(comm_, MPI_TAG_UB, static_cast<void*>(&most), &is_set);
-    most_tag_ = is_set != 0 ? *most : 32767;  // the least upper bound that MPI permits
+    most_tag_ = is_set != 0 ? *most : 32767;  // MPI guarantees tags up to this number
   }
   ~MpiLibrary() override { release(); }
   MpiLibrary(const MpiLibrary&) = delete;
@@ -121,7 +121,7 @@ class MpiLibrary : public MessageLibrary {
 
   static constexpr char kWho[] = "tessera::communicator_from_mpi: ";
 
-  // While it exists, errors on these two communicators, to which MPI attributes invalid handles, are returned as codes.
+  // While it exists, MPI_COMM_WORLD and MPI_COMM_SELF return errors as codes. MPI reports invalid handles on them.
   class ErrorsReturned {
    public:
     ErrorsReturned() {
@@ -174,7 +174,7 @@ class MpiLibrary : public MessageLibrary {
           "this thread may not call MPI; expected the thread that called MPI_Init_thread(), or "
           "MPI_THREAD_SERIALIZED");
 #ifdef OPEN_MPI
-    // In Open MPI, a handle is an address, which must not be read after the communicator was freed. Its table of
+    // In Open MPI, a handle is an address, which must not be read after the communicator was freed. Open MPI's table of
     // Fortran handles has only live communicators.
     bool is_live = false;
     for (MPI_Fint i = 0; i < (1 << 16) && !is_live; ++i) is_live = MPI_Comm_f2c(i) == comm;

@@ -29,8 +29,8 @@ struct SdpOptions {
   // Int8Blocks).
   WireFormat wire = WireFormat::kDtype;
 
-  bool broadcast_buffers = true;       // true: rank 0's, before each forward that follows a training forward
-  bool sync_models_at_startup = true;  // true: rank 0's parameters and buffers, at construction
+  bool broadcast_buffers = true;       // rank 0 sends its buffers before each forward that follows a training forward
+  bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
   // For debugging: compares the parameters of all ranks in every N-th forward that trains. Throws std::runtime_error
   // with the name of the first difference. 0: never, unless TESSERA_DEBUG=replicas or replicas:N sets a number. Always
@@ -80,7 +80,7 @@ class SdpModule : public ReplicatedModule {
 }  // namespace internal
 
 // Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel). During backward, each
-// gradient is reduced to the rank whose optimizer owns the parameter. The other ranks free theirs.
+// gradient is reduced to the rank whose optimizer owns the parameter, and freed on the other ranks.
 //
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
 //   tessera::ShardedDataParallel sdp(model, optimizer, comm);

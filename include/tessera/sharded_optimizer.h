@@ -67,10 +67,10 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // Adds a group. Collective. The parameters of earlier groups keep their owners.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // torch::nn::utils::clip_grad_norm_ over all parameters. DistributedDataParallel or ShardedDataParallel must have
-  // averaged the gradients. Each parameter counts once, at its owner. Returns the norm before clipping. Collective:
-  // one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(), and like step() if gradients are not
-  // ready.
+  // torch::nn::utils::clip_grad_norm_ over all parameters. The gradients must be averages over ranks, as
+  // DistributedDataParallel and ShardedDataParallel make them. Each parameter counts once, at its owner. Returns the
+  // norm before clipping. Collective: one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(), and
+  // like step() for gradients that are not ready.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
@@ -131,7 +131,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
   // Returns the cost of stepping one parameter; equal on all ranks. Parameters with cost > 0 are assigned first,
-  // balanced by cost. All others are balanced by bytes. Null: all parameters are.
+  // balanced by cost; all others are balanced by bytes. A null StepCost balances all parameters by bytes.
   using StepCost = std::function<int64_t(const NamedShard&, const torch::optim::OptimizerOptions&)>;
   ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                    std::shared_ptr<Communicator> comm, OssOptions options, StepCost step_cost = nullptr);
@@ -144,7 +144,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void check_agreement(size_t first_group) const;
   void adopt_groups_from(size_t first_group);
   void take_added_groups();
-  bool is_added(const at::Tensor& parameter) const;  // whether only the base class has added it so far
+  bool is_added(const at::Tensor& parameter) const;  // whether the base class added it, and it is not adopted yet
   void assign_owners(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;

@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-// Names the modules that become units, which are unsharded, used and resharded together.
+// Selects the modules that become units, which are unsharded, used and resharded together.
 //
 // A policy returns whether a module becomes a unit. It is called for every module but the root, children before
 // parents. `unclaimed_numel` counts parameter elements below the module, trainable or frozen, that belong to no unit

@@ -29,10 +29,10 @@ struct SaveFullOptions {
 // their index commits them, and the previous files are then removed. Errors as in save_checkpoint().
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
-// Loads such a file, an index, or a directory of safetensors files. The directory may be the output of PyTorch's
-// HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names a snapshot. If an index
-// exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads only its
-// part, without checksums. Collective. Errors as in load_checkpoint().
+// Loads a file of save_full(), an index, or a directory of safetensors files. The directory may be the output of
+// PyTorch's HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names a snapshot. If
+// an index exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads
+// only its part, without checksums. Collective. Errors as in load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
 // The description of a tensor in a full file.

@@ -48,7 +48,7 @@ class ReplicatedModule : public DataParallel {
     std::string wrapper;             // class name of the wrapper, for errors
     std::string options;             // the options as one line of text; must be equal on all ranks
     bool sync_module_states = true;  // true: all ranks get rank 0's parameters and buffers
-    bool broadcast_buffers = true;   // true: rank 0's, before each forward that follows a training forward
+    bool broadcast_buffers = true;   // rank 0 sends its buffers before each forward that follows a training forward
     // true: gradients from before wrapping must be equal on all ranks, because each rank steps with its own gradients.
     bool compares_gradients = false;
   };

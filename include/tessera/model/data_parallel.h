@@ -28,7 +28,7 @@ struct MemoryReport {
   int64_t peak_gathered_bytes = 0;   // the peak of gathered_bytes
   int64_t secondary_bytes = 0;       // secondary shards for backward (hybrid sharding), now
   int64_t peak_secondary_bytes = 0;  // the peak of secondary_bytes
-  int64_t bucket_bytes = 0;          // gradients in buckets, before or in their reduction, now
+  int64_t bucket_bytes = 0;          // gradients in buckets now, not reduced or being reduced
   int64_t peak_bucket_bytes = 0;     // the peak of bucket_bytes
   int64_t largest_unit_bytes = 0;    // full parameters of the largest unit
   int64_t unsharded_bytes = 0;       // the parameters of the whole model
@@ -91,9 +91,9 @@ class DataParallel : public ModelShards {
   virtual const torch::nn::Module& wrapped_module() const = 0;
 };
 
-// A training step that the device replays as one CUDA graph, which costs the host one launch. It has forward, backward,
-// clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Other optimizers step eagerly. Replays follow
-// learning rates, step counts and loaded checkpoints. docs/gpu.md lists refused changes.
+// A training step that the device replays as one CUDA graph, which costs the host one launch. The graph has forward,
+// backward, clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Other optimizers step eagerly.
+// Replays follow learning rates, step counts and loaded checkpoints. docs/gpu.md lists refused changes.
 //
 //   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
 //   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});

@@ -33,8 +33,8 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
-  // Registers an optimizer that steps during backward: see GradientSource and StepInBackward. Throws
-  // std::invalid_argument with FsdpOptions::check_finite.
+  // For an optimizer that steps during backward: see GradientSource and StepInBackward. Throws std::invalid_argument
+  // with FsdpOptions::check_finite.
   ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
   // Returns the shards that have a gradient now.
   std::vector<at::Tensor> parameters_with_gradients() const override;

@@ -17,8 +17,8 @@ namespace tessera {
 struct NamedShard {
   std::string fqn{};                   // first registered name of the parameter
   std::vector<std::string> aliases{};  // other names of the parameter (tied weights)
-  std::vector<int64_t> sizes{};        // of the whole parameter
-  std::vector<int64_t> strides{};      // of the whole parameter, in memory
+  std::vector<int64_t> sizes{};        // sizes of the whole parameter
+  std::vector<int64_t> strides{};      // strides of the whole parameter in memory
   Range held{};                        // the range of elements on this rank, in memory order
   // The leaf for optimizers: [held.numel()], or the parameter's own shape if ranks hold it whole. Writing to it under
   // NoGradGuard changes the model.
@@ -34,7 +34,7 @@ class ModelShards {
  public:
   // The part of one parameter that a rank holds.
   struct HeldPart {
-    Range range{};    // elements in memory order
+    Range range{};    // range of elements in memory order
     int replica = 0;  // see NamedShard::replica
   };
 
@@ -43,9 +43,9 @@ class ModelShards {
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
   // Returns every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
-  // Returns the shards to save, with the module's current values, which a scope or set_data() may have changed. Throws
-  // std::logic_error if the changes are temporary, with the unit's name, and if a parameter was registered after
-  // wrapping, with the parameter's name.
+  // Returns the shards to save. They have the module's current values, which a scope or set_data() may have changed.
+  // Throws std::logic_error if these changes are temporary (the error names the unit), or if a parameter was registered
+  // after wrapping (the error names the parameter).
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // Returns the part of each of named_shards() that `rank` of comm() holds, computed without communication. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.

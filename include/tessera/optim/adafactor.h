@@ -56,8 +56,8 @@ struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
 // Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5; torch.optim.Adafactor), without momentum. Squared gradients
 // are averaged over rows and columns of the last two dimensions, so the state of a matrix is rows + columns numbers.
 //
-// Sums over a matrix include the parts on other ranks. If parameters are sharded, a step issues three all-reduces. They
-// sum one flag for each parameter; rows + columns doubles for each matrix, and one for each parameter; and one double
+// Sums over a matrix include the parts on other ranks. If parameters are sharded, a step issues three all-reduces: of a
+// flag for each parameter; of rows + columns doubles for each matrix and one double for each parameter; of one double
 // for each parameter. Results equal those of one process up to rounding. Matrix states are equal on all ranks.
 class Adafactor : public internal::ListedOptimizer<AdafactorOptions, AdafactorParamState, internal::Sees::kParameters> {
  public:

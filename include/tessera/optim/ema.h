@@ -43,14 +43,14 @@ class Ema : public ModelShards {
   // if the decay is out of range, if options differ between ranks, or if a parameter is not dense.
   explicit Ema(ModelShards& model, EmaOptions options = {});
 
-  // Must be called after each optimizer step. Is not collective. Makes one foreach call. Parameters on disk are read
-  // one at a time. Throws std::logic_error while averages are swapped in.
+  // Updates the averages. Must be called after each optimizer step. Is not collective. Makes one foreach call.
+  // Parameters on disk are read one at a time. Throws std::logic_error while averages are swapped in.
   void update();
   int64_t updates() const { return updates_.item<int64_t>(); }  // number of updates
 
   // Replaces the parameters by their averages until the scope ends, then restores them. This object must outlive the
-  // scope. Allocates a copy of this rank's parameters. If ranks hold equal parameters, the call is collective: one
-  // all-gather for each parameter. The scope's end is not. Throws std::logic_error if a scope is open.
+  // scope. Allocates a copy of this rank's parameters. If ranks hold equal parameters, the call, but not the scope's
+  // end, is collective: one all-gather for each parameter. Throws std::logic_error if a scope is open.
   ScopeExit swap_in();
 
   // Returns an object that has the model's tensors, "ema.<name>" for each average, and the buffer "ema.updates". It is
@@ -84,7 +84,7 @@ class Ema : public ModelShards {
   const EmaOptions options_;
   std::shared_ptr<Communicator> replicas_;  // ranks that hold equal parts; null if only this rank
   std::vector<Average> averages_;
-  at::Tensor updates_;  // [], int64
+  at::Tensor updates_;  // number of updates: [], int64
   std::unique_ptr<ModelShards> with_model_;
   bool is_swapped_in_ = false;
 };

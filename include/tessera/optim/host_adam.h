@@ -24,7 +24,7 @@ namespace tessera {
 //
 // Steps of revocable_steps() keep the previous parameter and state in host memory or, for parameters on disk, on disk.
 // The first such step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new
-// state to that memory and keeps the old one, which costs less than a copy.
+// state to the allocated memory and keeps the old state where it is, which costs less than a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;

@@ -101,7 +101,7 @@ class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, in
  public:
   using ListedOptimizer::ListedOptimizer;
   // Runs up to max_iter iterations. Returns this rank's loss of the first closure call. Throws CommError. Throws
-  // std::invalid_argument without a closure, and for several groups, dtypes or devices, or sparse gradients.
+  // std::invalid_argument without a closure, for several groups, dtypes or devices, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // The group and parameters under OSS, where each rank owns some parameters whole.

@@ -24,7 +24,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
   TORCH_ARG(double, momentum) = 0.95;
   TORCH_ARG(bool, nesterov) = true;  // matrices only: Nesterov's momentum
   TORCH_ARG(int64_t, ns_steps) = 5;  // matrices only: iterations of Newton and Schulz, 1 to 99
-  TORCH_ARG(bool, bfloat16) = true;  // matrices only: exchanges and products in bfloat16; false: in fp32
+  TORCH_ARG(bool, bfloat16) = true;  // matrices only: true computes and sends in bfloat16, false in fp32
   // true: steps are scaled by lr * 0.2 * sqrt(max(rows, columns)), so that AdamW's learning rates apply (Moonlight).
   // false: steps are scaled by lr * sqrt(max(1, rows / columns)) (Jordan).
   TORCH_ARG(bool, match_rms_adamw) = false;
@@ -88,7 +88,7 @@ class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, inter
   // Throws CommError. Throws std::invalid_argument for sparse gradients, and with use_muon for fewer than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Returns the multiplications of a parameter's step, by which owners are assigned; 0 for a parameter of AdamW.
+  // Returns the number of multiplications of a parameter's step, by which owners are assigned; 0 for AdamW.
   static int64_t step_cost(const NamedShard& parameter, const torch::optim::OptimizerOptions& options);
 
  private:

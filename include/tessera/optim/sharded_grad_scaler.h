@@ -15,7 +15,7 @@ namespace tessera {
 struct GradScalerOptions {
   double initial_scale = 65536.0;  // the first scale; above 0
   double growth_factor = 2.0;      // 1 or more; multiplies the scale after growth_interval successive finite steps
-  double backoff_factor = 0.5;     // between 0 and 1; multiplies it after a step with an infinite or NaN gradient
+  double backoff_factor = 0.5;     // between 0 and 1; multiplies the scale after an infinite or NaN gradient
   int64_t growth_interval = 2000;  // successive finite steps before the scale grows; 1 or more
 };
 

@@ -20,12 +20,12 @@ class TaskQueue;
 
 // Options of StepInBackward: clipping of gradients, and processors for the step.
 struct StepInBackwardOptions {
-  // Upper limit of the gradients' global norm, which is known only after backward: finish() takes all steps.
+  // Upper limit of the gradients' global norm. Only backward's end gives the norm, so finish() takes all steps.
   std::optional<double> max_norm{};
   double norm_type = 2.0;
-  // With max_norm: takes steps during backward as if nothing were clipped. If the norm clips, finish() rolls them back,
-  // and steps again with clipped gradients. Results are bit-equal. It is faster if clipping is rare. Keeps copies of
-  // parameters and state on the state's tier: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
+  // With max_norm: takes steps during backward as if nothing were clipped. If the norm is too large, finish() rolls the
+  // steps back, and steps again with clipped gradients. Results are bit-equal. Faster if clipping is rare. Keeps copies
+  // of parameters and state on the state's tier: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
   bool speculative = false;
   // Processors (numbered as taskset does) for the step's threads, one thread on each. Empty: as many threads as the
   // caller has, on any processors. Other threads are not moved; use `taskset` or the launcher to keep them off these

@@ -115,7 +115,7 @@ struct FsdpOptions {
   // begins, unless it is backward's first unit.
   int keep_recent = 2;
 
-  // true: all ranks get rank 0's parameters and buffers. false: these must already be equal on all ranks.
+  // true: all ranks get rank 0's parameters and buffers. false: all ranks must already have equal ones.
   bool sync_module_states = true;
 
   // Several copies of the model, each sharded over some of the ranks.

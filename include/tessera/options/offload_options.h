@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-// Options of offload to host memory or disk (ZeRO-Offload, Ren et al., 2021). Under FSDP it applies to shards between
+// Options of offload to host memory or disk (ZeRO-Offload, Ren et al., 2021). Under FSDP they apply to shards between
 // their uses, under OSS to the parameters that a rank owns, between steps. Optimizer state is in the same place,
 // because optimizers allocate state where the parameters are. Limits may differ over ranks.
 struct OffloadOptions {

@@ -38,8 +38,8 @@ struct DecoderOptions {
 };
 
 // Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The names are those of DecoderOptions (kv_heads, head_dim,
-// mlp, vocab, sequence, batch, tie=0|1), with its defaults, but llama's are not tied. Throws std::invalid_argument that
-// names the wrong part of the text.
+// mlp, vocab, sequence, batch, tie=0|1), with its defaults; for llama, tie=0. Throws std::invalid_argument that names
+// the wrong part of the text.
 DecoderOptions decoder_of(const std::string& text);
 
 // Reads a Hugging Face config.json with model_type gpt2, llama, mistral, qwen2 or qwen3. The model has as many

@@ -77,7 +77,7 @@ struct MachineSpeed {
   int cores = 0;
   double wake_s = 0;  // seconds from the end of a wait until the sleeping thread runs
   double jitter = 0;  // standard deviation of the logarithm of one operator's times
-  LinkSpeed tcp{};    // of ranks that share no memory: latency in wall-clock time, bytes in processor time
+  LinkSpeed tcp{};    // link of ranks that share no memory: wall-clock latency, bytes per second of processor time
   // true: hosts are namespaces of one machine. Not stored in speed files.
   bool shares_cores_between_hosts = false;
 
@@ -94,7 +94,7 @@ struct CollectiveTime {
   bool between_hosts = false;  // true: uses the link between hosts
 };
 
-// Throws std::invalid_argument: the time of this operation is unknown.
+// Throws std::invalid_argument, because the time of `operation` cannot be computed.
 [[noreturn]] void refuse_collective(const std::string& operation);
 
 // Returns the time of a collective. In one level a rank sends (n - 1) / n of the full tensor for an all-gather,

@@ -16,7 +16,7 @@ namespace tessera {
 // The memory and work of a choice on one rank: two steps of AdamW with clipping by norm.
 struct PlannedTraining {
   TrainingChoice choice;
-  std::string options;  // options_text()
+  std::string options;  // source text of the options: options_text()
   // the rank that needs most memory: rank 0, or in stages 1 and 2 the owner of most parameters
   int rank = 0;
   BytesByKind peak;              // peak memory on the device of `rank`
@@ -38,7 +38,7 @@ struct Machines {
   int ranks = 1;
   int ranks_per_host = 8;
   int64_t memory_bytes = 0;             // memory of each rank's device
-  const MachineSpeed* speed = nullptr;  // null: unknown; its ranks_per_host is ignored
+  const MachineSpeed* speed = nullptr;  // null: unknown; `speed->ranks_per_host` is ignored
   int64_t host_memory_bytes = 0;        // memory of each host, for offload and copies; 0: unknown
   std::optional<int> copies = {};       // ElasticOptions::copies; empty: the run is not elastic
 
@@ -61,10 +61,10 @@ std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoi
 // The usable share of a device's or a host's memory. A dry run does not count the rest: the GPU's allocator, scratch
 // memory of kernels, and the driver.
 inline constexpr double kUsable = 0.9;
-// Returns the index of the recommended plan, or -1 if no plan fits. Its peak must be at most kUsable of the device's
-// memory. With offload or copies, a host's ranks must also fit in that share of the host's memory, if known. Prefers,
-// in this order: no offload, the shortest time if known, the least recomputation, the least exchange between hosts, the
-// least exchange, the fewest options that are not defaults, the least memory.
+// Returns the index of the recommended plan, or -1 if no plan fits. A plan's peak must be at most kUsable of the
+// device's memory. With offload or copies, a host's ranks must also fit in that share of the host's memory, if known.
+// Prefers, in this order: no offload, the shortest time if known, the least recomputation, the least exchange between
+// hosts, the least exchange, the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
 // Returns the indices of the plans by preference: first the recommended plan, last plans that do not fit, by memory.

@@ -11,7 +11,7 @@ namespace tessera {
 //   auto model = zero(Gpt(config), options, comm, {.stage = 3});
 class PlannedMemoryScope {
  public:
-  explicit PlannedMemoryScope(int64_t peak_bytes);  // bytes on the device of the wrapper
+  explicit PlannedMemoryScope(int64_t peak_bytes);  // peak of the step on the wrapper's device, in bytes
 
   ~PlannedMemoryScope();
   PlannedMemoryScope(const PlannedMemoryScope&) = delete;

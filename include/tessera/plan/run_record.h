@@ -33,7 +33,7 @@ struct BytesByKind {
   bool operator==(const BytesByKind&) const = default;
 };
 
-// A call of an operator, below autograd, and the memory in use after it.
+// A call of an operator, as dispatched below autograd, and the memory in use after the call.
 struct RecordedOperator {
   std::string name;  // "aten::addmm"
   int unit = 0;      // index in RunRecord::units: the unit of the last used parameter
@@ -45,7 +45,7 @@ struct RecordedOperator {
   int64_t flop = 0;          // multiplications and additions of a matrix product, convolution or attention; otherwise 0
   // Bytes read and written: each input once, and each output. Without scratch memory.
   int64_t bytes = 0;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point input or output
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // dtype of the first floating-point input or output
   double seconds = 0;                                  // wall-clock time of its kernel; 0 in a dry run
   double processor_s = 0;                              // processor time of that kernel on the calling thread
   BytesByKind live;                                    // memory in use when the next operator is called
