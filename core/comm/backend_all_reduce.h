@@ -6,8 +6,8 @@
 
 namespace tessera::internal {
 
-// tensor <- sum over ranks of tensor, by the algorithm of the backend (ProcessGroupGloo's ring, or NCCL's), in an
-// unspecified order. A reference for Communicator::all_reduce(), whose contract it has otherwise. Traffic counts the
+// Sums `tensor` over ranks by the algorithm of the backend (ProcessGroupGloo's ring, or NCCL's), in an unspecified
+// order. Otherwise has the contract of Communicator::all_reduce(), for which it is a reference. Traffic counts the
 // bytes that a ring sends.
 Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what = {});
 

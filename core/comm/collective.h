@@ -10,29 +10,29 @@
 
 namespace tessera::internal {
 
-// An operation, as a backend receives it. Tensors are flat, and counts have one entry for each rank. Fields that a kind
-// does not use are undefined or empty.
+// A collective operation as a backend receives it. Tensors are flat, and counts have one entry for each rank. Fields
+// that a kind does not use are undefined or empty.
 struct Collective {
   enum Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kScatter, kBackendAllReduce, kAllToAll };
   Kind kind;
-  at::Tensor full;   // the only tensor of operations without shards; undefined on ranks that pass none to scatter()
-  at::Tensor shard;  // of kAllGather, kReduceScatter and kScatter
+  at::Tensor full;   // the whole tensor; undefined for kAllToAll, with `pieces`, and in scatter() except on the root
+  at::Tensor shard;  // this rank's part; only for kAllGather, kReduceScatter and kScatter
   std::string what;
-  std::vector<int64_t> counts{};  // of the shards
+  std::vector<int64_t> counts{};  // number of elements of each rank's shard, by rank
   ReduceOp op = ReduceOp::kSum;
   int root = 0;
-  int64_t numel = 0;                 // of the full tensor on any rank; 0 for kAllToAll
-  std::vector<at::Tensor> pieces{};  // of kReduceScatter: if not empty, `full` is their concatenation, and undefined
+  int64_t numel = 0;                 // elements of the whole tensor, also on ranks without it; 0 for kAllToAll
+  std::vector<at::Tensor> pieces{};  // the full tensor's parts in kReduceScatter; if not empty, `full` is undefined
   struct AllToAll {
     at::Tensor received, sent;
-    std::vector<int64_t> receive_counts, send_counts;  // by rank
+    std::vector<int64_t> receive_counts, send_counts;  // numbers of elements, by rank
   };
   AllToAll all_to_all{};
 
   at::ScalarType dtype() const {
     return (all_to_all.sent.defined() ? all_to_all.sent : full.defined() ? full : shard).scalar_type();
   }
-  std::string description() const;  // "all-gather of unit 'blocks.3'"
+  std::string description() const;  // for example "all-gather of unit 'blocks.3'"
 };
 
 }  // namespace tessera::internal

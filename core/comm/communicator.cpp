@@ -33,7 +33,7 @@ struct KindTraits {
   SpanKind span;
   bool has_shards, reduces;
 };
-// By Collective::Kind.
+// Indexed by Collective::Kind.
 constexpr KindTraits kTraits[] = {
     {"all-gather", SpanKind::kGather, true, false},
     {"reduce-scatter", SpanKind::kReduce, true, true},
@@ -45,8 +45,8 @@ constexpr KindTraits kTraits[] = {
     {"all-to-all", SpanKind::kGather, false, false},
 };
 
-// Records a range of the wait, and two spans in the trace: from the start of an operation to the end of its wait, and
-// the wait itself.
+// Waits for an operation within a named range. Adds two spans to the trace: from the start of the operation to the end
+// of the wait, and the wait itself.
 class TracedOperation : public Pending::Operation {
  public:
   TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
@@ -68,7 +68,7 @@ class TracedOperation : public Pending::Operation {
   Pending pending_;
 };
 
-// Lists the first few ranks only, which keeps errors of large groups readable.
+// Returns a list of at most eight ranks and the number of the others, to keep errors of large groups readable.
 std::string ranks_text(const std::vector<int>& members) {
   constexpr size_t kMostNamed = 8;
   const size_t named = std::min(members.size(), kMostNamed);
@@ -77,7 +77,7 @@ std::string ranks_text(const std::vector<int>& members) {
   return c10::str("ranks ", c10::Join(", ", first), more);
 }
 
-// Copies raw bytes. Inference mode keeps autograd from recording the copy, and permits inference tensors.
+// Copies `from` to `to`, unless they share memory. In inference mode, autograd does not record the copy.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   c10::InferenceMode quiet;
   if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
@@ -304,7 +304,7 @@ void Communicator::barrier(std::string_view what) {
   if (what.empty()) what = "barrier";
   at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
   all_reduce(arrived, ReduceOp::kMax, what).wait();
-  if (device_.is_cuda()) to_host(arrived, what);  // blocks the host as well
+  if (device_.is_cuda()) to_host(arrived, what);  // wait() blocks only the stream, and to_host() also blocks the host
 }
 
 void Communicator::throw_if_aborted(std::string_view what) {

@@ -21,7 +21,7 @@
 namespace tessera::internal {
 namespace {
 
-// A reserve for files that the program and libraries open meanwhile.
+// Descriptors that are reserved for files that the program and libraries open while the ranks connect.
 constexpr int64_t kReserve = 32;
 
 int64_t open_descriptors() {
@@ -31,7 +31,7 @@ int64_t open_descriptors() {
 }
 
 std::mutex limit_mutex;
-// The soft limits before and after the raise; guarded by limit_mutex.
+// Soft limit before and after this process raised it; null if it was not raised. Guarded by limit_mutex.
 std::optional<std::pair<rlim_t, rlim_t>> raised;
 
 bool set_soft_limit(rlimit limit, rlim_t value) {
@@ -52,7 +52,7 @@ bool is_null_device(int fd) {
 }
 
 std::mutex standard_mutex;
-std::array<bool, 3> is_opened_as_null{};  // by descriptor; guarded by standard_mutex
+std::array<bool, 3> is_opened_as_null{};  // indexed by descriptor; guarded by standard_mutex
 
 }  // namespace
 
@@ -83,7 +83,7 @@ void open_standard_descriptors() {
   std::lock_guard lock(standard_mutex);
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF)
-      is_opened_as_null[fd] = ::open("/dev/null", O_RDWR) == fd;  // open() takes the lowest free number
+      is_opened_as_null[fd] = ::open("/dev/null", O_RDWR) == fd;  // open() returns the lowest free descriptor
 }
 
 void close_standard_descriptors() {

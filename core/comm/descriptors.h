@@ -5,16 +5,16 @@
 
 namespace tessera::internal {
 
-// Checks that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises its soft limit
-// (RLIMIT_NOFILE) up to the hard limit if necessary. Throws CommError with the needed and the available number: gloo
-// would end the process while it connects. `for_what` is for example "the connections of 256 ranks". Thread-safe.
+// Checks that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises the soft limit
+// (RLIMIT_NOFILE) up to the hard limit if necessary. If the limit is too low, throws CommError with the needed and the
+// available number, because gloo would end the process. `for_what` is e.g. "the connections of 256 ranks". Thread-safe.
 void require_descriptors(int64_t needed, const std::string& for_what, bool may_raise);
 
 // Restores the soft limit from before require_descriptors() raised it, unless the program has set another one since.
 // Thread-safe.
 void restore_descriptor_limit();
 
-// Opens /dev/null as stdin, stdout or stderr if these are closed. Otherwise a socket could get their number, and
+// Opens /dev/null as each of stdin, stdout and stderr that is closed. Otherwise a socket could get that descriptor, and
 // receive the program's output.
 void open_standard_descriptors();
 

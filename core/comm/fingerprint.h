@@ -10,7 +10,7 @@ class Fingerprint {
  public:
   Fingerprint& add(std::string_view text) {
     for (const char character : text) mix(static_cast<unsigned char>(character));
-    mix(0xff);  // so that "ab","c" and "a","bc" differ
+    mix(0xff);  // ends the text, so that "ab", "c" and "a", "bc" differ
     return *this;
   }
   Fingerprint& add(int64_t number) {

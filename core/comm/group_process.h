@@ -23,7 +23,7 @@ class GroupProcess {
   const pid_t pid_;
 };
 
-// Counts the groups of this process: each of its Communicators owns one.
+// Each object counts as one live group of this process. Each Communicator owns one.
 class LiveGroup {
  public:
   LiveGroup();
@@ -35,9 +35,9 @@ class LiveGroup {
 // Calls `act` once, when the last group of this process has been destroyed. There must be a group. Thread-safe.
 void call_after_last_group(void (*act)());
 
-// Returns the text of an exception, without libtorch's stack trace. Null means a direct call of std::terminate().
+// Returns the text of an exception, without libtorch's stack trace. Null stands for a direct call of std::terminate().
 std::string text_of(const std::exception_ptr& exception);
-// The failure's reason if the group is destroyed during unwinding and the exception's text is not known.
+// The published reason if an exception whose text is not known destroys the group during unwinding.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
 template <class Group, class... Args>

@@ -9,17 +9,17 @@
 
 namespace tessera::internal {
 
-// Keys of a store that begin with a prefix, with waits that another thread can end. c10d's own wait cannot be ended,
-// and blocks all other calls of its process, such as those of a Watchdog. So this class's wait() polls. Thread-safe if
-// the underlying store is.
+// A PrefixStore whose waits another thread can end. c10d's own wait() cannot be ended, and blocks all other calls of
+// the store, such as those of a Watchdog. Therefore wait() of this class polls. Thread-safe if the underlying store is
+// thread-safe.
 class InterruptibleStore : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;
 
-  // Makes all waits throw std::runtime_error from now on.
+  // Makes current and later waits throw std::runtime_error, unless their keys exist.
   void interrupt() { is_interrupted_ = true; }
   bool is_interrupted() const { return is_interrupted_; }
-  // Whether a wait has exceeded its timeout, and thrown std::runtime_error.
+  // Whether a wait has exceeded its timeout and thrown std::runtime_error.
   bool has_timed_out() const { return has_timed_out_; }
 
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }

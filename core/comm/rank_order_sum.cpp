@@ -11,8 +11,8 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int64_t kBlockNumel = 1024;     // accumulators that fit in the first-level cache
-constexpr int64_t kGrainNumel = 1 << 16;  // fewer elements are faster on one thread
+constexpr int64_t kBlockNumel = 1024;     // elements of a block; its accumulators fit in the first-level cache
+constexpr int64_t kGrainNumel = 1 << 16;  // smaller ranges are faster on one thread
 
 // min and max propagate NaN from either side, as in torch.
 template <class Accumulator>
@@ -32,7 +32,7 @@ void join(Out* out, const One* one, const Other* other, int64_t numel, Combine c
 }
 
 // Works block by block. The first part is combined with the second one instead of copied, and the last step writes to
-// `out` directly: separate copies of a block become calls or `rep movs`, which prefetch less than a loop.
+// `out` directly. A separate copy of a block would become memcpy() or `rep movs`, which prefetch less than a loop.
 template <class Scalar, class Combine, class End>
 void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, int64_t begin, int64_t end, Combine combine,
                   End ends) {

@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// Communicator::reduce_scatter() of a full tensor that is the concatenation of `pieces`. All ranks must pass the same
-// number of pieces, with the same numbers of elements, of one dtype. The pieces are read until wait(), and never
-// written. A group whose exchanges_pieces() is false concatenates them first.
+// Runs Communicator::reduce_scatter() on a full tensor that is the concatenation of `pieces`. All ranks must pass the
+// same number of pieces, with equal numbers of elements and one dtype. The pieces are read until wait() returns, and
+// never written. If exchanges_pieces() is false, this function concatenates the pieces first.
 Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
                               ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 

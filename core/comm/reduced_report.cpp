@@ -12,11 +12,11 @@
 namespace tessera::internal {
 namespace {
 
-// If the device is more steps behind, the host blocks for the oldest report.
+// The largest number of queued reports. If the device is further behind, the host blocks for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// Two words precede the numbers: the fingerprint and its complement. The low bits of each hold the lowest rank that has
-// it. The maximum of the first word is the largest fingerprint, that of the second the smallest.
+// Two words precede the numbers: the fingerprint and its complement. Their low bits hold kRankMask - rank. So the
+// maxima give the largest and the smallest fingerprint, each with the lowest rank that has it.
 constexpr int64_t kAgreement = 2;
 constexpr int kRankBits = 20;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;
@@ -59,7 +59,7 @@ bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query();
 
 void ReducedReport::wait() {
   if (!has_arrived()) arrived_->synchronize();
-  comm_->to_host(host_, what_);  // throws if the exchange was aborted
+  comm_->to_host(host_, what_);  // throws CommError if the exchange was aborted
 }
 
 const int64_t* ReducedReport::largest() {

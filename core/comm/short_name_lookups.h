@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// Limits each query of this thread to its name server to one second, instead of five. c10d's TCPStore looks up the name
-// of each peer, only to log it. If the name server loses the query, the start or failure of a group would be late. Does
-// not affect other threads. Without glibc, whose resolver has a state for each thread, a no-op.
+// While an object exists, limits DNS queries of its thread to one second instead of five, with at least four tries.
+// c10d's TCPStore looks up the name of each peer only to log it. A lost query would delay the start or the failure of a
+// group. Other threads are not affected, because glibc keeps a resolver state for each thread. A no-op without glibc.
 class ShortNameLookups {
  public:
 #ifdef __GLIBC__

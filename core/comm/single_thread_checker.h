@@ -13,7 +13,7 @@ namespace tessera::internal {
 // exchange wrong data.
 class SingleThreadChecker {
  public:
-  // A call of this thread. Calls nest.
+  // Marks a call of this thread until it is destroyed. Calls may nest.
   class Call {
    public:
     explicit Call(SingleThreadChecker& caller) : caller_(caller) {
@@ -27,7 +27,7 @@ class SingleThreadChecker {
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
-    // Whether no other thread is in a call.
+    // Whether no other thread was in a call when this call began.
     bool is_alone() const { return is_alone_; }
     // Whether this call is not nested.
     bool is_outermost() const { return is_outermost_; }
@@ -41,7 +41,7 @@ class SingleThreadChecker {
   std::atomic<std::thread::id> inside_;
 };
 
-// Aborts the group, and throws CommError, whose text begins with `what`. For a Call whose is_alone() is false.
+// Called if Call::is_alone() is false. Aborts the group and throws CommError, whose text begins with `what`.
 [[noreturn]] void refuse_second_thread(Communicator& comm, const std::string& what);
 
 }  // namespace tessera::internal

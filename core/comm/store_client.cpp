@@ -23,7 +23,7 @@
 namespace tessera::internal {
 namespace {
 
-// How long the end of a client waits for a call in progress. Only calls whose callers gave up can last longer.
+// Longest time that ~StoreClient() waits for a call in progress. Only a call whose caller gave up can take longer.
 constexpr std::chrono::milliseconds kEndGrace{500};
 
 }  // namespace
@@ -44,7 +44,7 @@ void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::c
   }
 }
 
-// The calls of a client, in order; the client and its thread share this object. Thread-safe.
+// A queue of a client's calls, which run() makes in order. The client and its thread own it together. Thread-safe.
 class StoreThread {
  public:
   explicit StoreThread(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -53,7 +53,7 @@ class StoreThread {
 
   void run() {
     const SigpipeBlock no_sigpipe;         // calls write to sockets
-    const ShortNameLookups short_lookups;  // of TCPStore, which logs the names of peers
+    const ShortNameLookups short_lookups;  // TCPStore looks up the names of its peers for its log
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [this] { return must_end_ || !calls_.empty(); });
@@ -76,13 +76,13 @@ class StoreThread {
     changed_.notify_all();
   }
 
-  // How long the call in progress has lasted.
+  // Returns the duration of the call in progress, or 0 if there is none.
   RunClock::duration unanswered() const {
     const std::lock_guard lock(mutex_);
     return busy_since_ ? RunClock::now() - *busy_since_ : RunClock::duration(0);
   }
 
-  // Returns whether the thread ends in time.
+  // Makes run() return after the call in progress. Returns whether it ends within `patience`.
   bool end(std::chrono::milliseconds patience) {
     std::unique_lock lock(mutex_);
     must_end_ = true;
@@ -121,19 +121,19 @@ StoreClient::~StoreClient() {
   if (process_.is_this() && calls_->end(kEndGrace))
     thread_.join();
   else
-    thread_.detach();  // it is stuck in a call, or missing in this child of fork()
+    thread_.detach();  // the thread is blocked in a call, or does not exist in this child of fork()
 }
 
-// `act` must own the data that it uses: it may outlive this call.
+// Makes a call on the thread and returns its result. `act` must own its data: the call may outlive this function.
 template <class Act>
 auto StoreClient::call(Act act) const {
   using Answer = decltype(act(calls_->store()));
   struct Call {
     std::packaged_task<Answer()> task;
-    std::atomic<bool> is_taken = false;  // by the thread, or by a caller that gives up
+    std::atomic<bool> is_taken = false;  // set by the thread, which then runs the task, or by a caller that gives up
   };
   const auto made = std::make_shared<Call>();
-  // A plain reference: the thread that runs the task owns the store.
+  // Captures a plain reference, because the thread that runs the task also owns the store.
   made->task = std::packaged_task<Answer()>([&store = calls_->store(), act = std::move(act)] { return act(store); });
   auto answer = made->task.get_future();
   calls_->add([made] {
@@ -203,7 +203,7 @@ void StoreClient::multiSet(const std::vector<std::string>& keys, const std::vect
   call([=](c10d::Store& store) { store.multiSet(keys, values); });
 }
 
-bool StoreClient::hasExtendedApi() const { return calls_->store().hasExtendedApi(); }  // asks no server
+bool StoreClient::hasExtendedApi() const { return calls_->store().hasExtendedApi(); }  // does not call the server
 
 std::vector<std::string> StoreClient::listKeys() {
   return call([](c10d::Store& store) { return store.listKeys(); });

@@ -21,22 +21,22 @@ c10d::Store& underlying(c10d::Store& store);
 // Polls until a store has all keys. Throws c10::Error after the timeout.
 void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);
 
-// A store of which every call ends. If the process that serves a c10d TCPStore is stopped, or the link to it is cut, a
-// call waits for ever and blocks all other calls of its process. This class makes the calls on a thread of its own. It
-// throws c10::Error, with kNoAnswer, when the store has not answered for the patience. The blocked thread is then
-// detached, and queued calls are never made. When the store answers again, so does this class.
+// A store whose calls always end. If the process that serves a c10d TCPStore is stopped, or the link is cut, a call
+// of that store blocks for ever, and all its later calls wait. This class makes the calls on a thread of its own. It
+// throws c10::Error, with kNoAnswer, if the store has not answered within the patience. Calls that were given up before
+// they began are skipped. The destructor detaches the thread if a call still blocks it.
 //
-// wait() and get() poll, so that they do not block other calls. Thread-safe. A group wraps the store that it is given,
-// so the library calls every store through this class.
+// wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. A group wraps its store by
+// of(), so the library calls every store but a HashStore through this class.
 class StoreClient : public c10d::Store {
  public:
   static constexpr char kNoAnswer[] = "the store, in rank 0's process or the launcher's, does not answer";
 
-  // Returns `store` itself if it needs no thread: a HashStore, which is in this process, or one that is wrapped
-  // already.
+  // Wraps `store`. Returns `store` itself if it needs no thread: a HashStore, which is in this process, or a store that
+  // is already wrapped.
   static c10::intrusive_ptr<c10d::Store> of(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
 
-  // Limits the patience of the client behind a store, also for calls in progress. A no-op if there is no client.
+  // Lowers the patience of the StoreClient that `store` is or wraps, also for current calls. A no-op if there is none.
   static void limit_patience(c10d::Store& store, std::chrono::milliseconds patience);
 
   // `patience` is also the timeout of wait() and get().

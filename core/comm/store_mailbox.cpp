@@ -40,7 +40,7 @@ void StoreMailbox::leave(const std::string& name, const std::string& text) const
 
 std::optional<std::string> StoreMailbox::find(const std::string& name) const {
   return reach(name, [&](const std::string& key) -> std::optional<std::string> {
-    if (!store_->check({key})) return std::nullopt;  // get() would block
+    if (!store_->check({key})) return std::nullopt;  // get() would block until the text exists
     return store_->get_to_str(key);
   });
 }

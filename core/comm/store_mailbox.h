@@ -11,33 +11,33 @@
 
 namespace tessera::internal {
 
-// Implemented by backends, which keep the store of their rendezvous.
+// Interface of backends, which keep the store of their rendezvous.
 class HasStore {
  public:
   virtual ~HasStore() = default;
   virtual const c10::intrusive_ptr<c10d::Store>& store() const = 0;
-  // Returns a rank whose process is known to have ended, or -1. Ranks of other hosts are not known. Thread-safe.
+  // Returns a rank of this host whose process is known to have ended, or -1 if there is none. Thread-safe.
   virtual int ended_rank() const { return -1; }
 };
 
-// Named texts that the ranks of a group exchange through its store. Not collective, thread-safe, and non-blocking. For
-// work that takes longer than the group's timeout, or that runs outside the training loop's thread. Texts should have
-// at most a few KiB and be removed after use, because one process stores them all. All functions throw CommError if the
-// store cannot be reached, usually because rank 0's process has ended.
+// Named texts that the ranks of a group exchange through its store. Thread-safe. Calls are not collective, and do not
+// wait for other ranks. Used for work that outlasts the group's timeout, or that runs outside the training loop's
+// thread. Texts should have at most a few KiB and be removed after use, because one process stores all of them. All
+// functions that call the store throw CommError if it cannot be reached, usually because rank 0's process has ended.
 class StoreMailbox {
  public:
   // `topic` is a prefix of all names. It must be equal on all ranks, and no other mailbox of the group may use it.
   StoreMailbox(const Communicator& comm, std::string topic);
 
   void leave(const std::string& name, const std::string& text) const;
-  std::optional<std::string> find(const std::string& name) const;  // nullopt if there is no such text
-  // Adds to the number of this name, which is 0 at first, and returns the sum. A text must not have this name.
+  std::optional<std::string> find(const std::string& name) const;  // returns nullopt if there is no such text
+  // Adds `amount` to the number `name`, which is 0 at first, and returns the sum. A text must not have the same name.
   int64_t add(const std::string& name, int64_t amount) const;
   void remove(const std::string& name) const;
-  // Limits all waits for the store of a group that is about to be given up. See StoreClient.
+  // Lowers the time limit of each call of the store, before a group is abandoned. See StoreClient::limit_patience().
   void limit_patience(std::chrono::milliseconds patience) const;
 
-  int ended_rank() const;  // see HasStore
+  int ended_rank() const;  // see HasStore::ended_rank()
 
  private:
   template <class Act>

@@ -17,9 +17,9 @@ namespace tessera::internal {
 class TrafficCounter {
  public:
   void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
-  // Counts an operation that has begun.
+  // Counts one operation, when it begins.
   void add_collective() noexcept { ++collectives_; }
-  // Counts the duration of Pending::wait() for this operation.
+  // Adds the duration of a Pending::wait() to the total, and to `operation` after the first reset_wait_times().
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
   Traffic total() const noexcept;
@@ -31,10 +31,10 @@ class TrafficCounter {
   std::atomic<int64_t> collectives_ = 0;
   std::atomic<int64_t> wait_ns_ = 0;
   std::mutex waits_mutex_;
-  std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first reset_wait_times()
+  std::optional<std::map<std::string, double>> waits_;  // seconds by operation; null before reset_wait_times()
 };
 
-// Returns the least payload that this rank can send in a collective. For backends that do not report their traffic.
+// Returns the least number of bytes that this rank can send in `collective`. Used if a backend reports no traffic.
 int64_t bytes_sent(const Collective& collective, int rank, int size);
 
 }  // namespace tessera::internal

@@ -13,10 +13,10 @@ namespace tessera::internal {
 namespace {
 
 // Up to this size, an all-reduce sends whole tensors in one step. Above, it is a reduce-scatter and an all-gather,
-// which send less if there are more than two ranks. A larger broadcast distributes the root's work in the same way.
+// which send less among more than two ranks. A broadcast above this size is a scatter and an all-gather.
 constexpr int64_t kOneStepBytes = 1 << 16;
-// With two ranks both algorithms send the same bytes, and one step needs one wait instead of two. Beyond this size, one
-// step is slower, because each rank adds twice as many elements.
+// The limit with two ranks, where both algorithms send the same number of bytes. One step needs one wait instead of
+// two. Beyond this size one step is slower, because each rank adds twice as many elements.
 constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
 // With more ranks, the maximum or minimum of few integers uses doubling, whose steps are sequential but few.
 constexpr int kMostDirectRanks = 8;
@@ -26,7 +26,7 @@ std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pie
                                               const std::vector<int64_t>& counts) {
   std::vector<std::vector<at::Tensor>> parts(counts.size());
   size_t piece = 0;
-  int64_t begin = 0;  // position in the piece
+  int64_t begin = 0;  // offset in pieces[piece]
   for (size_t rank = 0; rank < counts.size(); ++rank) {
     for (int64_t missing = counts[rank]; missing > 0;) {
       const int64_t numel = std::min(missing, pieces[piece].numel() - begin);
@@ -68,7 +68,7 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kReduceScatter:
       return reduce_scatter(pieces.empty() ? std::vector<at::Tensor>{full} : pieces, shard, counts, reduce);
     case Collective::kAllReduce:
-    case Collective::kBackendAllReduce:  // empty, or without TCP, whose transport carries all others
+    case Collective::kBackendAllReduce:  // if empty, or if no TCP transport carries it
       return all_reduce(full, reduce);
     case Collective::kBroadcast:
       return broadcast(full, root);
@@ -90,8 +90,8 @@ void GlooCollectives::start(const Collective& collective) const {
   }
 }
 
-// Transports that are not eager announce sends first: then the second side to announce can copy a small message at
-// once. Each rank starts with its next rank, to spread the load.
+// Starts all sends and receives. Transports that are not eager send first: the receive that is announced second can
+// then copy a small message at once. Each rank starts with its next rank, to spread the load.
 template <class Send, class Receive>
 void GlooCollectives::exchange(Send send, Receive receive) const {
   const auto receive_all = [&] {
@@ -111,9 +111,9 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
-// Exchanges `parts`, indexed by rank. Returns this rank's part from all ranks, by segment, then by rank, without
-// copying its own segments. Received segments share one allocation of at least the full size: the memory cache may just
-// have freed that size, and fresh pages cost more.
+// Exchanges `parts`, indexed by rank. Returns every rank's values of this rank's part, indexed by segment and rank.
+// This rank's own segments are not copied. Received segments share one allocation of at least the full tensor's size:
+// the memory cache may have memory of that size, and fresh pages cost more.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {
   const auto& own = parts[rank_];
   Segments segments;
@@ -136,13 +136,13 @@ GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts)
   return segments;
 }
 
-// Sends the root's parts[i] to `own` of rank i. Other ranks need no parts.
+// Sends the root's parts[i] to `own` of rank i. Other ranks do not read `parts`.
 void GlooCollectives::send_parts(const std::vector<at::Tensor>& parts, const at::Tensor& own, int root) const {
   if (rank_ != root) return op_.receive(own, root);
   exchange([&](int to) { op_.send(parts[to], to); }, [](int) {});
 }
 
-// Shared-memory data arrives only in wait(), and small sums cost less than waking a thread.
+// False with shared memory, whose data arrives only in wait(), and for small sums, which cost less than a wake-up.
 bool GlooCollectives::reduces_in_background(const at::Tensor& tensor) const {
   return are_eager_ && static_cast<int64_t>(tensor.nbytes()) > kOneStepBytes;
 }
@@ -202,9 +202,9 @@ void GlooCollectives::all_reduce(const at::Tensor& tensor, ReduceOp reduce) cons
   };
 }
 
-// After each step a rank's result includes twice as many ranks, the last of them itself (dissemination; Hensgen, Finkel
-// and Manber, 1988). Some ranks count twice, which does not change a maximum or minimum. Each pair exchanges at most
-// one message in each direction.
+// Each step doubles the ranks that a rank's result includes: the rank itself and ranks before it (dissemination;
+// Hensgen, Finkel and Manber, 1988). Some ranks count twice, which does not change a maximum or minimum. Each pair
+// exchanges at most one message in each direction.
 void GlooCollectives::reduce_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const {
   const auto start_step = [*this, tensor](int distance) {
     op_.send(tensor, (rank_ + distance) % size_);

@@ -10,18 +10,18 @@
 
 namespace tessera::internal {
 
-// Whether an all-reduce spreads its result by doubling: the maximum or minimum of few integers among many ranks.
+// Whether an all-reduce uses reduce_by_doubling(): for the maximum or minimum of few integers among many ranks.
 bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce, int size);
 
 // Implements the collectives of the gloo backend by messages between pairs of ranks. Copies of this object refer to the
 // same operation.
 class GlooCollectives {
  public:
-  // `op` must outlive this object. `are_eager`: see GlooTransports.
+  // `op` must outlive this object. For `are_eager`, see GlooTransports::are_eager().
   GlooCollectives(GlooOperation& op, int rank, int size, bool are_eager)
       : op_(op), rank_(rank), size_(size), are_eager_(are_eager) {}
 
-  // Starts the first step, and sets op.complete if there is more to do.
+  // Starts the first step. Sets op.complete if there is more to do after the first step.
   void start(const Collective& collective) const;
 
  private:

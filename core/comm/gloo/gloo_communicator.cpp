@@ -15,7 +15,7 @@
 namespace tessera::internal {
 namespace {
 
-// Lets the watchdog end a wait for other ranks that connect.
+// A wait for other ranks to connect, which the watchdog can end.
 class MeetingWait : public InterruptibleWait {
  public:
   MeetingWait(c10::intrusive_ptr<InterruptibleStore> meeting, const GlooTransports& transports)
@@ -66,7 +66,7 @@ GlooCommunicator::GlooCommunicator(GlooTransports transports, c10::intrusive_ptr
 
 GlooCommunicator::~GlooCommunicator() {
   if (std::uncaught_exceptions() > 0) {
-    const std::string before = watch_.waits().failure();  // usually the failure of the group whose exception unwinds
+    const std::string before = watch_.waits().failure();  // usually the failure that threw the exception
     abort_this(before.empty() ? kUnwound : c10::str(kUnwound, ", after ", before));
   }
   pipelines_.stop();
@@ -95,8 +95,8 @@ GlooCommunicator::InCall::~InCall() {
   if (is_outermost) comm_.close_if_broken();
 }
 
-// Closes the group unless a call is in progress, which then closes it when it ends. No break is missed: either this
-// function sees the call, or the call sees that the group is broken.
+// Closes a broken group. If a call is in progress, the call closes the group when it ends. A broken group is always
+// closed: either this function finds the call, or the ending call finds that the group is broken.
 void GlooCommunicator::close_if_broken() noexcept {
   if (!in_flight_.broken() || in_flight_.is_closed()) return;
   const SingleThreadChecker::Call call(single_thread_checker());
@@ -105,8 +105,8 @@ void GlooCommunicator::close_if_broken() noexcept {
   in_flight_.close(transports_);
 }
 
-// Returns the result of `connect`, which waits for other ranks in a store. The wait is part of `op`: a rank that fails,
-// leaves or diverges ends it.
+// Returns the result of `connect`, which waits for other ranks in a store. The wait is part of `op`, so the watchdog
+// ends it if a rank fails, leaves or diverges. Throws CommError if the wait fails.
 template <class Connect>
 auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
   const InCall call(*this, op.description());
@@ -152,7 +152,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                       position, size, std::move(options), std::move(place));
 }
 
-// If all ranks share memory, TCP is connected on every rank by the first operation that needs it.
+// Connects TCP, unless it is connected. If all ranks share memory, the first operation that needs TCP calls this.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp()->is_connected()) return;
   transports_.tcp()->connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {

@@ -27,8 +27,8 @@ namespace tessera::internal {
 // data arrives over TCP (ReductionPipeline). Small operations among ranks that all share memory are one round of
 // SharedRounds.
 //
-// Each message has a tag of the operation's number and a hash of its description. So diverged ranks never mix up data:
-// they stall, and Watchdog finds the reason.
+// Each message has a tag of the operation's number and a hash of its description. So diverged ranks never exchange
+// wrong data. They stall, and Watchdog finds the reason.
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -50,8 +50,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
-  // A call of the rank's thread. The group is not closed during a call: if another thread breaks the group meanwhile,
-  // the outermost call closes it when it ends.
+  // Marks a call of the rank's thread, and refuses calls of a second thread. The group is not closed during a call. If
+  // another thread breaks the group during a call, the outermost call closes the group when it ends.
   class InCall {
    public:
     InCall(GlooCommunicator& comm, const std::string& what);

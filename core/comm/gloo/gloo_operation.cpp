@@ -66,7 +66,7 @@ void GlooOperation::start_collective(Transport& carrier, const Collective& colle
 void GlooOperation::wait_for_room(const std::shared_ptr<TransportMessage>& room) {
   const auto began = steady_clock::now();
   deadline_ = RunClock::now() + comm_->timeout();
-  // Passes no sequence number: this waits for room, not until all ranks have started this operation.
+  // Passes no sequence number, because this wait is for room, and not for all ranks to start this operation.
   comm_->watch_.begin_wait();
   const auto failure = wait_for(room);
   if (!failure) comm_->in_flight_.end_wait();
@@ -79,11 +79,11 @@ void GlooOperation::reduce_in_background(const std::vector<at::Tensor>& own, con
                                          bool publish) {
   const auto start_chunk = [comm = comm_.get()](const at::Tensor& chunk, int peer, bool is_send,
                                                 const MessageTag& tag) {
-    TransportMessages started;  // a single one, since a chunk is not split further
+    TransportMessages started;  // one message, because a chunk is not split further
     comm->transports_.to(peer).start(chunk, peer, is_send, tag, started);
     return std::move(started.front());
   };
-  // The communicator outlives its pipelines.
+  // The functions hold a plain pointer, because the communicator outlives its pipelines.
   ReductionPipeline::Exchange exchange;
   exchange.receive = [start_chunk, tag = tag_](const at::Tensor& chunk, int peer) {
     return start_chunk(chunk, peer, /*is_send=*/false, tag);
@@ -114,7 +114,7 @@ void GlooOperation::wait_for_pipeline() {
 }
 
 std::optional<MessageFailure> GlooOperation::wait_for(const ReductionPipeline& pipeline) const {
-  // Does not own: the communicator outlives its watchdog.
+  // A non-owning pointer, because the communicator outlives its watchdog.
   const std::shared_ptr<InterruptibleWait> wait(std::shared_ptr<void>(), &comm_->pipelines_);
   std::optional<MessageFailure> failure = MessageFailure{-1, false, ""};
   if (comm_->in_flight_.begin_wait(wait)) failure = comm_->pipelines_.wait(pipeline, deadline_);
@@ -139,7 +139,7 @@ void GlooOperation::wait_for_messages() {
   comm_->count_wait(steady_clock::now() - began, description_);
 }
 
-// An exception, also for lack of memory, is a failure: the caller must end the watchdog's wait.
+// Returns exceptions, also std::bad_alloc, as failures, because the caller must end the watchdog's wait.
 std::optional<MessageFailure> GlooOperation::wait_for(const std::shared_ptr<TransportMessage>& message) const {
   const auto failure = [&](std::string cause) {
     return MessageFailure{message->peer(), message->is_send(), std::move(cause)};

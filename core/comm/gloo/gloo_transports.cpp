@@ -26,7 +26,7 @@ GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& st
   if (memory) made.all_.push_back(std::make_unique<MemoryTransport>(memory, size));
   if (is_one_host) made.all_.push_back(std::make_unique<RoundsTransport>(memory));
   c10::intrusive_ptr<c10d::Backend> connections;
-  if (!is_one_host) {  // else no message would use the sockets and their thread
+  if (!is_one_host) {  // on one host, no message would use the sockets and their thread
     require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"),
                         options.raises_descriptor_limit);
     connections = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
@@ -35,8 +35,8 @@ GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& st
   made.tcp_ = tcp.get();
   made.all_.push_back(std::move(tcp));
   made.assign_peers(rank, size);
-  // A rank with nothing to exchange must not leave while others are still connecting. This barrier uses the store,
-  // because c10d's collectives use its flight recorder, which ranks that are threads would share.
+  // A rank with nothing to exchange must not leave while others are still connecting. This barrier uses the store.
+  // c10d's collectives are not used, because ranks that are threads of one process would share their flight recorder.
   if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
   store->wait({"tessera/all_connected"}, options.timeout);
   return made;
@@ -50,7 +50,7 @@ void GlooTransports::assign_peers(int rank, int size) {
   for (const auto& transport : all_) {
     const bool has_peers = std::ranges::find(by_peer_, transport.get()) != by_peer_.end();
     if (has_peers && transport->max_eager_numel() == 0) are_eager_ = false;
-    // If no peer needs TCP, a later collective connects it.
+    // TCP without peers does not count: no message uses it, and only a kBackendAllReduce connects it.
     if (has_peers || transport.get() != tcp_)
       max_eager_numel_ = std::max(max_eager_numel_, transport->max_eager_numel());
   }

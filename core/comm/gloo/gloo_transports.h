@@ -16,15 +16,15 @@ namespace tessera::internal {
 // The transports of one rank of a gloo group. A new kind of transport is registered in connect().
 class GlooTransports {
  public:
-  // For a world of one.
+  // Makes no transports. For a world of one rank.
   GlooTransports() = default;
-  // Connects to the other ranks. Collective. They meet in `store`. Throws std::exception.
+  // Connects to the other ranks, which meet in `store`. Collective. Throws exceptions derived from std::exception.
   static GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                 const GlooOptions& options);
 
-  // The transport of messages to and from this rank.
+  // Returns the transport of messages to and from `peer`, which must be another rank.
   Transport& to(int peer) const { return *by_peer_[peer]; }
-  // The transport that carries the whole collective; null if it is exchanged as messages.
+  // Returns the transport that carries the whole collective; null if the collective is exchanged as messages.
   Transport* carrier_of(const Collective& collective) const;
 
   // Whether all messages move data before they are awaited.
@@ -32,20 +32,20 @@ class GlooTransports {
   // Whether operations on full tensors of this size move no data until they are awaited.
   bool are_lazy(int64_t full_numel) const { return !by_peer_.empty() && full_numel > max_eager_numel_; }
 
-  // See Transport.
+  // Each of these functions calls the function of all transports. See Transport.
   int ended_rank() const;
   bool withdraw() noexcept;
   void disconnect() noexcept;
 
-  // Not connected at first if peer memory reaches all ranks. Null if GlooOptions::carrier is set.
+  // Null for one rank, or if GlooOptions::carrier is set. Not connected at first if peer memory reaches all ranks.
   TcpTransport* tcp() const { return tcp_; }
 
  private:
   void assign_peers(int rank, int size);
 
-  std::vector<std::unique_ptr<Transport>> all_;  // a message uses the first that reaches its peer
+  std::vector<std::unique_ptr<Transport>> all_;  // a message uses the first transport that reaches its peer
   TcpTransport* tcp_ = nullptr;
-  std::vector<Transport*> by_peer_;  // null for this rank
+  std::vector<Transport*> by_peer_;  // indexed by rank; null for this rank
   bool are_eager_ = true;
   int64_t max_eager_numel_ = 0;
 };

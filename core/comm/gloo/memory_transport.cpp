@@ -5,7 +5,7 @@
 namespace tessera::internal {
 namespace {
 
-// By PeerMemory::Outcome.
+// Indexed by PeerMemory::Outcome.
 constexpr const char* kCauses[] = {
     "", "", "timed out", "it has left the group", "its process is gone", "it has another number of bytes for it"};
 
@@ -32,7 +32,7 @@ class MemoryTransport::Message : public TransportMessage {
       const auto outcome = memory_.wait(announced_, until);
       if (outcome == PeerMemory::Outcome::kDone) return std::nullopt;
       return failure(cause_of(outcome));
-    } catch (const PeerMemory::Unreachable& error) {  // perhaps the peer of another message of the operation
+    } catch (const PeerMemory::Unreachable& error) {  // error.peer may be the peer of another message of the operation
       return MessageFailure{error.peer, is_send(), error.what()};
     }
   }
@@ -41,7 +41,7 @@ class MemoryTransport::Message : public TransportMessage {
   bool complete_without_waiting() noexcept override {
     try {
       memory_.copy_if_matched(announced_);
-    } catch (const PeerMemory::Unreachable&) {  // the next wait reports it
+    } catch (const PeerMemory::Unreachable&) {  // the slot is marked as broken, which the next wait() reports
     }
     return announced_->slot == nullptr;
   }

@@ -27,10 +27,10 @@ class MemoryTransport : public Transport {
   const int size_;
 };
 
-// Tags of PeerMemory. Messages match by tag alone, in any order, so the parts of a step have different tags.
+// Returns the tag of a message for PeerMemory, which matches messages by tag alone. Parts of a step have several tags.
 uint64_t memory_tag(const MessageTag& tag);
 
-// The text of an outcome other than kDone; "" if the watchdog knows more.
+// Returns the text of an outcome other than kDone; "" for an interrupted wait, whose cause the watchdog knows.
 std::string cause_of(PeerMemory::Outcome outcome);
 
 }  // namespace tessera::internal

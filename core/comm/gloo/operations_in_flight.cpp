@@ -88,7 +88,7 @@ std::string OperationsInFlight::why_disconnected() {
 }
 
 void OperationsInFlight::close(GlooTransports& transports) noexcept {
-  // Tensors that a stopped peer may still access when it continues: their memory must never be reused.
+  // Tensors that a stopped peer may access when it continues. Their memory must never be reused.
   static auto* const kept = new std::vector<at::Tensor>;
   static std::mutex keeping;
   std::lock_guard lock(mutex_);
@@ -102,7 +102,7 @@ void OperationsInFlight::close(GlooTransports& transports) noexcept {
     for (OperationResources& orphan : orphans_) orphan.drop(keeper);
   }
   orphans_.clear();
-  // Without the lock `keeping`: gloo waits up to 10 ms for its thread, and ranks that are threads would wait in turn.
+  // Does not hold `keeping`: gloo waits up to 10 ms for its thread, and ranks of one process would wait one by one.
   transports.disconnect();
 }
 

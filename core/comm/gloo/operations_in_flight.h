@@ -16,30 +16,30 @@ namespace tessera::internal {
 
 // The resources that one operation holds while it is in flight.
 struct OperationResources {
-  TransportMessages messages;  // of the current step
+  TransportMessages messages;  // messages of the current step
   std::vector<at::Tensor> staging;
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. First adds tensors that a peer may still access to `keeper`, unless it is null.
+  // Destroys the messages. First adds tensors that a peer may still access to `keeper`, unless `keeper` is null.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
-// The operations of a group that are in flight on this rank, and the current wait of its thread. Knows whether the
-// group is broken or closed. Thread-safe.
+// Tracks the operations of a group that are in flight on this rank, and the current wait of the rank's thread. Knows
+// whether the group is broken or closed. Thread-safe.
 class OperationsInFlight {
  public:
   // If the group is broken, throws CommError, whose text begins with `what`.
   void require_whole(const std::string& what) const;
   std::optional<std::string> broken() const;
   bool is_closed() const;
-  // Only the first call sets the reason.
+  // Marks the group as broken. Only the first call sets the reason.
   void break_group(const std::string& reason);
 
-  // Throws like require_whole(). `operation` must stay alive until remove().
+  // Adds an operation. Throws as require_whole() does. `operation` must stay alive until remove().
   void add(OperationResources& operation, const std::string& what);
-  // Removes an operation whose messages peers may still need because it was never awaited. Completes messages that need
-  // no wait, unless `may_complete` is false (in a child of fork()). The group keeps the others until it closes.
+  // Removes an operation. If it was never awaited, peers may need its messages. In this case, completes messages that
+  // need no wait, unless `may_complete` is false (in a child of fork()), and keeps the others until the group closes.
   void remove(OperationResources& operation, bool may_complete) noexcept;
 
   // Registers the wait that interrupt() ends. Returns false if the group is broken; the caller must not wait then.
@@ -61,7 +61,7 @@ class OperationsInFlight {
   std::optional<std::string> broken_ TESSERA_GUARDED_BY(mutex_);
   std::unordered_set<OperationResources*> operations_ TESSERA_GUARDED_BY(mutex_);
   std::shared_ptr<InterruptibleWait> current_wait_ TESSERA_GUARDED_BY(mutex_);
-  std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // of operations that were never awaited
+  std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // kept for operations that were not awaited
 };
 
 }  // namespace tessera::internal

@@ -121,7 +121,7 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
   if (!stopped_) {
     lock.unlock();
     failure = pipeline.run([this](const ReductionPipeline::Message& message) { return wait_for(message); });
-    // Releases the tensors before wait() returns: its caller must then have the only references.
+    // Frees the tensors before wait() returns, because the caller of wait() must then have the only references.
     if (!failure) pipeline.free_memory();
     lock.lock();
     pipeline.is_over_ = !failure;

@@ -20,17 +20,17 @@
 
 namespace tessera::internal {
 
-// Messages over TCP are sent in chunks of this size; the last one may be smaller. Returns views of the flat tensor, in
-// order; none if it is empty.
+// Size of the chunks in which messages are sent over TCP. chunks_of() returns views of a flat tensor's chunks, in
+// order. The last chunk may be smaller. An empty tensor has no chunks.
 inline constexpr int64_t kChunkBytes = int64_t{1} << 20;
 std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 
-// One rank's part of a reduction over TCP. It reduces its part chunk by chunk, in rank order, while the next chunks are
-// in flight, and sends each sum as soon as it is complete. PipelineThread runs it. `own` and `out` must not be accessed
-// between construction and completion.
+// One rank's part of a reduction over TCP. Reduces the part chunk by chunk, in rank order, while the next chunks are in
+// flight. If Exchange::publish is set, sends each sum as soon as it is complete. PipelineThread runs it. `own` and
+// `out` must not be accessed between construction and completion.
 //
-// Staging takes kStagingBytes / (ranks - 1) for each other rank, at least kLeastAhead chunks and at most the part. That
-// many chunks are announced ahead; a peer with more to send waits.
+// The staging memory for each other rank is kStagingBytes / (ranks - 1), but at least kLeastAhead chunks and at most
+// the part. Receives of that many chunks are announced ahead. A peer with more to send waits.
 class ReductionPipeline {
  public:
   using Message = std::shared_ptr<TransportMessage>;
@@ -40,16 +40,16 @@ class ReductionPipeline {
   // Both functions start the message of one chunk and return. Called by the constructing thread and by PipelineThread.
   struct Exchange {
     std::function<Message(const at::Tensor& chunk, int peer)> receive;
-    std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null: this rank keeps the sum
+    std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null if this rank keeps the sum
   };
 
   // `own` is this rank's contribution to its own part, in segments of equal sizes on all ranks. `out` receives the sum.
-  // It may be the only segment, and must not overlap `own` otherwise. All tensors are flat, contiguous and of one
-  // dtype. A chunk never spans two segments.
+  // `out` may be the only segment itself. Otherwise it must not overlap `own`. All tensors are flat, contiguous and of
+  // one dtype. A chunk never spans two segments.
   ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
                     Exchange exchange);
 
-  // Announces the first chunks. Returns the failure, or nullopt. Must be called once, before the pipeline runs.
+  // Announces receives of the first chunks. Returns the failure, or nullopt. Must be called once, before run().
   std::optional<MessageFailure> announce();
 
  private:
@@ -64,17 +64,17 @@ class ReductionPipeline {
   const int rank_, world_;
   const ReduceOp op_;
   const Exchange exchange_;
-  std::vector<at::Tensor> own_, out_;            // by chunk
+  std::vector<at::Tensor> own_, out_;            // indexed by chunk
   at::Tensor staging_;                           // [chunks ahead, ranks - 1, elements of a chunk]
-  std::vector<std::vector<at::Tensor>> places_;  // views of staging_, by chunk modulo chunks ahead, and rank
-  std::vector<TransportMessages> received_;      // in the same order; announced and not awaited
+  std::vector<std::vector<at::Tensor>> places_;  // views of staging_, indexed by chunk modulo ahead() and by rank
+  std::vector<TransportMessages> received_;      // indexed as places_; announced receives that are not awaited yet
   TransportMessages published_;
-  std::fenv_t rounding_;  // the caller's floating-point modes, which affect the bits of a sum
-  bool is_over_ = false;  // used by PipelineThread
+  std::fenv_t rounding_;  // the constructing thread's floating-point modes, which affect the bits of a sum
+  bool is_over_ = false;  // completed without a failure; guarded by PipelineThread::mutex_
 };
 
-// The thread that runs a group's pipelines, in the order of add(). Its waits for messages have no deadline; wait() has
-// one.
+// The thread that runs a group's pipelines, in the order of add(). The thread waits for messages without a deadline,
+// but wait() has a deadline.
 class PipelineThread : public InterruptibleWait {
  public:
   using Deadline = TransportMessage::Deadline;
@@ -84,19 +84,19 @@ class PipelineThread : public InterruptibleWait {
 
   void add(const std::shared_ptr<ReductionPipeline>& pipeline);
 
-  // Blocks until the pipeline completes, and returns nullopt. Otherwise returns the first failure of any pipeline, or
-  // "timed out". Must be called by one thread.
+  // Blocks until the pipeline completes, and returns nullopt. Returns a failure if any pipeline fails first, if
+  // interrupt() is called, or at the deadline ("timed out"). Must be called by one thread at a time.
   std::optional<MessageFailure> wait(const ReductionPipeline& pipeline, Deadline until);
   // Returns the messages of a completed pipeline that may still be in flight. They must be awaited.
   static TransportMessages published(ReductionPipeline& pipeline);
   // Destroys the messages of a pipeline that has completed or was stopped.
   static void drop(ReductionPipeline& pipeline) noexcept;
 
-  // Stops the start of further work, and makes wait() return. Thread-safe.
+  // Stops all pipelines for good before their next message, and makes wait() return. Thread-safe.
   void interrupt() noexcept override;
-  // Why the message that the thread waits for cannot arrive; "" if it can. Thread-safe.
+  // Returns why the message that the thread waits for cannot arrive; "" if it can. Thread-safe.
   std::string why_disconnected() override;
-  // Calls interrupt(), and blocks until the thread accesses no tensor: at most for one chunk's sum.
+  // Calls interrupt(), and blocks until the thread runs no pipeline. This takes at most the time of one chunk's sum.
   void stop() noexcept;
 
  private:

@@ -101,7 +101,7 @@ RoundsTransport::Part RoundsTransport::gather(const Collective& collective) cons
   return {{shard.const_data_ptr(), shard.nbytes()}, bytes, read, static_cast<int64_t>(shard.nbytes()) * (size() - 1)};
 }
 
-// Each other rank reads its part of this rank's full tensor, or all of it.
+// In a reduce-scatter, each rank reads its part of the other full tensors. In other reductions, it reads all of them.
 RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) const {
   const auto kind = collective.kind;
   const at::Tensor &full = collective.full, &shard = collective.shard;
@@ -132,7 +132,7 @@ RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) cons
   return part;
 }
 
-// The bytes that the reduction would send as messages, so that Traffic does not depend on the transport.
+// Returns the bytes that the reduction would send as messages, so that Traffic does not depend on the transport.
 int64_t RoundsTransport::bytes_sent_to_reduce(const Collective& collective) const {
   const auto bytes = static_cast<int64_t>(collective.full.nbytes());
   if (collective.kind == Collective::kReduceScatter) return bytes - static_cast<int64_t>(collective.shard.nbytes());

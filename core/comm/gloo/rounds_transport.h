@@ -9,7 +9,7 @@
 
 namespace tessera::internal {
 
-// Carries small gathers and reductions, each as one round of SharedRounds, if all ranks share memory.
+// Carries small gathers and reductions, each as one round of SharedRounds. All ranks must share memory.
 class RoundsTransport : public Transport {
  public:
   // `memory` must reach all ranks.
@@ -24,9 +24,9 @@ class RoundsTransport : public Transport {
   class Wait;
   class Room;
   class Message;
-  struct Part {  // this rank's, of a collective
+  struct Part {  // what this rank contributes to a round, and what it expects
     SharedRounds::Contribution own;
-    std::vector<uint64_t> expected_bytes;  // by rank
+    std::vector<uint64_t> expected_bytes;  // bytes that each rank contributes, by rank
     std::function<void(const SharedRounds::Contributions&)> read;
     int64_t sent_bytes;
   };

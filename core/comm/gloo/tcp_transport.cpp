@@ -17,11 +17,11 @@
 namespace tessera::internal {
 namespace {
 
-// The step of a message that is never sent: no operation has so many.
+// Step in the tag of a message that is never sent. No operation has so many steps.
 constexpr int kNoStep = 3;
 
-// 14 bits of the sequence number distinguish the operations in flight. 2 bits are the step, 14 the hash, and the last
-// one selects the connection: see [Note: one way].
+// From the highest bit: 14 bits of the sequence number, which distinguish the operations in flight, 2 bits of the step,
+// 14 bits of the hash, and 1 bit that selects the connection: see [Note: one way].
 int tcp_tag(const MessageTag& tag, int connection) {
   return static_cast<int>((tag.sequence & 0x3fff) << 17 | (tag.step & 0x3) << 15 | (tag.fingerprint & 0x3fff) << 1) |
          connection;
@@ -40,13 +40,13 @@ class TcpTransport::Message : public TransportMessage {
       : TransportMessage(peer, is_send), transport_(transport), work_(std::move(work)) {}
 
   std::optional<MessageFailure> wait(Deadline until) override {
-    if (peer() < 0) {  // a collective of gloo's own, whose wait cannot be interrupted
+    if (peer() < 0) {  // a collective of gloo itself, whose wait cannot be interrupted
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - RunClock::now());
       // c10d takes 0 for no timeout.
       if (work_->wait(std::max(left, std::chrono::milliseconds(1)))) return std::nullopt;
       return failure("");
     }
-    // gloo's own timeout counts the time in which this process is stopped, and closes the connections.
+    // gloo's own timeout is not used: it counts time in which this process is stopped, and closes the connections.
     std::atomic<bool> is_late = false;
     const RunAlarm alarm(until, [&] {
       is_late = true;
@@ -109,7 +109,7 @@ Transport::StartedCollective TcpTransport::start_collective(const Collective& co
 
 // When a connection ends, gloo ends the waits for the messages that are announced on it. It does not end the wait for a
 // message in transfer (Pair::signalException), which would last until its timeout. But a new announcement fails. So
-// during a long wait this function announces a message that is never sent.
+// during a long wait this function announces the receive of a message that is never sent.
 std::string TcpTransport::why_disconnected(int peer, bool is_send) {
   c10::intrusive_ptr<c10d::Backend> backend;
   {
@@ -125,13 +125,13 @@ std::string TcpTransport::why_disconnected(int peer, bool is_send) {
     return "";
   } catch (const std::exception& error) {
     const std::string cause = error.what();
-    // This is the timeout of the wait itself, which reports it.
+    // The timeout of the wait itself has passed, and the wait reports it.
     return cause.find("Application timeout") != std::string::npos ? "" : closed_connection_text(peer, cause);
   }
 }
 
 void TcpTransport::disconnect() noexcept {
-  c10::intrusive_ptr<c10d::Backend> closed;  // destroyed without the lock
+  c10::intrusive_ptr<c10d::Backend> closed;  // destroyed after the lock is released
   std::lock_guard lock(mutex_);
   is_closed_ = true;
   closed = std::move(group_);

@@ -15,7 +15,7 @@ namespace tessera::internal {
 // Tensors are sent in chunks of kChunkBytes.
 class TcpTransport : public Transport {
  public:
-  // Without a `group`, connect() must be called before anything is started.
+  // If `group` is null, connect() must be called before start() or start_collective().
   TcpTransport(c10::intrusive_ptr<c10d::Backend> group, int rank, int size)
       : rank_(rank), size_(size), group_(std::move(group)) {}
 
@@ -39,10 +39,10 @@ class TcpTransport : public Transport {
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> group_ TESSERA_GUARDED_BY(mutex_);  // null before connect() and after disconnect()
   bool is_closed_ TESSERA_GUARDED_BY(mutex_) = false;
-  std::mutex posting_;  // serializes calls of the backend, which is not thread-safe
+  std::mutex posting_;  // serializes the backend's send() and recv(), which are not thread-safe
 };
 
-// The text of an error for a message whose connection is closed. `peer` is -1 if unknown.
+// Returns the text of an error for a message whose connection is closed. `peer` is -1 if unknown.
 std::string closed_connection_text(int peer, const std::string& cause);
 
 }  // namespace tessera::internal

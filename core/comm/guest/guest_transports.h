@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Carries the messages of a group by the program's message library, such as MPI. The library is called by the thread
-// that starts and awaits operations, and by no other. Messages progress only while that thread waits.
+// Carries the messages of a group by the program's message library, such as MPI. Only the thread that starts and awaits
+// operations calls the library. Messages progress only while that thread waits.
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library);
 
 // Carries all traffic of a group over a c10d process group of the program, with these operations:
@@ -25,10 +25,10 @@ std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibra
 // | reduce | allreduce of a copy | |
 // | all-to-all; all of a part of the group | send and recv | |
 //
-// The process group computes the sums: their order, and thus rounding, may differ between operations.
+// The process group computes the sums. The order of additions, and so the rounding, may differ between operations.
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// Exchanges texts by all-reduces of tensors on this device.
+// Returns an exchange of texts by all-reduces of tensors on `device`.
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device);
 
 }  // namespace tessera::internal

@@ -20,7 +20,7 @@
 namespace tessera::internal {
 namespace {
 
-// The first base class is destroyed last: ~FileStore() opens the file.
+// MemoryFile is the first base class, so it is destroyed last. ~FileStore() still opens the file.
 class MemoryStore : private MemoryFile, public c10d::FileStore {
  public:
   explicit MemoryStore(MemoryFile file)
@@ -28,7 +28,7 @@ class MemoryStore : private MemoryFile, public c10d::FileStore {
   c10::intrusive_ptr<c10d::Store> clone() override { return c10::make_intrusive<MemoryStore>(duplicate()); }
 };
 
-// Returns null if not all ranks can open the file.
+// Returns a store in a file in memory, or null if not all ranks can open the file.
 c10::intrusive_ptr<c10d::Store> share_memory_store(const TextExchange& exchange, const std::string& who, int rank) {
   MemoryFile file;
   const auto notices = exchange_or_fail(exchange, who, [&] {
@@ -49,7 +49,7 @@ MadeStore make_store(const TextExchange& exchange, const std::string& who, int r
                      const std::string& address, std::chrono::milliseconds timeout) {
   if (one_host)
     if (auto store = share_memory_store(exchange, who, rank)) return {std::move(store)};
-  const SigpipeBlock no_sigpipe;  // for the server's thread, which inherits the mask
+  const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
   const ShortNameLookups short_lookups;
   c10::intrusive_ptr<c10d::Store> store;
   const auto open_store = [&](const std::string& host, uint16_t port) {

@@ -65,11 +65,11 @@ class MessageTransport : public Transport {
     }
   }
   int64_t max_eager_numel() const override { return 0; }
-  // Only the thread that may call the library could take back a message in flight.
+  // Returns false, because only the thread that calls the library could take back a message in flight.
   bool withdraw() noexcept override { return false; }
 
  private:
-  static constexpr int64_t kMostBytes = int64_t{1} << 30;  // of one message: MPI counts in int
+  static constexpr int64_t kMostBytes = int64_t{1} << 30;  // largest message, because MPI counts in int
 
   const std::shared_ptr<MessageLibrary> library_;
   const PartOfGroup part_;

@@ -12,11 +12,11 @@ namespace tessera::internal {
 
 // The members of a part of a program's group, and a number that distinguishes messages of different parts.
 struct PartOfGroup {
-  std::vector<int> members = {};  // by rank in the part; empty: the whole group
+  std::vector<int> members = {};  // indexed by rank in the part; empty for the whole group
   uint64_t number = 0;
 
   int rank_of(int member) const { return members.empty() ? member : members[static_cast<size_t>(member)]; }
-  // Returns a hash, of which a transport uses as many bits as its message numbers have.
+  // Returns a hash of the tag and the part. A transport uses as many of its bits as its message numbers have.
   uint64_t number_of(const MessageTag& tag) const {
     const uint64_t sum =
         Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(number).value();

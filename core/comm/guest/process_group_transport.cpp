@@ -39,7 +39,7 @@ bool is_missing(const std::string& error) {
   return std::ranges::any_of(kTexts, [&](const char* text) { return error.find(text) != std::string::npos; });
 }
 
-// Works of the process group, in order, and a function that runs after them.
+// Awaits works of the process group in order, and then runs a function.
 class WorkMessage : public TransportMessage {
  public:
   WorkMessage(std::vector<Work> works, Tensors tensors, std::function<void()> complete, int peer, bool is_send)
@@ -69,8 +69,8 @@ class WorkMessage : public TransportMessage {
  private:
   static constexpr milliseconds kSlice{250};  // the interval at which a wait checks for interrupts
 
-  // Waits for a work of one collective in slices, because most classes have no abort(). Waits for works of send() and
-  // recv() at once: a slice's timeout would end gloo's connection, and these classes have abort().
+  // Waits for a collective's work in slices, because most classes of works have no abort(). Waits for works of send()
+  // and recv() without slices: these have abort(), and the timeout of a slice would end gloo's connection.
   std::optional<MessageFailure> wait_for(const Work& work, Deadline until) {
     for (;;) {
       if (is_interrupted_) return failure("");
@@ -92,7 +92,7 @@ class WorkMessage : public TransportMessage {
   std::atomic<bool> is_interrupted_ = false;
 };
 
-// The operations that the group's class has, found by calling them, with the same result on all ranks.
+// Whether the group's class has _allgather_base and _reduce_scatter_base. Calls find this out, equally on all ranks.
 struct Abilities {
   std::atomic<bool> gathers = true, scatters = true;
 };
@@ -139,9 +139,9 @@ class ProcessGroupTransport : public Transport {
  private:
   struct Started {
     std::vector<Work> works;
-    Tensors tensors;                 // the works use them; the first one is written
-    std::function<void()> complete;  // after the works
-    at::Tensor result;               // of a reduction on this rank
+    Tensors tensors;                 // tensors that the works use; the first one is written
+    std::function<void()> complete;  // called after the works; may be null
+    at::Tensor result;               // result of a reduction on this rank; otherwise undefined
   };
 
   int rank() const { return group_->getRank(); }
@@ -158,7 +158,7 @@ class ProcessGroupTransport : public Transport {
     return std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
   }
 
-  // Runs `start`. If the group's class lacks the operation, returns null, in this and all later calls.
+  // Returns the result of `start`. If the group's class lacks the operation, returns null, now and in all later calls.
   template <class Start>
   static Work try_to(std::atomic<bool>& is_able, Start start) {
     if (!is_able) return {};

@@ -18,7 +18,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The first character of an exchanged text.
+// First character of an exchanged text: the rank has failed, its arguments are invalid, or it has succeeded.
 constexpr char kFailedText = '!', kInvalidText = '?', kFineText = ' ';
 
 // One exchange through a store.
@@ -44,7 +44,7 @@ class StoreRound {
 
   std::string key(int rank) const { return prefix_ + std::to_string(rank); }
 
-  // Returns false after the timeout. Polls, because c10d's own wait blocks all other calls of its process.
+  // Returns false after the timeout. Polls, because c10d's own wait blocks all other calls of the store.
   bool wait_for(const std::string& key) {
     for (auto pause = kShortestPause; !store_.check({key}); pause = std::min(2 * pause, kLongestPause)) {
       if (RunClock::now() - began_ >= timeout_) return false;
@@ -68,7 +68,7 @@ class StoreRound {
                     " did not come within ", static_cast<double>(timeout_.count()) * 1e-3, " s");
   }
 
-  // On rank 0: "<length> <text>" of each rank, or the error that ends the exchange.
+  // Called on rank 0. Returns the kind's character, then "<length> <text>" of each rank, or the error.
   std::string collect() {
     std::string all(1, kFineText);
     for (int rank = 0; rank < size_; ++rank) {

@@ -7,13 +7,13 @@
 namespace tessera::internal {
 namespace {
 
-// Added to c10d's timeout, after which its watchdog ends the process. Our watchdog, whose error names rank and
-// operation, must act first.
+// Added to the timeout of c10d's watchdog, which ends the process. Tessera's watchdog must act first, because its error
+// names the rank and the operation.
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
 // Lets Tessera, not c10d, handle errors of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends
-// the process unless this is NoHandling; Tessera then ends the group, with an error that names the rank. c10d's public
-// option is an environment variable for all groups, so this class accesses the protected member.
+// the process, unless asyncErrorHandling_ is NoHandling. Tessera then ends the group, with an error that names the
+// rank. c10d's option is an environment variable for all groups, so this class accesses the protected member.
 struct ErrorHandling : c10d::ProcessGroupNCCL {
   static void leave_to_tessera(c10d::Backend& group) {
     if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice

@@ -2,9 +2,9 @@
 //
 // A group is one NCCL communicator, which runs operations in the order of their start. So two ranks cannot run a gather
 // and a reduction in different orders, which would deadlock on a GPU that runs one NCCL kernel at a time. wait() orders
-// the current stream after the operation, and does not block the host. A thread watches the operations. The thread
-// aborts the group if NCCL reports an error, or a peer fails, diverges, is late or is dead. Every later call then
-// throws the reason.
+// the current stream after the operation, and does not block the host. A thread watches the operations. It aborts the
+// group if NCCL reports an error, if an operation times out, or if a peer fails, diverges or is dead. Every later call
+// then throws the reason.
 #include "core/comm/nccl/nccl_communicator.h"
 
 #include <ATen/ops/empty.h>
@@ -48,12 +48,12 @@ using std::chrono::steady_clock;
 
 constexpr auto kLookAfterEvery = std::chrono::milliseconds(50);
 constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between polls in throw_if_aborted()
-// By ReduceOp.
+// Indexed by ReduceOp.
 constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
                                                   c10d::ReduceOp::MIN};
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Whether NCCL reports that a peer's process is gone (ncclRemoteError). It does not say which.
+// Whether NCCL reports that a peer's process is gone (ncclRemoteError). The error does not name the peer.
 bool is_loss_of_a_peer(std::string_view error) {
   return error.find("remote process exit") != std::string_view::npos ||
          error.find("ncclRemoteError") != std::string_view::npos;
@@ -88,8 +88,8 @@ class NcclCommunicator : public Communicator,
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
 
-  // Operations must end before the group is destroyed: c10d then aborts their kernels, for which peers wait. During
-  // unwinding the group is aborted instead, because the peers' operations may never complete.
+  // Blocks until all operations have ended: destroying the group aborts its kernels, and peers may wait for these.
+  // During unwinding the group is aborted instead, because the peers' operations may never complete.
   ~NcclCommunicator() override {
     if (std::uncaught_exceptions() > 0) {
       abort_this(kUnwound);
@@ -106,7 +106,7 @@ class NcclCommunicator : public Communicator,
     if (options_.is_borrowed) return;
     try {
       group_->shutdown();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has gone by itself
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has ended already
     }
   }
 
@@ -137,7 +137,7 @@ class NcclCommunicator : public Communicator,
     end("this rank left the group: " + reason, true);
   }
 
-  // Throws CommError if the group has ended.
+  // Orders the current stream after `work`. Throws CommError if the group has ended.
   void wait_for(const Work& work, const std::string& description) {
     const auto began = steady_clock::now();
     require_whole(description);
@@ -154,7 +154,7 @@ class NcclCommunicator : public Communicator,
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    // Needs a timeout: split() waits for all ranks, also for dead ones.
+    // Needs a timeout, because split() waits for all ranks, also for dead ones.
     auto group = call_with_timeout(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
                                                               timeout = timeout(), device = device()] {
       c10::DeviceGuard guard(device);
@@ -166,7 +166,7 @@ class NcclCommunicator : public Communicator,
                                timeout().count() / 1000, " s"));
     if (position < 0) return nullptr;
     NcclOptions options = options_;
-    options.is_borrowed = false;  // split() makes the part for this group alone, so this group shuts it down
+    options.is_borrowed = false;  // no other group uses the backend that split() made, so the part shuts it down
     return make_group<NcclCommunicator>(backends_, std::move(*group), std::move(store), position,
                                         static_cast<int>(members.size()), device(), options);
   }
@@ -185,7 +185,7 @@ class NcclCommunicator : public Communicator,
 
   const GroupProcess process_;
   const NcclOptions options_;
-  // The longest time from NCCL's report of a loss until the watchdog names the rank.
+  // The longest time from NCCL's report of a lost peer until the watchdog names the peer's rank.
   const RunClock::duration naming_time_ = Heartbeat::kBeatsMissed * options_.beat_every + std::chrono::seconds(3);
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -194,7 +194,7 @@ class NcclCommunicator : public Communicator,
   NcclQueue queue_;
   uint64_t sequence_ = 0;
   Watchdog watch_;
-  std::jthread looks_;  // last: the thread uses the other members
+  std::jthread looks_;  // last member, because the thread uses the others
 };
 
 class NcclOperation : public Pending::Operation {
@@ -240,7 +240,7 @@ void NcclCommunicator::make_sendable(Collective& collective) const {
 Pending NcclCommunicator::start(Collective collective) {
   make_sendable(collective);
   const bool has_root = collective.kind == Collective::kReduce;
-  // Ranks with different options have different descriptions, so the watchdog names them.
+  // If ranks have different options, their descriptions differ, and the watchdog reports the difference.
   const bool in_rank_order = options_.rank_order_sums && RankOrderReduction::applies_to(collective);
   const std::string description =
       c10::str(collective.description(), in_rank_order ? " in rank order" : "",
@@ -263,7 +263,7 @@ Pending NcclCommunicator::start(Collective collective) {
   }
   count_sent(bytes_sent(collective, rank(), size()));
   if (CapturedWork* const recorded = CapturedWork::recording_on(device())) {
-    // Recorded events are not real ones: only the end of a replay can be awaited.
+    // Recorded events cannot be queried. Only the end of a replay can be awaited.
     recorded->add_collective(c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "",
                                       " (", collective.numel, " elements)"));
   } else {
@@ -280,7 +280,7 @@ Work NcclCommunicator::launch(Collective& collective) {
   const auto& counts = collective.counts;
   const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(collective.op)];
   const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
-  std::vector<std::vector<at::Tensor>> parts;  // of `full`, if counts are uneven
+  std::vector<std::vector<at::Tensor>> parts;  // parts of `full`, if counts are uneven
   if (!is_even && kind != Collective::kScatter) parts.push_back(full.split_with_sizes(counts));
   std::vector<at::Tensor> own{shard.defined() ? shard : full};
   switch (kind) {
@@ -321,7 +321,7 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
-// Called after an error of c10d. If a peer is lost, waits until its rank is known.
+// Called after an error of c10d. Throws if the group has ended. If a peer is lost, first waits for the group to end.
 void NcclCommunicator::require_whole_after(const std::exception& error, std::string_view what) {
   require_whole(what);
   if (!is_loss_of_a_peer(error.what())) return;
@@ -332,7 +332,7 @@ void NcclCommunicator::require_whole_after(const std::exception& error, std::str
   }
 }
 
-// An aborted operation is complete as well, so the order of checks matters: first whether the group is broken.
+// An aborted operation counts as complete, so the group must be checked before the result is used.
 void NcclCommunicator::require_ended(std::string_view what, bool all) {
   const auto began = steady_clock::now();
   std::string waits_for;
@@ -351,7 +351,7 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
   if (!waits_for.empty()) count_wait(steady_clock::now() - began, waits_for);
 }
 
-// If a peer has failed, NCCL's error does not name it, but the watchdog's explanation does.
+// If a peer has failed, NCCL's error does not name the peer, but the watchdog's explanation does.
 void NcclCommunicator::end_by(const std::string& error) {
   const std::string known = watch_.explanation();
   end(known.empty() ? error : known, false);
@@ -359,8 +359,8 @@ void NcclCommunicator::end_by(const std::string& error) {
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   uint64_t waits_for = static_cast<uint64_t>(-1);
-  std::optional<RunClock::time_point> lost_since;  // when a peer was lost; the watchdog may name it and end the group
-  int silent_looks = 0;                            // successive ones; a single one may be a delay of this machine
+  std::optional<RunClock::time_point> lost_since;  // time of a peer's loss, after which the watchdog may name the peer
+  int silent_looks = 0;                            // successive looks; a single one may be a delay of this machine
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
     const bool waits = look.oldest && !look.ends;
@@ -374,7 +374,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
       lost_since = RunClock::now();
       watch_.begin_wait();
     } else if (is_loss && RunClock::now() - *lost_since < naming_time_) {
-      // Waits for a published reason, or for missing heartbeats.
+      // Does nothing yet, because a published reason or missing heartbeats may name the lost peer.
     } else if (!look.error.empty() && waits) {
       end_by(look.error);
     } else if (silent_looks > 4) {
@@ -393,7 +393,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// Only the first call sets the reason. An empty reason, from the watchdog's thread, means explanation().
+// Ends the group. Only the first call sets the reason. For an empty reason, from the watchdog, uses explanation().
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();
@@ -405,7 +405,7 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);
   try {
     group_->abort();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): it is broken already, which is what was asked for
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group is broken already
   }
 }
 

@@ -12,27 +12,27 @@
 
 namespace tessera::internal {
 
-// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or, in tests, ones that behave alike. A
-// group and its parts share one object. InitOptions::registered_memory uses the backends' allocateTensor().
+// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or replacements in tests. A group and
+// its parts share one object. InitOptions::registered_memory uses the backends' allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
-  // Collective over the ranks that share `store`, which the backend keeps. Connects at once, with streams of high
-  // priority. If the backend has a watchdog of its own, its timeout must be longer than `timeout`.
+  // Makes the backend of a group. Collective over the ranks that share `store`, which the backend keeps. Connects at
+  // once, with streams of high priority. If the backend has its own watchdog, that timeout must exceed `timeout`.
   virtual c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  at::Device device, std::chrono::milliseconds timeout) = 0;
-  // Makes a group of these ranks of `parent`, in this order. Collective over `parent`. A rank in no part passes ranks
-  // of any part, and gets null.
+  // Makes a group of the given ranks of `parent`, in this order. Collective over `parent`. A rank that is in no part
+  // passes the ranks of any part, and gets null.
   virtual c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                                   const std::vector<int>& ranks, std::chrono::milliseconds timeout) = 0;
 };
 
-// Joins ranks into a group over these backends. See backends.h.
+// Joins ranks into a group over `backends`. See backends.h.
 std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackends> backends,
                                                      c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);
 
-// NCCL's backends; null in a build without TESSERA_CUDA.
+// Returns NCCL's backends; null in a build without TESSERA_CUDA.
 std::shared_ptr<NcclBackends> nccl_backends();
 // Replaces NCCL in make_nccl_communicator() of backends.h, for tests. Null restores NCCL.
 void set_nccl_backends(std::shared_ptr<NcclBackends> backends);

@@ -16,7 +16,7 @@ NcclQueue::Look NcclQueue::look() {
   Look look{};
   std::lock_guard lock(mutex_);
   while (!operations_.empty() && operations_.front().work->isCompleted()) {
-    // An aborted operation is complete as well.
+    // An aborted operation also counts as complete, so its exception must be read.
     const std::exception_ptr exception = operations_.front().work->exception();
     if (exception) look.error = text_of(exception);
     if (!look.error.empty()) break;

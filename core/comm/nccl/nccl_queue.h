@@ -32,11 +32,11 @@ class NcclQueue {
 
   // The state of the queue after completed operations are removed.
   struct Look {
-    std::string error;  // of the oldest operation; "": it has none
+    std::string error;  // error of the oldest operation; "" if it has none
     std::optional<Operation> oldest;
     bool ends;                    // whether the group is ending or has ended
     uint64_t ended_count;         // number of operations removed so far
-    std::deque<Operation> ended;  // removed by look(); the caller destroys them without the lock
+    std::deque<Operation> ended;  // operations removed by look(); the caller destroys them without the lock
   };
   Look look();
 
@@ -49,21 +49,21 @@ class NcclQueue {
 
   // Begins the end of the group. Returns the description of the oldest operation, or nullopt if the end had begun.
   std::optional<std::string> begin_end();
-  // Sets the reason, after begin_end(). `is_told`: this rank's caller already knows the reason.
+  // Sets the reason, after begin_end(). `is_told` says that this rank's caller already knows the reason.
   void complete_end(std::string reason, bool is_told);
-  // Returns the reason once the end is complete, else nullopt. The caller must throw it.
+  // Returns the reason once the end is complete, else nullopt. The caller must throw an error with this reason.
   std::optional<std::string> reason_to_tell();
   struct End {
     std::string reason;
     bool is_told;
   };
-  // Blocks while the group is ending. Returns nullopt if the group has not ended.
+  // Blocks while the group is ending. Returns nullopt if the end has not begun.
   std::optional<End> wait_for_end();
 
  private:
   std::mutex mutex_;
   std::condition_variable_any changed_;
-  std::deque<Operation> operations_ TESSERA_GUARDED_BY(mutex_);  // the oldest first
+  std::deque<Operation> operations_ TESSERA_GUARDED_BY(mutex_);  // oldest operation first
   uint64_t ended_count_ TESSERA_GUARDED_BY(mutex_) = 0;
   bool ends_ TESSERA_GUARDED_BY(mutex_) = false;
   std::optional<End> end_ TESSERA_GUARDED_BY(mutex_);

@@ -19,7 +19,7 @@ namespace {
 
 using Exchange = c10::intrusive_ptr<c10d::Work>;
 
-// The exchanges and additions of one reduction. Completes when its stream has passed the last of them.
+// The exchanges and additions of one reduction. Completes when its stream has run all of them.
 class ReductionWork final : public c10d::Work {
  public:
   ReductionWork(c10::Stream stream, std::vector<Exchange> exchanges, std::vector<at::Tensor> tensors)
@@ -36,14 +36,14 @@ class ReductionWork final : public c10d::Work {
     for (const at::Tensor& tensor : tensors_) tensor.record_stream(stream_);
   }
   bool isCompleted() override { return exception() != nullptr || end_.query(); }
-  // Calls isCompleted(), in which c10d checks for NCCL's errors.
+  // Calls isCompleted() of each exchange, because c10d checks for NCCL's errors in it.
   std::exception_ptr exception() const override {
     for (const Exchange& exchange : exchanges_)
       if (exchange->isCompleted() && exchange->exception()) return exchange->exception();
     return nullptr;
   }
-  // From then on, the current stream keeps the tensors' memory. The thread that destroys this work must not free them,
-  // because the current stream may be recording then.
+  // Releases the tensors, because the current stream is ordered after their last use. The thread that destroys this
+  // work must not release them, because the current stream may be recording then.
   bool wait(std::chrono::milliseconds) override {
     end_.block(current_stream(stream_.device()));
     tensors_.clear();
@@ -72,7 +72,7 @@ std::vector<at::Tensor> pieces_of(const at::Tensor& full, const std::vector<int6
   return pieces;
 }
 
-// Elements of each shard in one piece, so that the parts received and the accumulator fit in kStagingBytes.
+// Returns the elements of each shard in one piece. The received parts and the accumulator then fit in kStagingBytes.
 int64_t piece_numel(at::ScalarType dtype, int size) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
   const auto sum_bytes = static_cast<int64_t>(c10::elementSize(at::toOpMathType(dtype)));
@@ -89,7 +89,7 @@ bool RankOrderReduction::applies_to(const Collective& collective) {
 }
 
 c10::intrusive_ptr<c10d::Work> RankOrderReduction::start(const Collective& collective) {
-  const c10::InferenceMode quiet;  // writes of memory, which autograd must not record
+  const c10::InferenceMode quiet;  // autograd must not record the writes to memory
   const int rank = group_->getRank(), size = group_->getSize();
   const at::Tensor& full = collective.full;
   const bool is_scatter = collective.kind == Collective::kReduceScatter;

@@ -17,8 +17,8 @@ namespace tessera::internal {
 // all-reduce then sends the sums to all ranks. So each rank sends as many bytes as in a ring, and the results are
 // bit-equal to gloo's.
 //
-// The exchange proceeds in pieces, so its memory is at most kStagingBytes whatever the size of the tensor. Must be
-// called by one thread at a time.
+// The exchange proceeds in pieces, so its memory is at most kStagingBytes whatever the size of the tensor. Must be used
+// by one thread at a time.
 class RankOrderReduction {
  public:
   static constexpr int64_t kStagingBytes = 32 << 20;
@@ -30,14 +30,14 @@ class RankOrderReduction {
   // False for the backend's own all-reduce.
   static bool applies_to(const Collective& collective);
 
-  // Starts the collective, to which this class must apply. Its arguments must be complete (Collective). The current
+  // Starts the collective, to which this class must apply. The fields of `collective` must be complete. The current
   // stream must be ordered after the writes of its tensors. Work::wait() orders the current stream after the results.
   c10::intrusive_ptr<c10d::Work> start(const Collective& collective);
 
  private:
   const c10::intrusive_ptr<c10d::Backend> group_;
   const at::Device device_;
-  std::optional<c10::Stream> stream_;  // of the additions; taken from libtorch's pool when needed
+  std::optional<c10::Stream> stream_;  // runs the additions; taken from libtorch's pool by the first start()
 };
 
 }  // namespace tessera::internal

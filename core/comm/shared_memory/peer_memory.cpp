@@ -24,8 +24,8 @@
 
 namespace tessera::internal {
 
-// A member's process, as read once when the group was made: later writes to the board cannot redirect this rank to
-// another process.
+// A member's process. It is read from the board once, when the group is made, so later writes to the board cannot
+// redirect this rank to another process.
 struct PeerMemory::Process {
   explicit Process(const SharedBoard::Member& member)
       : pid(member.pid), magic(member.magic), magic_address(member.magic_address) {}
@@ -45,9 +45,9 @@ struct PeerMemory::Process {
 
 namespace {
 
-constexpr char kNone[] = "none";  // no destructor: a detached thread may use it while the process ends
+constexpr char kNone[] = "none";  // has no destructor, because a detached thread may use it while the process ends
 
-// How long close() waits for a copying peer. After a shorter time, close() more often leaks memory, but stays correct.
+// The longest time that close() waits for a copying peer. A shorter time would be correct, but leak memory more often.
 constexpr auto kCopyGrace = std::chrono::seconds(1);
 
 // A random number that peers read to check that they reach this process, and not a later one with its process id.
@@ -63,7 +63,7 @@ uint64_t operation_of(uint64_t tag) { return tag >> 32; }
 
 uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-// Equal for two processes if and only if both see the same process ids: same boot, PID namespace and user.
+// Returns a text that is equal in two processes if their boot, PID namespace and user are equal; kNone if unknown.
 std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
@@ -87,7 +87,7 @@ struct Notices {
 };
 
 // Returns the ranks of this host in order, or none if this rank does not take part. Each rank reads the list of its own
-// host, which is complete once all ranks of the group have signed in.
+// host. The list is complete when all ranks of the group have signed in.
 std::vector<int> ranks_of_host(Notices& notices, int size, std::chrono::milliseconds timeout, bool is_wanted) {
   const bool is_switched_off = c10::utils::check_env("TESSERA_PEER_MEMORY") == false;
   const std::string identity = is_wanted && !is_switched_off ? host_identity() : kNone;
@@ -127,7 +127,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
     member.pid = ::getpid();
     member.magic = magic();
     member.magic_address = as_integer(&magic());
-  } catch (const std::runtime_error&) {  // not permitted
+  } catch (const std::runtime_error&) {  // the board could not be created or opened
     if (self == 0) notices.put("board", kNone);
   }
   bool reaches_all = all_agree(notices, "opened", host, board != nullptr);
@@ -138,7 +138,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
   return board;
 }
 
-// Permits the ranks of a host to access this process's memory. Null if all of them are threads of this process.
+// Permits the ranks of a host to access this process's memory. Returns null if no permission is needed or wanted.
 std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host, bool permits_tracing) {
   notices.put("lineage", c10::Join(" ", lineage()));
   std::vector<std::vector<pid_t>> lineages;
@@ -159,7 +159,7 @@ struct PeerMemory::Peer {
   explicit Peer(const SharedBoard::Member& member) : process(member) {
     if (process.is_this()) return;
     descriptor = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
-    if (descriptor >= 0 && !process.is_reached()) ::close(std::exchange(descriptor, -1));  // it has just ended
+    if (descriptor >= 0 && !process.is_reached()) ::close(std::exchange(descriptor, -1));  // the process has just ended
   }
   Peer(Peer&& other) noexcept : process(other.process), descriptor(std::exchange(other.descriptor, -1)) {}
   ~Peer() {
@@ -205,7 +205,7 @@ bool PeerMemory::is_alive(int peer) const {
   const auto& [process, descriptor] = peers_[local_[peer]];
   if (descriptor < 0) return process.is_reached();
   pollfd ends{descriptor, POLLIN, 0};
-  return ::poll(&ends, 1, 0) == 0;  // readable as soon as it has ended, reaped or not
+  return ::poll(&ends, 1, 0) == 0;  // readable when the process has ended, reaped or not
 }
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
@@ -215,7 +215,7 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
     std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
     return;
   }
-  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // a new process may have its process id
+  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // a new process may have the peer's process id
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
@@ -246,7 +246,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     return made.slot != nullptr;
   };
   if (!try_to_announce()) {
-    // The channel is full: its messages are not matched, not copied or not freed yet.
+    // The channel is full of messages that are not matched, not copied or not freed yet.
     const auto outcome = watch(peer, SharedBoard::kNoOperation, until, [&] {
       copy_all_matched([&](const Announcement& message) { return message.peer == peer; });
       if (reap()) SharedBoard::notify(member(peer), self);
@@ -291,7 +291,7 @@ void PeerMemory::copy_if_matched(const Announced& message) {
   if (message && message->slot != nullptr && SharedBoard::claim(*message->slot, message->kind)) copy_claimed(*message);
 }
 
-// Copies receives first: this rank needs them, and a waiting peer copies its own receives.
+// Copies receives first, because this rank needs them, and a waiting peer copies its own receives.
 template <class IsMeant>
 void PeerMemory::copy_all_matched(IsMeant is_meant) {
   for (const auto kind : {SharedBoard::kReceive, SharedBoard::kSend})
@@ -299,7 +299,7 @@ void PeerMemory::copy_all_matched(IsMeant is_meant) {
       if (message->kind == kind && is_meant(*message)) copy_if_matched(message);
 }
 
-// Frees the slots of completed messages and forgets these. Returns whether there were any.
+// Frees the slots of copied messages, and removes complete messages from announced_. Returns whether it freed a slot.
 bool PeerMemory::reap() {
   bool freed = false;
   std::erase_if(announced_, [&](const Announced& message) {
@@ -382,7 +382,7 @@ bool PeerMemory::close() noexcept {
       try {
         return SharedBoard::take_back(channel, kind, until, while_copying);
       } catch (const std::exception&) {
-        // true: a dead peer accesses nothing; false: the peer is stopped while it holds the lock
+        // A dead peer accesses no memory. A live peer is stopped while it holds the channel's lock.
         return !is_alive(static_cast<int>(rank));
       }
     };

@@ -21,12 +21,12 @@ namespace tessera::internal {
 // Both sides announce a message on a board that the ranks share (shared_board.h), with the address of the tensor and a
 // tag. Either side may then copy, by process_vm_writev or process_vm_readv, or by memcpy if the ranks are threads of
 // one process. A waiting rank copies every message of the operation that no other rank has claimed, its own receives
-// first. So two waiting ranks share the work, and a late rank has none left. The second side to announce a small
-// message copies it at once. (Open MPI and UCX call this cross-memory attach.)
+// first. So two waiting ranks share the work, and a rank that waits last has nothing left to copy. The second side to
+// announce a small message copies it at once. (Open MPI and UCX call this cross-memory attach.)
 //
-// Only Linux has these calls, and a kernel or container may forbid them. connect() tries them and leaves out
-// unreachable ranks. Yama's ptrace_scope 1 requires `permits_tracing`: while the group exists, the descendants of the
-// ranks' nearest common ancestor, the launcher, may attach to this process (tracer_permission.h).
+// Only Linux has these calls, and a kernel or container may forbid them. connect() tries them, and connects no ranks of
+// a host on which they fail. Yama's ptrace_scope 1 requires `permits_tracing`: while the group exists, the descendants
+// of the ranks' nearest common ancestor, the launcher, may attach to this process (tracer_permission.h).
 class PeerMemory {
  public:
   // A message that this rank has announced. It is complete when `slot` is null.
@@ -36,10 +36,10 @@ class PeerMemory {
     void* const data;
     const uint64_t bytes, tag;
     const int peer;
-    PublishedMemory published;  // for a peer that is a thread of this process
+    PublishedMemory published;  // memory for a peer that is a thread of this process; otherwise empty
   };
-  using Announced = std::shared_ptr<Announcement>;  // null: already complete
-  struct Process;                                   // of a peer
+  using Announced = std::shared_ptr<Announcement>;  // null if the message is already complete
+  struct Process;                                   // the process of a peer
 
   enum class Outcome { kDone, kInterrupted, kTimedOut, kPeerLeft, kPeerDied, kOtherBytes };
 
@@ -49,18 +49,18 @@ class PeerMemory {
     int peer;
   };
 
-  // Finds the ranks that share this host, through the store, and connects them if they all reach each other's memory.
-  // Returns null if this rank reaches no other. Collective; `is_wanted` and `permits_tracing` may differ
-  // between ranks.
+  // Finds the ranks that share this host, through the store, and connects them if all of them reach each other's
+  // memory. Otherwise, or if no other rank takes part, returns null. Collective; `is_wanted` and `permits_tracing` may
+  // differ between ranks.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                                              bool is_wanted, bool permits_tracing = false);
   ~PeerMemory();
 
-  // The interval at which a waiting rank checks that its peers live.
+  // Interval at which a waiting rank checks that its peers are alive.
   static constexpr std::chrono::milliseconds kAskEvery{50};
-  // How long a waiting rank polls before it sleeps. Waking up costs about as much.
+  // Time for which a waiting rank polls before it sleeps. Waking up takes about as long.
   static constexpr std::chrono::microseconds kSpin{30};
-  // The largest small message.
+  // Size of the largest small message.
   static constexpr uint64_t kAtOnceBytes = 1 << 16;
 
   int rank() const { return rank_; }
@@ -71,7 +71,7 @@ class PeerMemory {
   // Announces a message: the tensor's bytes are sent to, or received from, the peer's message with the same tag. The
   // tensor must be contiguous, on the CPU, and stay alive and unchanged until wait() or close(). The upper half of a
   // tag identifies the operation. Throws Unreachable, or std::runtime_error if the peer has announced another number of
-  // bytes. If this rank is a thousand messages ahead of its peer, blocks until there is room, at most for the timeout.
+  // bytes. If the channel to the peer is full (1024 messages), blocks until there is room, or throws after the timeout.
   Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
     return announce(SharedBoard::kSend, tensor, peer, tag);
   }
@@ -82,20 +82,20 @@ class PeerMemory {
   using Deadline = SharedBoard::Deadline;
 
   // Blocks until the message is complete or the deadline passes. After any outcome but kDone the message is still
-  // announced, and close() must follow. Throws Unreachable, whose rank may be another message's peer.
+  // announced, and close() must be called. Throws Unreachable, whose rank may be another message's peer.
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
-  // Copies the message now if both sides have announced it and neither copies it. Throws Unreachable.
+  // Copies the message now if both sides have announced it and no rank copies it yet. Throws Unreachable.
   void copy_if_matched(const Announced& message);
-  // Number of bytes that this rank has copied itself.
+  // Number of bytes that this rank has copied, not its peers.
   uint64_t copied_bytes() const { return copied_bytes_; }
 
   // Makes another thread's current or next wait() return kInterrupted. Thread-safe.
   void interrupt();
   void clear_interrupt() { interrupted_.store(false); }
 
-  // For SharedRounds, which waits on the same board.
+  // SharedRounds uses these functions, because it waits on the same board.
   const std::shared_ptr<SharedBoard>& board() const { return board_; }
   bool is_interrupted() const { return interrupted_.load(); }
   bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // the peer accesses no memory any more
@@ -103,8 +103,8 @@ class PeerMemory {
   bool may_spin() const { return may_spin_; }
 
   // Cancels all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
-  // accesses this rank's memory. Returns false if a peer is still copying after a second, because it is stopped:
-  // announced tensors must then live as long as the process. Thread-safe; later calls are no-ops.
+  // accesses this rank's memory. Returns false if a peer is still copying after a second, because it is stopped. Then
+  // announced tensors must live as long as the process. Thread-safe. Later calls only return the result of the first.
   bool close() noexcept;
 
  private:
@@ -122,17 +122,17 @@ class PeerMemory {
   SharedBoard::Member& member(int peer) const { return board_->member(local_[peer]); }
 
   const int rank_;
-  const std::vector<int> local_;  // by rank: its number on this host, or -1
+  const std::vector<int> local_;  // indexed by rank: the rank's number on this host, or -1
   const std::shared_ptr<SharedBoard> board_;
-  const std::vector<Peer> peers_;                 // by number on this host
-  std::unique_ptr<TracerPermission> permission_;  // until close()
+  const std::vector<Peer> peers_;                 // indexed by number on this host
+  std::unique_ptr<TracerPermission> permission_;  // permission for the peers, until close()
   const std::chrono::milliseconds timeout_;
   const bool may_spin_;               // whether there is a processor for every rank
-  std::vector<Announced> announced_;  // some may be complete
+  std::vector<Announced> announced_;  // this rank's messages; some may be complete
   size_t reap_at_ = 64;
   uint64_t copied_bytes_ = 0;
   std::atomic<bool> interrupted_ = false;
-  std::atomic<bool> may_be_touched_ = false;  // close() sets it
+  std::atomic<bool> may_be_touched_ = false;  // whether a peer may still copy; set by close()
 };
 
 }  // namespace tessera::internal

@@ -5,11 +5,11 @@
 namespace tessera::internal {
 
 // Memory that a rank announces to a rank that is a thread of the same process. Other processes can write to the shared
-// board, so the board holds a number, not the address. The reader looks the number up here, which checks that the
-// memory is published and may be read or written. (Memory of another process is accessed through the kernel, by
+// board, so the board holds a number, not the address. The other rank passes the number to find(), which checks that
+// the memory is published and may be read or written. (Memory of another process is accessed through the kernel, by
 // process_vm_readv, which checks addresses.)
 //
-// The memory is published until this object is destroyed. Movable. All objects together are thread-safe.
+// The memory is published until this object is destroyed. Movable. Different threads may use different objects.
 class PublishedMemory {
  public:
   PublishedMemory() = default;  // publishes nothing
@@ -18,10 +18,10 @@ class PublishedMemory {
   PublishedMemory& operator=(PublishedMemory&& other) noexcept;
   ~PublishedMemory();
 
-  uint64_t number() const { return number_; }  // unique in this process; 0: nothing is published
+  uint64_t number() const { return number_; }  // unique in this process; 0 if nothing is published
 
-  // Returns the address. Throws std::runtime_error if no memory of at least `bytes` is published under the number for
-  // this access.
+  // Returns the address. Throws std::runtime_error unless memory of exactly `bytes` is published under the number, to
+  // be written (`to_write`) or to be read.
   static void* find(uint64_t number, uint64_t bytes, bool to_write);
 
  private:

@@ -8,12 +8,12 @@
 namespace tessera::internal {
 
 struct SharedRounds::Participant {
-  std::atomic<uint64_t> begun, left;  // all rounds before this number
+  std::atomic<uint64_t> begun, left;  // the rank has begun, and left, all rounds before these numbers
 };
 
 struct SharedRounds::Round {
   uint64_t number, tag;
-  std::vector<uint64_t> expected;  // bytes, by rank
+  std::vector<uint64_t> expected;  // bytes that each rank contributes, by rank
   std::function<void(const Contributions&)> read;
   bool is_over = false;
 };
@@ -67,7 +67,7 @@ std::shared_ptr<SharedRounds::Round> SharedRounds::begin(uint64_t tag, const Con
   if (behind < own.bytes) std::memcpy(place + behind, data + behind, own.bytes - behind);
   at<SharedRoundsPlan::Entry>(plan_.entry(begun_, rank_)) = {tag, own.bytes, slot, 0};
   rounds_[begun_ % SharedRoundsPlan::kRounds] = round;
-  // A rank that dies between these two lines has contributed, so it must not be blamed.
+  // Increments the arrivals first. In the other order, a rank that died between these lines would not be found dead.
   const auto arrivals = at<std::atomic<uint64_t>>(plan_.arrivals(begun_)).fetch_add(1) + 1;
   at<Participant>(plan_.participant(rank_)).begun.store(++begun_);
   if (arrivals % static_cast<uint64_t>(ranks_) == 0) board_->ring();
@@ -125,7 +125,7 @@ void SharedRounds::leave(Round& round) {
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-// One bell wakes all ranks. The last rank to join a round rings it, so it rings once a round.
+// Blocks until is_over(), or until a rank for which is_awaited() is true fails. One bell wakes all ranks, once a round.
 template <class IsOver, class IsAwaited>
 SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_over, IsAwaited is_awaited) const {
   peer = -1;
@@ -142,7 +142,7 @@ SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_o
   const SharedBoard::Listener listener(*board_);
   auto asked = began;
   for (bool is_first = true;; is_first = false) {
-    // Reads has_left before is_over(): a rank contributes before it sets has_left.
+    // Reads has_left before is_over(). A rank contributes before it sets has_left, so no contribution is missed.
     const uint32_t rings = listener.rings();
     const bool has_left = !is_first && find([this](int rank) { return memory_.has_left(rank); });
     if (is_over()) return Outcome::kDone;

@@ -12,33 +12,33 @@
 namespace tessera::internal {
 
 // Runs small operations among ranks that all share memory, each as one round. A rank copies its contribution to a slot
-// of the shared memory and counts itself in; in wait() it reads the contributions of the others. So an operation costs
-// one copy in, one copy out and one wait, whatever the number of ranks. (As in the shared-memory collectives of Open
-// MPI and MPICH.)
+// of the shared memory and increments the round's number of arrivals. In wait() it reads the contributions of the
+// others. So an operation costs one copy in, one copy out and one wait, whatever the number of ranks. (The
+// shared-memory collectives of Open MPI and MPICH do the same.)
 //
-// All ranks begin rounds in one order, which numbers them. A rank leaves a round when it has read the contributions, or
-// never will: it needs none, or its handle was dropped.
+// All ranks begin rounds in one order, by which rounds are numbered. A rank leaves a round after it has read the
+// contributions. If it needs no contributions, or the round was dropped, it leaves without reading them.
 //
-// [Note: no cycle of waits] To begin round R, a rank waits only for room: all ranks must have left round R - kRounds.
+// [Note: no cycle of waits] A rank begins round R only when there is room: when all ranks have left round R - kRounds.
 // First the rank itself leaves that round: it reads the contributions into the operation's results, which are not
 // accessed before wait(). Then it waits for the others. Among the waiting ranks, consider one that has begun the fewest
-// rounds, R. Its wait ends, because the awaited data exists or a running rank provides it:
-// - To read a round before R: all waiting ranks have begun it, so their contributions are there.
-// - For others to leave round R - kRounds: a rank that has begun R has left that round. Another one is about to begin
-//   R, and leaves first, since all have begun the round that it leaves; or it waits for a round before R, which is
-//   there.
+// rounds, R rounds. Its wait ends, because the awaited data exists or a running rank provides it:
+// - It may wait to read a round before R. All waiting ranks have begun that round, so their contributions exist.
+// - It may wait until another rank leaves round R - kRounds. If that rank has begun more than R rounds, it has left
+//   round R - kRounds. If it has begun R rounds, it is about to leave round R - kRounds, which all ranks have begun, or
+//   it waits to read a round before R, whose contributions exist.
 //
-// This also holds for several groups if "begun" is counted in the order in which all ranks begin the operations of all
-// groups. Messages exist beside rounds; their first step only needs the peers to have begun. An operation of two steps
-// needs its peers to have reached its wait. If ranks wait in one order, that holds. Ranks that are more than kRounds
-// rounds apart and wait in different orders may deadlock.
+// The proof also holds for several groups, if rounds are counted in the order in which all ranks begin the operations
+// of all groups. Other operations use messages. Their first step only needs the peers to have begun the operation. A
+// second step needs the peers to have reached their wait, which holds if all ranks wait in one order. Ranks that are
+// more than kRounds rounds apart and wait in different orders may deadlock.
 //
-// If a peer dies, its contribution is missing or stays readable. Used by one thread.
+// If a peer dies, its contribution is missing or stays readable. Must be used by one thread.
 class SharedRounds {
  public:
   using Outcome = PeerMemory::Outcome;
   using Deadline = PeerMemory::Deadline;
-  // By rank; null for this rank.
+  // Indexed by rank; null for this rank.
   using Contributions = std::vector<const std::byte*>;
   struct Round;
 
@@ -47,7 +47,7 @@ class SharedRounds {
   const SharedRoundsPlan& plan() const { return plan_; }
 
   // Blocks until another round can begin; has_room() returns whether there is room already. After any outcome but
-  // kDone, `peer` is the cause or -1, and the group is unusable.
+  // kDone, `peer` is the rank that caused it, or -1, and the group is unusable.
   bool has_room();
   Outcome make_room(Deadline until, int& peer);
 
@@ -58,13 +58,13 @@ class SharedRounds {
     uint64_t unread_begin = 0, unread_bytes = 0;
   };
   // Begins a round, for which there must be room. Copies the data before it returns. All ranks must pass the same tag,
-  // and in `expected` the bytes that each rank contributes. `read` is called in wait() or make_room() when all
-  // contributions are there. If it is null, this rank needs no contributions, and leaves the round at once.
+  // and in `expected` the number of bytes that each rank contributes. `read` is called in wait() or make_room() when
+  // all contributions exist. If `read` is null, this rank needs no contributions, and leaves the round at once.
   std::shared_ptr<Round> begin(uint64_t tag, const Contribution& own, std::vector<uint64_t> expected,
                                std::function<void(const Contributions&)> read);
 
-  // Blocks until the round has been read. If another rank begins the round with another tag, ranks have diverged, and
-  // the call blocks until the watchdog interrupts it.
+  // Blocks until this rank has read the round. Returns kOtherBytes if a contribution has an unexpected size. If another
+  // rank begins the round with another tag, ranks have diverged, and the call blocks until the watchdog interrupts it.
   Outcome wait(Round& round, Deadline until, int& peer);
   // Leaves a round without reading it.
   void drop(Round& round);
@@ -88,9 +88,9 @@ class SharedRounds {
   std::byte* const base_;
   const int rank_, ranks_;
   const SharedRoundsPlan plan_;
-  std::vector<std::shared_ptr<Round>> rounds_;  // in flight, by number modulo kRounds
-  uint64_t begun_ = 0, left_ = 0;               // all rounds before this number
-  uint64_t left_by_others_ = 0;                 // as last read
+  std::vector<std::shared_ptr<Round>> rounds_;  // rounds in flight, indexed by number modulo kRounds
+  uint64_t begun_ = 0, left_ = 0;               // this rank has begun, and left, all rounds before these numbers
+  uint64_t left_by_others_ = 0;                 // the others have left all rounds before this number, as last read
   RoundSlots slots_;
   Contributions contributions_;
 };

@@ -7,8 +7,8 @@
 
 namespace tessera::internal {
 
-// The layout of the memory of SharedRounds, and the limits of small operations. Limits compare numbers of elements,
-// which every rank passes alike: ranks that choose differently have diverged.
+// The layout of the memory of SharedRounds, and the limits of small operations. Limits are numbers of elements. All
+// ranks compare equal numbers with them, unless the ranks have diverged.
 class SharedRoundsPlan {
  public:
   // The largest number of rounds in flight, and the number of a rank's slots.
@@ -16,11 +16,11 @@ class SharedRoundsPlan {
   static constexpr size_t kLineBytes = 64, kPageBytes = 4096;
   static constexpr int64_t kMostElementBytes = 16;
 
-  // Offsets into the memory, which starts at a page. Data that several ranks write has its own cache lines, except for
-  // entries, which are read together.
+  // The functions below return offsets into the memory, which starts at a page. A counter has its own cache line.
+  // Entries share lines, because they are read together.
   struct Entry {
     uint64_t tag, bytes;
-    uint64_t slot;  // of the rank that wrote the entry
+    uint64_t slot;  // number of the slot, of the rank that wrote the entry
     uint64_t unused;
   };
 
@@ -28,7 +28,7 @@ class SharedRoundsPlan {
 
   // Largest full tensor of an all-gather or reduce-scatter, in elements.
   int64_t most_numel() const { return most_numel_; }
-  // The same for an all-reduce or reduce, in which each rank reads the full tensor of every other rank.
+  // Largest full tensor of an all-reduce or reduce, in elements. Each rank reads the full tensors of all other ranks.
   int64_t most_reduced_numel() const { return most_reduced_numel_; }
 
   size_t arrivals(uint64_t round) const { return kLineBytes * (round % kRounds); }
@@ -46,13 +46,13 @@ class SharedRoundsPlan {
 // Assigns rounds to a rank's slots. Uses the lowest free slot, so that few rounds in flight touch little memory.
 class RoundSlots {
  public:
-  // Returns a free slot for `round`, the newest. A slot is free when all other ranks have left its round. Calls `ask`
-  // if no used slot is known to be free; `ask` returns a round before which all others have left every round.
+  // Returns a free slot for `round`, the newest round. A slot is free when all other ranks have left its round. Calls
+  // `ask` if no used slot is known to be free. The other ranks have left all rounds before the one that `ask` returns.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 
  private:
-  std::vector<uint64_t> rounds_;  // the last round of each slot
+  std::vector<uint64_t> rounds_;  // the last round of each slot, indexed by slot
   uint64_t left_ = 0;
 };
 

@@ -15,15 +15,15 @@
 namespace tessera::internal {
 namespace {
 
-std::mutex permitted_mutex;  // for permitted() and the permission of the process
+std::mutex permitted_mutex;  // guards permitted() and the process's permission in the kernel
 std::vector<pid_t>& permitted() {
   static auto* const pids = new std::vector<pid_t>;
   return *pids;
 }
 long last_told TESSERA_GUARDED_BY(permitted_mutex) = 0;
 
-// Returns the parent of a process, or 0 if it has none or is not visible. The name, in brackets, may contain any
-// characters.
+// Returns the parent of a process, or 0 if it has none or is not visible. Searches for the last bracket, because the
+// process's name, in brackets, may contain any characters.
 pid_t parent_of(pid_t pid) {
   std::ifstream file(c10::str("/proc/", pid, "/stat"));
   std::string text;
@@ -48,7 +48,7 @@ void tell_kernel() {
     last_told = *std::max_element(pids.begin(), pids.end(), [&](pid_t a, pid_t b) { return height(a) < height(b); });
   }
   const auto tracer = static_cast<unsigned long>(last_told);
-  ::prctl(PR_SET_PTRACER, last_told == -1 ? PR_SET_PTRACER_ANY : tracer, 0, 0, 0);  // fails with EINVAL without Yama
+  ::prctl(PR_SET_PTRACER, last_told == -1 ? PR_SET_PTRACER_ANY : tracer, 0, 0, 0);  // without Yama, fails with EINVAL
 }
 
 }  // namespace

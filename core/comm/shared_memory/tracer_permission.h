@@ -6,13 +6,13 @@
 
 namespace tessera::internal {
 
-// Permits the descendants of `ancestor` to access this process's memory under Yama's ptrace_scope 1, which by default
-// permits its ancestors alone (prctl PR_SET_PTRACER). The permission ends with the object. The kernel keeps one
-// permission for each process; of several objects, the highest ancestor gets it. A no-op without Yama or under another
-// scope. Thread-safe.
+// Permits the descendants of `ancestor` to access this process's memory (prctl PR_SET_PTRACER). Otherwise Yama's
+// ptrace_scope 1 permits only this process's ancestors. The permission ends with the object. The kernel keeps one
+// permission for each process. If several objects exist, the highest ancestor gets the permission. A no-op without Yama
+// or under another scope. Thread-safe.
 class TracerPermission {
  public:
-  explicit TracerPermission(pid_t ancestor);  // 0: any process, if the ranks have no common ancestor
+  explicit TracerPermission(pid_t ancestor);  // 0 permits any process, for ranks without a common ancestor
   ~TracerPermission();
   TracerPermission(const TracerPermission&) = delete;
   TracerPermission& operator=(const TracerPermission&) = delete;
@@ -27,7 +27,7 @@ class TracerPermission {
 // Returns this process, its parent, its grandparent and so on, as far as they are visible in this PID namespace.
 std::vector<pid_t> lineage();
 
-// The first process of the first lineage that all lineages contain, or 0.
+// Returns the first process of the first lineage that is in all lineages, or 0 if there is none.
 pid_t common_ancestor(const std::vector<std::vector<pid_t>>& lineages);
 
 }  // namespace tessera::internal

@@ -8,32 +8,32 @@
 
 namespace tessera::internal {
 
-// Why a group has failed, as far as this rank knows. Thread-safe.
+// The failure of a group, as far as this rank knows. Thread-safe.
 class GroupFailure {
  public:
-  // Why the last wait was interrupted; "" if none was.
+  // Returns why the last wait was interrupted; "" if no wait was interrupted.
   std::string explanation() const {
     std::lock_guard lock(mutex_);
     return explanation_;
   }
-  // Only the first explanation is kept. `is_published`: all ranks can read it.
+  // Keeps only the first explanation. `is_published` says that all ranks can read the failure.
   void explain(const std::string& explanation, bool is_published) {
     std::lock_guard lock(mutex_);
     if (explanation_.empty()) explanation_ = explanation;
     is_published_ |= is_published;
   }
-  // Whether the failure is published, by this rank or another, and this rank can explain it.
+  // Whether the failure is published, by this rank or another one, and this rank has an explanation.
   bool is_known_to_all() const {
     std::lock_guard lock(mutex_);
     return is_published_ && !explanation_.empty();
   }
-  // Whether this rank must publish its failure: only once, and not without a store.
+  // Returns whether the caller must publish this rank's failure. True at most once, and not if the store is lost.
   bool begin_publishing() {
     std::lock_guard lock(mutex_);
     return !std::exchange(is_published_, true) && store_failure_.empty();
   }
 
-  // Why the store does not answer; "" if it does.
+  // Returns why the store does not answer; "" if it does.
   std::string store_failure() const {
     std::lock_guard lock(mutex_);
     return store_failure_;

@@ -10,13 +10,13 @@
 namespace tessera::internal {
 namespace {
 
-// The most failures that an error lists. The first failures are the cause of the others.
+// The largest number of failures that an error lists. The first failures are the cause of the later ones.
 constexpr int kMostFailures = 4;
 
-// Keys of the store. Of a type without a destructor, because detached threads may use them while the process ends.
+// Keys of the store. They have no destructor, because detached threads may use them while the process ends.
 constexpr char kNews[] = "tessera/news";
 constexpr char kInformed[] = "tessera/informed";  // number of ranks that no longer need the store
-constexpr char kLeft[] = "tessera/left";          // a text of Leaver
+constexpr char kLeft[] = "tessera/left";          // the leaving rank, as text: started_count and rank of a Leaver
 
 std::string failure_key(int64_t number) { return c10::str("tessera/failure/", number); }
 
@@ -42,7 +42,7 @@ bool GroupNews::have_all_left(c10d::Store& store, int size, bool serves_store) {
 }
 
 void GroupNews::say_informed() {
-  if (said_informed_.exchange(true) || serves_store_) return;  // the process of the store counts the others
+  if (said_informed_.exchange(true) || serves_store_) return;  // the rank that serves the store is not counted
   store_->add(kInformed, 1);
 }
 

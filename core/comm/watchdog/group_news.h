@@ -12,33 +12,33 @@
 
 namespace tessera::internal {
 
-// Messages of a group's ranks in its store: failures, ranks that have left, and ranks that have read the news. All
-// functions call the store, so they may block, and throw if the store is lost. Thread-safe.
+// Messages of a group's ranks in its store: failures, ranks that have left, and the number of ranks that no longer need
+// the store. All functions call the store, so they may block, and throw if the store is lost. Thread-safe.
 class GroupNews {
  public:
-  // `serves_store`: the store is in this process.
+  // `serves_store` says that this process serves the store.
   GroupNews(c10::intrusive_ptr<c10d::Store> store, int rank, int size, bool serves_store)
       : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
 
   bool serves_store() const { return serves_store_; }
-  // Whether all ranks of a group have left it. `serves_store`: rank 0's process serves the store.
+  // Whether all ranks of a group have left it. `serves_store` says that rank 0's process serves the store.
   static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
   // Publishes that this rank has failed.
   void publish_failure(const std::string& reason);
-  // Whether this is the first call by any rank of the group.
+  // Returns whether this is the first call by any rank of the group.
   bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
-  // The first failures, in the order in which they were published; "" if there are none.
+  // Returns the first four failures, in the order in which they were published; "" if there are none.
   std::string read_failures() const;
-  // Whether there is news: a failure, or that the store will end.
+  // Returns whether there is news: a failure, or that the store will end.
   bool has_news() const;
 
-  // Publishes that this rank no longer needs the store. Only the first call counts.
+  // Publishes that this rank no longer needs the store. Later calls are no-ops.
   void say_informed();
   bool has_said_informed() const { return said_informed_; }
-  // Publishes that this rank has started its last operation, number `started_count`, and no longer needs the store.
-  // Only the first call counts. The store keeps the leaving rank that has started the fewest operations, but none once
-  // `has_failed` returns true: a failed group needs no further reason.
+  // Publishes that this rank has started its last operation, `started_count` in all, and no longer needs the store.
+  // Later calls are no-ops. The store keeps the leaving rank that has started the fewest operations. Once `has_failed`
+  // returns true, the rank is not published, because a failed group needs no further reason.
   void say_left(uint64_t started_count, const std::function<bool()>& has_failed);
   struct Leaver {
     int rank;
@@ -46,8 +46,8 @@ class GroupNews {
   };
   std::optional<Leaver> find_leaver() const;
 
-  // Tells the others that there is news. Blocks until they no longer need the store, at most `most_after_failure` if
-  // the group has failed or there is news, else `most`.
+  // Tells the other ranks that there is news. Blocks until they no longer need the store, at most `most_after_failure`
+  // if the group has failed or there is news, and at most `most` otherwise.
   void await_readers(bool has_failed, std::chrono::milliseconds most, std::chrono::milliseconds most_after_failure);
 
  private:

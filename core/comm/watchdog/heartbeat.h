@@ -9,19 +9,19 @@
 
 namespace tessera::internal {
 
-// Publishes in the store that this rank lives, and during a stall checks that the next rank does. Used by one thread.
+// Publishes in the store that this rank is alive, and during a stall checks the next rank. Must be used by one thread.
 class Heartbeat {
  public:
-  static constexpr int kBeatsMissed = 10;  // after which a rank counts as dead
+  static constexpr int kBeatsMissed = 10;  // a rank that misses this number of beats counts as dead
 
-  // `every`: 0 for no heartbeat.
+  // `every` is the interval. 0 means no heartbeat.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds every)
       : store_(std::move(store)), rank_(rank), size_(size), every_(every) {}
 
   bool is_on() const { return every_.count() > 0; }
   bool is_due() const { return is_on() && std::chrono::steady_clock::now() - last_beat_ >= every_; }
-  // Counts one beat. If this rank is stalled, returns why the next rank counts as dead; otherwise "". Counts beats
-  // instead of time, so that a delay of this rank or the store is not blamed on the next rank.
+  // Publishes one beat. If this rank is stalled, returns why the next rank counts as dead; otherwise "". Compares
+  // numbers of beats instead of times, so that a delay of this rank or the store is not blamed on the next rank.
   std::string beat(bool is_stalled);
 
  private:

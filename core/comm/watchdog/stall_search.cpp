@@ -12,7 +12,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr char kStarted[] = "tessera/started";  // the operations of the first rank to stall
+constexpr char kStarted[] = "tessera/started";  // key of the operations of the first rank to stall
 constexpr auto kSearchLeaversEvery = std::chrono::seconds(1);
 
 std::string waiting_key(int rank) { return c10::str("tessera/waiting/", rank); }
@@ -22,7 +22,7 @@ std::chrono::milliseconds search_cycles_every(int ranks) {
   return std::max(std::chrono::milliseconds(1000), ranks * std::chrono::milliseconds(10));
 }
 
-// Bisects, because one call of the store tells whether several keys are all set.
+// Appends the ranks that are not stalled to `found`. Bisects, because one call of the store checks all keys of a range.
 void find_not_stalled(c10d::Store& store, std::span<const int> ranks, std::vector<int>& found) {
   std::vector<std::string> keys;
   for (int rank : ranks) keys.push_back(waiting_key(rank));
@@ -111,7 +111,7 @@ void StallSearch::end() {
   is_active_ = false;
   store_->deleteKey(waiting_key(rank_));
   place_.waits->show();
-  if (!std::exchange(published_, "").empty()) store_->deleteKey(kStarted);  // another rank can publish its own
+  if (!std::exchange(published_, "").empty()) store_->deleteKey(kStarted);  // then another rank can publish its own
 }
 
 }  // namespace tessera::internal

@@ -16,27 +16,27 @@
 namespace tessera::internal {
 
 // Searches the store for the reason why a stalled operation does not end. All functions call the store, so they may
-// block, and throw if the store is lost. Used by one thread.
+// block, and throw if the store is lost. Must be used by one thread.
 class StallSearch {
  public:
   StallSearch(c10::intrusive_ptr<c10d::Store> store, int rank, GroupNews& news, const WaitRegistry::Place& place)
       : store_(std::move(store)), rank_(rank), news_(news), place_(place) {}
 
   struct Reason {
-    std::string text;  // "": none was found
+    std::string text;  // "" if no reason was found
     bool is_published = false;
   };
-  // Returns a failure that another rank has published. Otherwise compares operations with the first rank to stall,
-  // which publishes its own, and returns the first difference.
+  // Returns a failure that another rank has published. Without one, compares operations with those of the first rank to
+  // stall, and returns the first difference. If this rank is the first to stall, publishes its own operations instead.
   Reason find_failure_or_divergence(const std::deque<StartedOperation>& own);
-  // Returns an error text if a rank has left before an operation that this rank started; "" if none has. Asks the store
-  // at most once a second.
+  // Returns an error text if a rank has left before an operation that this rank has started, otherwise "". Reads the
+  // store at most once a second, and returns "" in between.
   std::string find_leaver(const std::deque<StartedOperation>& own);
-  // Returns the text of a cycle of waits in different groups that includes `wait`; "" if none is known. One rank of the
-  // group searches, and publishes the cycle for its members.
+  // Returns the text of a cycle of waits in different groups that includes `wait`; "" if none is known. Only the rank
+  // that publishes its operations searches. It publishes the cycle for the cycle's members.
   std::string find_cycle(const std::optional<WaitRegistry::Wait>& wait);
 
-  // Whether the store has traces of the search, which end() removes.
+  // Returns whether the store has keys of this search, which end() removes.
   bool is_active() const { return is_active_; }
   void end();
 
@@ -46,17 +46,17 @@ class StallSearch {
   GroupNews& news_;
   const WaitRegistry::Place& place_;
   bool is_active_ = false;
-  std::string published_;  // this rank's operations, if it was the first to stall
+  std::string published_;  // this rank's operations as published; "" unless it was the first to stall
   std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
 };
 
-// The text of an error about the first number under which two ranks have started different operations; "" if
+// Returns an error text about the first number under which two ranks have started different operations. Returns "" if
 // `published`, another rank's operations, agree with this rank's.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
 // Returns the text in which a rank publishes its operations.
 std::string published_text(int rank, const std::deque<StartedOperation>& operations);
 
-// The ranks among `ranks` that do not stall. Calls the store.
+// Returns the ranks among `ranks` that do not stall. Calls the store.
 std::vector<int> ranks_not_stalled(c10d::Store& store, const std::vector<int>& ranks);
 
 }  // namespace tessera::internal

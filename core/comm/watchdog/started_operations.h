@@ -17,12 +17,12 @@ struct StartedOperation {
   std::string description;
 };
 
-// The operations that a rank has started lately, and the current wait of its thread. Thread-safe.
+// The operations that a rank has started recently, and the current wait of its thread. Thread-safe.
 class StartedOperations {
  public:
   // A wait that takes longer is a stall.
   static constexpr std::chrono::seconds kStallsAfter{1};
-  // More than can be in flight at once. Earlier operations have ended on all ranks.
+  // More operations than can be in flight at once. Earlier operations have ended on all ranks.
   static constexpr size_t kMostRecent = 64;
 
   void add(uint64_t sequence, std::string description);
@@ -30,14 +30,14 @@ class StartedOperations {
   std::deque<StartedOperation> recent() const;
   WaitRegistry::Progress progress() const;
 
-  // Without a sequence number the wait is not for an operation that this thread has started.
+  // Pass no sequence number if the wait is not for an operation that this thread has started.
   void begin_wait(std::optional<uint64_t> sequence);
   void end_wait();
   bool is_stalled() const;
-  // The current wait, if it is a stall and has a sequence number.
+  // Returns the current wait if it is a stall and has a sequence number, otherwise nullopt.
   std::optional<WaitRegistry::Wait> long_wait() const;
 
-  // Calls `act` if the thread waits, and returns whether it does. The wait cannot end meanwhile.
+  // Calls `act` if the thread waits. Returns whether the thread waits. The wait cannot end before `act` returns.
   template <class Act>
   bool if_waiting(Act act) {
     std::lock_guard lock(mutex_);
@@ -52,7 +52,7 @@ class StartedOperations {
 
   mutable std::mutex mutex_;
   std::deque<StartedOperation> recent_ TESSERA_GUARDED_BY(mutex_);
-  uint64_t starting_thread_ TESSERA_GUARDED_BY(mutex_) = thread_number();  // 0: several threads
+  uint64_t starting_thread_ TESSERA_GUARDED_BY(mutex_) = thread_number();  // 0 for several threads
   bool is_waiting_ TESSERA_GUARDED_BY(mutex_) = false;
   std::optional<uint64_t> awaited_ TESSERA_GUARDED_BY(mutex_);
   uint64_t waiting_thread_ TESSERA_GUARDED_BY(mutex_) = 0;

@@ -14,13 +14,13 @@ using Json = nlohmann::json;
 
 constexpr size_t kMostNamed = 8;
 
-// A depth-first search. A wait that it has left cannot lead to a cycle.
+// A depth-first search for a cycle of waits. A wait whose search has ended cannot lead to a cycle.
 class WaitSearch {
  public:
   WaitSearch(int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of)
       : size_(size), waits_of_(waits_of) {}
 
-  // Returns a cycle that contains `wait` of `rank` or is reachable from it, or an empty one.
+  // Returns a cycle that contains `wait` of `rank` or is reachable from that wait, or an empty cycle.
   WaitCycle find(int rank, const GroupWait& wait) {
     const auto same = [&](const auto& visited) { return visited.first == rank && visited.second.group == wait.group; };
     const auto begin = std::find_if(path_.begin(), path_.end(), same);

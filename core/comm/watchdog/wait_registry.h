@@ -14,15 +14,15 @@
 
 namespace tessera::internal {
 
-// The waits of one rank in all of its groups. The rank publishes them in the store of the group of all ranks.
+// The waits of one rank in all of its groups. The rank publishes the waits in the store of the group of all ranks.
 // Thread-safe.
 class WaitRegistry {
  public:
   // A group's identity among the groups of this rank.
   struct Place {
-    std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks: its watchdog makes the registry
+    std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks, whose watchdog makes the registry
     std::string name;
-    std::vector<int> ranks;  // numbers in the group of all ranks; empty: this is that group
+    std::vector<int> ranks;  // the members' ranks in the group of all ranks; empty for that group
   };
 
   struct Wait {
@@ -31,8 +31,8 @@ class WaitRegistry {
     uint64_t thread = 0;  // see thread_number()
   };
   struct Progress {
-    uint64_t started_count = 0;  // operations
-    uint64_t thread = 0;         // of the group's creation and all starts; 0: several threads
+    uint64_t started_count = 0;  // number of operations that this rank has started
+    uint64_t thread = 0;         // the thread that created the group and started all operations; 0 if several
   };
   // A group of this rank. Its functions must be thread-safe.
   class Group {
@@ -51,16 +51,16 @@ class WaitRegistry {
   // members.
   Place split(const Place& place, const std::string& name, const std::vector<int>& members);
 
-  // The failure of the first of this rank's groups that failed. It may have caused later failures. "" if there is none.
+  // Failure of the first of this rank's groups that failed, which may have caused later ones; "" if none failed.
   void note_failure(const std::string& text);
   std::string failure() const;
 
-  // The following functions call the store, so they may block or throw. Before any split() they are no-ops.
+  // The following functions call the store, so they may block or throw. Without a split() they are no-ops or return "".
   void show();
-  std::string find_cycle();  // publishes and returns cycle_text() of a cycle with this rank
-  // The text of a cycle, published by another rank, that includes this rank's wait in a group; "" if there is none.
+  std::string find_cycle();  // publishes and returns the text of a cycle with this rank; "" if none
+  // Returns the text of a cycle, published by any rank, that includes this rank's wait in a group; "" if there is none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
-  std::string wait_of(int other) const;  // wait_text() of rank `other` of all ranks; "" if it publishes none
+  std::string wait_of(int other) const;  // wait_text() of a wait of rank `other` of all ranks; "" if it publishes none
   int size() const noexcept { return size_; }
 
  private:
@@ -76,11 +76,11 @@ class WaitRegistry {
   bool is_split_ TESSERA_GUARDED_BY(mutex_) = false;
   std::string failure_ TESSERA_GUARDED_BY(mutex_);
 
-  std::mutex showing_;  // also orders writes to the store
+  std::mutex showing_;  // guards shown_, and orders this rank's writes to the store
   std::string shown_ TESSERA_GUARDED_BY(showing_);
 };
 
-// A number of the calling thread, at least 1. Unlike std::thread::id it is never reused.
+// Returns a number of the calling thread, at least 1. Unlike std::thread::id, the number is never reused.
 uint64_t thread_number();
 
 }  // namespace tessera::internal

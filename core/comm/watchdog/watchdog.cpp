@@ -18,10 +18,10 @@
 namespace tessera::internal {
 namespace {
 
-// The most waits in other groups that an error lists.
+// The largest number of waits in other groups that an error lists.
 constexpr size_t kMostWaits = 4;
 
-// The watchdogs of this process, which its end notifies. Never destroyed.
+// The watchdogs of this process, for publish_failure_of_process(). Never destroyed.
 class ProcessWatchdogs {
  public:
   void add(const std::shared_ptr<WatchdogLoop>& watchdog) {
@@ -92,7 +92,7 @@ void Watchdog::leave() noexcept {
       loop->news.say_left(loop->progress().started_count, [&] { return loop->failure.has_failed(); });
       return true;
     });
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no thread can be made; heartbeats will tell
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): without a thread, nothing is published
   }
 }
 
@@ -118,7 +118,7 @@ bool Watchdog::is_first_to_tell() noexcept {
   return !watchdogs.front()->failure.is_known_to_all();
 }
 
-// Returns the answer of the store, or nullopt if there is none.
+// Returns the store's answer. If there is none, records that the store has failed, and returns nullopt.
 template <class Ask>
 auto Watchdog::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   if (!store_failure().empty()) return std::nullopt;
@@ -151,7 +151,7 @@ std::string Watchdog::waiting_ranks() {
   std::vector<int> others;
   for (int rank = 0; rank < size_; ++rank)
     if (rank != rank_) others.push_back(rank);
-  // The ranks that do not wait for this operation, and their waits in other groups.
+  // The ranks that are not stalled in this group, and their waits in other groups.
   const auto found = ask_store([store = store_, loop = loop_, others] {
     const std::vector<int> absent = ranks_not_stalled(*store, others);
     std::map<int, std::string> elsewhere;

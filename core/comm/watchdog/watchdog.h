@@ -37,23 +37,23 @@ class WatchdogLoop;
 // ranks. A heartbeat is one call, or two during a wait.
 //
 // The store lives in one process (usually rank 0's). If that process exits first, published failures are lost. So ranks
-// that do not wait poll for failures four times a second (ask_every()). After a failure, the process of the store waits
-// until all ranks have read it or have left, at most kReaders: await_readers(), ~Watchdog. Without a failure it waits
-// for two such polls at most, so that the others learn that the store ends: c10d would log a third one.
+// that do not wait poll for failures four times a second (ask_every()). After a failure, await_readers() in the store's
+// process blocks until all ranks have read the failure or have left, at most kReaders. Without a failure, it blocks for
+// at most two intervals of these polls, in which the other ranks learn that the store ends and stop polling.
 //
-// That process may also be stopped, and c10d's calls of the store then have no timeout. So only threads that can be
-// detached call the store, and all other functions wait at most kPatience for an answer. Thread-safe.
+// The store's process may also be stopped, and c10d's calls of the store then have no timeout. So only threads that can
+// be detached call the store, and all other functions wait at most kPatience for an answer. Thread-safe.
 class Watchdog {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
-  // Many ranks poll less often, down to once a second, to limit the load of the store.
+  // Interval at which a rank polls for failures. It grows with the number of ranks, to limit the load of the store.
   static constexpr std::chrono::milliseconds ask_every(int ranks) {
     return std::clamp(std::chrono::milliseconds(ranks), kLookEvery, std::chrono::milliseconds(1000));
   }
   static constexpr std::chrono::milliseconds kReaders{3000};
 
-  // Called by the watchdog's thread every quarter of a second during a stall.
+  // The watchdog's thread calls these functions every quarter of a second during a stall.
   struct Callbacks {
     std::function<void()> interrupt;  // ends a wait that cannot complete: see explanation()
     // Returns why the transport cannot complete the wait; "" if it can.
@@ -61,16 +61,16 @@ class Watchdog {
   };
 
   struct Options {
-    std::chrono::milliseconds beat_every{};  // 0: no heartbeats; else at least kLookEvery; the same on all ranks
-    bool serves_store = false;               // the store is in this process
+    std::chrono::milliseconds beat_every{};  // 0 for no heartbeats, else at least kLookEvery; equal on all ranks
+    bool serves_store = false;               // this process serves the store
     WaitRegistry::Place place = {};
   };
 
-  // A world of one has no thread.
+  // Starts the watchdog's thread, unless there is only one rank.
   Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options);
   Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
       : Watchdog(std::move(store), rank, size, std::move(callbacks), Options()) {}
-  ~Watchdog();  // afterwards no callback is called
+  ~Watchdog();  // no callback is called afterwards
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
@@ -80,8 +80,8 @@ class Watchdog {
 
   // Records that this rank starts operation number `sequence`.
   void started(uint64_t sequence, std::string description);
-  // Declares that the calling thread waits, and starts nothing until end_wait(). With a sequence number, it waits until
-  // all ranks have started that operation.
+  // Declares that the calling thread waits, and starts no operation until end_wait(). With a sequence number, the
+  // thread waits until all ranks have started that operation.
   void begin_wait(std::optional<uint64_t> sequence = {});
   void end_wait();
 
@@ -89,8 +89,8 @@ class Watchdog {
   // other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
   void leave() noexcept;
 
-  // Publishes that this rank has failed. Only the first reason is kept. A no-op if explanation() has returned failures
-  // of other ranks, which are published already.
+  // Publishes that this rank has failed. Only the first call publishes its reason. A no-op if explanation() has
+  // returned failures of other ranks, which are published already, or if the store is lost.
   void publish_failure(const std::string& reason) noexcept;
 
   // Publishes the failure in all groups of this process, which is about to end. Does not close the groups, so the other
@@ -101,24 +101,24 @@ class Watchdog {
   // rank knows no failure of another rank. True without a group.
   static bool is_first_to_tell() noexcept;
 
-  // If the store is in this process, blocks until the other ranks have read the failure or left the group. Blocks at
-  // most kReaders, or without a failure two intervals of ask_every(). Must be called after waking the other ranks. Only
-  // the first call counts.
+  // Called in each process after it has published a failure or left. If this process serves the store, blocks until the
+  // other ranks no longer need the store: they have read the failure, or left the group. Blocks for at most kReaders
+  // after a failure, otherwise for at most two intervals of ask_every(). A second call is a no-op.
   void await_readers() noexcept;
 
-  // Returns why the last wait was interrupted. If the transport has failed, returns the failures that other ranks have
-  // published; "" if there are none.
+  // Returns why the last wait was interrupted. If no wait was interrupted, returns the failures that other ranks have
+  // published; "" if there are none or the store does not answer.
   std::string explanation();
 
-  WaitRegistry& waits() noexcept;  // of this rank in all groups
+  WaitRegistry& waits() noexcept;  // the waits of this rank in all groups
 
   // Returns the ranks that wait and those that do not, for the error of a timeout; "" if the store does not answer.
   std::string waiting_ranks();
 
-  // How long the thread's current call of the store has been unanswered.
+  // Returns how long the thread's current call of the store has been unanswered; 0 if there is no call.
   std::chrono::milliseconds unanswered();
 
-  // Why the store did not answer; "" if it did.
+  // Returns why the store did not answer; "" if it did.
   std::string store_failure();
 
  private:

@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// The group of all ranks makes the registry of its rank.
+// Returns `place` with this rank's registry. The group of all ranks makes the registry.
 WaitRegistry::Place with_registry(WaitRegistry::Place place, const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                   int size) {
   if (!place.waits) place.waits = std::make_shared<WaitRegistry>(store, rank, size);
@@ -80,7 +80,7 @@ void WatchdogLoop::publish_failure(const std::string& reason) noexcept {
       return true;
     });
   } catch (const std::exception&) {
-    // The store is in rank 0's process. If that has ended, so has the group: closed connections end the waits.
+    // If rank 0's process, which serves the store, has ended, closed connections end the waits of all ranks.
   }
 }
 
@@ -99,14 +99,14 @@ void WatchdogLoop::await_readers() noexcept {
 
 void WatchdogLoop::look_at_stall() {
   if (const std::string known = failure.explanation(); !known.empty())
-    return interrupt(known, false);  // again: the wait may have moved on to the next message
+    return interrupt(known, false);  // repeated, because the wait may be for another message now
   const auto own = operations.recent();
-  const std::string disconnected = callbacks.why_disconnected();  // first: if rank 0 has ended, so has the store
+  const std::string disconnected = callbacks.why_disconnected();  // called first, as the store may be lost
   StallSearch::Reason reason;
   try {
     reason = search_.find_failure_or_divergence(own);
   } catch (const std::exception&) {
-    // Rank 0's process is ending, and its store with it. Its closed connections end the wait.
+    // Rank 0's process is ending, and its store as well. Closed connections of that process end the wait.
     if (disconnected.empty()) throw;
   }
   if (reason.text.empty()) reason.text = disconnected;
@@ -149,7 +149,7 @@ void WatchdogLoop::run() {
       if (beats)
         if (const std::string dead = heartbeat_.beat(is_stalled); !dead.empty()) interrupt(dead, false);
     } catch (const std::exception& error) {
-      // The store does not answer; the next turn calls it again. Transports detect the end of its process.
+      // The store does not answer. The next iteration calls it again. Transports detect the end of the store's process.
       if (is_stalled && heartbeat_.is_on()) interrupt(lost_store_text(error), false);
       // Stops asking for news, because c10d logs every call that fails.
       if (asks && failure.store_failure().empty()) failure.set_store_failure(lost_store_text(error));

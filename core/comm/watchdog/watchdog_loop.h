@@ -26,16 +26,16 @@ namespace tessera::internal {
 // Controls the loop of a thread that calls the store and may be stuck in a call. Thread-safe.
 class LoopControl {
  public:
-  // Blocks for the duration. Returns false as soon as the loop must stop.
+  // Blocks for the duration, and returns true. Returns false as soon as the loop must stop.
   bool sleep(std::chrono::milliseconds duration);
-  // Must enclose calls of the store.
+  // begin_calls() and end_calls() must enclose calls of the store.
   void begin_calls();
   void end_calls();
   void end_loop();
 
   // Stops the loop. Returns false if it has not ended after `patience`.
   bool stop(std::chrono::milliseconds patience);
-  // How long the calls in progress have lasted.
+  // Returns the duration of the calls in progress; 0 if there are none.
   std::chrono::milliseconds unanswered() const;
 
  private:
@@ -46,7 +46,7 @@ class LoopControl {
   std::optional<std::chrono::steady_clock::time_point> calls_since_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// The callbacks of a Watchdog, until it is destroyed. Thread-safe.
+// The callbacks of a Watchdog, until the Watchdog is destroyed. Thread-safe.
 class WatchdogCallbacks {
  public:
   explicit WatchdogCallbacks(Watchdog::Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
@@ -58,7 +58,7 @@ class WatchdogCallbacks {
     std::lock_guard lock(mutex_);
     return callbacks_.why_disconnected ? callbacks_.why_disconnected() : "";
   }
-  // Returns when no callback is running and none will be.
+  // Blocks until no callback is running. Afterwards no callback is called.
   void clear() {
     std::lock_guard lock(mutex_);
     callbacks_ = {};
@@ -69,7 +69,7 @@ class WatchdogCallbacks {
   Watchdog::Callbacks callbacks_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// The part of a Watchdog that its thread uses. Detached threads share its ownership.
+// The part of a Watchdog that its thread uses. A detached thread owns it as well.
 class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_this<WatchdogLoop> {
  public:
   WatchdogLoop(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Watchdog::Callbacks callbacks,
@@ -85,7 +85,7 @@ class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_
   std::optional<WaitRegistry::Wait> long_wait() override { return operations.long_wait(); }
   WaitRegistry::Progress progress() override { return operations.progress(); }
 
-  // Thread-safe.
+  // These members are thread-safe.
   const GroupProcess process;
   StartedOperations operations;
   GroupFailure failure;
@@ -106,7 +106,7 @@ class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_
   std::chrono::steady_clock::time_point asked_for_news_;
 };
 
-// The text of an error about a store that throws.
+// Returns the text of an error for an exception that the store has thrown.
 std::string lost_store_text(const std::exception& error);
 
 }  // namespace tessera::internal
