@@ -16,7 +16,7 @@ std::string question_key(int asker, int number) { return c10::str("trace/questio
 std::string answer_key(int asker, int number) { return c10::str("trace/answer/", asker, "/", number); }
 std::string offset_key(const std::string& clock) { return "trace/offset/" + clock; }
 
-// Returns the first traced rank of each host. The first rank of all is the reference.
+// Returns the first traced rank of each host. The first rank of the result is the reference.
 std::vector<int> first_of_each_clock(const std::vector<std::string>& clocks) {
   std::vector<int> ranks;
   for (size_t rank = 0; rank < clocks.size(); ++rank) {

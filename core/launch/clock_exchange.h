@@ -11,17 +11,17 @@
 
 namespace tessera::internal {
 
-// The steady clock of this host, in nanoseconds.
+// Returns the time of this host's steady clock, in nanoseconds.
 int64_t steady_now_ns();
 
 // Returns the run of a group's traced ranks, with the offset of this rank's clock to the clock of the first traced
 // rank.
 //
 // `clocks` has Trace::clock_id() by rank, or "" for a rank that is not traced. It must be equal on all ranks, and this
-// rank must be traced. Hosts are compared, not ranks: the first traced rank of each other host asks the first traced
-// rank for its clock. It asks eight times through the store, and keeps the fastest answer (Cristian's algorithm, NTP's
-// filter). The reference read its clock between question and answer. So the midpoint of the two errs by at most half of
-// the time between them, Run::error_ns. Later drift is not measured: NTP also adjusts the rate of a steady clock.
+// rank must be traced. The reference is the first traced rank. On each other host, the first traced rank asks the
+// reference for its clock eight times through the store, and keeps the fastest answer (Cristian's algorithm, NTP's
+// filter). The reference reads its clock between question and answer, so the midpoint of both times is wrong by at most
+// half of the time between them, Run::error_ns. Later drift is not measured: NTP also adjusts a steady clock's rate.
 //
 // Collective over the traced ranks. Takes about 32 messages for each other host, one host after another. Throws
 // c10::Error, as the store does, if a rank is late. `now_ns` is for tests.

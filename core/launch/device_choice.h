@@ -6,12 +6,12 @@
 
 namespace tessera::internal {
 
-// Chooses the CUDA device of a rank among `visible_count`: the index that it asks for, or else the only visible device,
-// or else the device of its local rank. (Some schedulers show each process only its own device.) Throws
-// std::invalid_argument if there is no such device.
+// Chooses the CUDA device of a rank among `visible_count`: the device with the index of `wanted`, if it has one. If
+// not, the only visible device, or else the device of the local rank. (Some schedulers show each process only its own
+// device.) Throws std::invalid_argument if there is no such device.
 c10::Device choose_cuda_device(c10::Device wanted, const LaunchEnvironment& environment, int visible_count);
 
-// The number of CUDA devices visible to this process; 0 without CUDA in the build.
+// Returns the number of CUDA devices visible to this process; 0 without CUDA in the build.
 int visible_cuda_devices();
 
 // Makes `device` this thread's current device, to which kCUDA without an index refers.

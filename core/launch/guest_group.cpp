@@ -30,12 +30,12 @@ namespace {
 
 // The ranks of a program before they form a group.
 struct Guests {
-  std::string who;  // the function that was called, for errors
+  std::string who;  // name of the called function, for errors
   int rank, size;
   GroupOptions options;
   TextExchange exchange;
-  c10::intrusive_ptr<c10d::Store> store;  // null: the group makes one
-  std::string host;                       // equal on ranks of one host
+  c10::intrusive_ptr<c10d::Store> store;  // null if the group must make one
+  std::string host;                       // identifier of the host, equal on its ranks
   bool may_be_mpi = false;
   c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr;
   std::shared_ptr<MessageLibrary> library = nullptr;
@@ -87,8 +87,8 @@ struct Introduction {
   std::string options, host, address;
 };
 
-// Ranks of one host use its loopback address, unless the user names an interface: network namespaces of a host do not
-// share the loopback interface.
+// Returns the address at which other ranks reach `rank`. On one host, it is the loopback address, unless the user names
+// an interface: network namespaces of a host do not share the loopback interface.
 std::string address_of(const Introduction& rank, bool one_host) {
   return one_host && named_address().empty() ? "127.0.0.1" : rank.address;
 }
@@ -243,7 +243,7 @@ std::shared_ptr<Communicator> internal::communicator_from_group(c10::intrusive_p
     at::Device device = at::kCPU;
     try {
       device = device_of(guests.options, group);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() reports it
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() reports the error
     }
     guests.exchange = exchange_over(group, device);
     if (const c10::intrusive_ptr<c10d::Store> store = group->getStore())

@@ -57,11 +57,11 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
   if (!nccl) return {false, at::kCPU};
   const int visible_count = visible_cuda_devices();
   if (visible_count > 0) return {true, choose_cuda_device(device, environment, visible_count)};
-  // Without CUDA, the backend reports the error.
+  // If there is no CUDA device, make_nccl_communicator() reports the error.
   return {true, device.has_index() ? device : at::Device(at::kCUDA, 0)};
 }
 
-// The given address of this rank, or "" to determine it.
+// Returns this rank's address as the user has given it, or "" if rendezvous() must determine it.
 std::string given_address(bool nccl) {
   // NCCL does not use this address; it reads NCCL_SOCKET_IFNAME.
   return nccl ? "none" : named_address();
@@ -72,7 +72,7 @@ std::string given_address(bool nccl) {
 bool launched() {
   try {
     return read_launch_environment().launched();
-  } catch (const std::invalid_argument&) {  // init() throws it, where run_main() prints it
+  } catch (const std::invalid_argument&) {  // init() throws the error again, and run_main() prints it
     return true;
   }
 }
@@ -81,7 +81,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   const auto environment = read_launch_environment();
   ProcessSetup& process = options.process;
   process.terminate_handler &= environment.world_size > 1;
-  // Must come first, because CUDA opens files.
+  // Must precede the use of CUDA, which opens files: they could get the numbers of closed standard descriptors.
   const auto effects = std::make_shared<ProcessEffects>(process);
   if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);
@@ -136,7 +136,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
           " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
 
   ProcessSetup& process = options.process;
-  process.terminate_handler = process.permit_tracing = process.share_cores = false;  // for several processes
+  process.terminate_handler = process.permit_tracing = process.share_cores = false;  // only for groups of processes
   const auto effects = std::make_shared<ProcessEffects>(process);
   if (!nccl && (!options.peer_memory || c10::utils::check_env("TESSERA_PEER_MEMORY") == false))
     require_descriptors(world * tcp_descriptors(world), c10::str("the connections of ", world, " ranks in one process"),

@@ -36,7 +36,7 @@ std::optional<int64_t> to_number(std::string_view text) {
 
 using NameList = std::initializer_list<const char*>;
 
-// The environment variables. Errors name them.
+// Reads environment variables. Its errors name the variables.
 class Variables {
  public:
   explicit Variables(const GetVariable& get) : get_(get) {}
@@ -65,7 +65,7 @@ class Variables {
     return static_cast<int>(*parsed);
   }
 
-  // "RANK=1, WORLD_SIZE is not set"
+  // Returns for example "RANK=1, WORLD_SIZE is not set".
   std::string describe(NameList names) const {
     std::vector<std::string> all;
     for (const char* name : names)
@@ -115,14 +115,14 @@ struct MpiLauncher {
   const char* size;
   const char* local_rank;
   const char* local_size;
-  const char* id;  // of the job, equal on all ranks
+  const char* id;  // id of the job, equal on all ranks
   const char* export_option;
 };
 
 constexpr const char* kPmiSize = "PMI_SIZE";
 constexpr const char* kPmixId = "PMIX_NAMESPACE";
 
-// The launchers, innermost first. Those above PMI and PMIx set their own variables and may also set those of both.
+// The launchers, innermost first. All but the last two set their own variables, and may also set those of PMI and PMIx.
 constexpr MpiLauncher kMpiLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE", kPmixId, "mpirun -x MASTER_ADDR=<host> ..."},
@@ -146,7 +146,7 @@ std::optional<Group> read_mpi_group(const Variables& variables, const MpiLaunche
                                     const std::optional<Group>& outer) {
   const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);
   if (!variables.has(launcher.rank)) {
-    const bool is_other_size = launcher.rank == std::string_view("PALS_RANKID");  // PMI's
+    const bool is_other_size = launcher.rank == std::string_view("PALS_RANKID");  // its size is PMI's variable
     if (outer || !gives_size || is_other_size) return std::nullopt;
   } else if (!gives_size) {
     const bool is_given = variables.has("RANK") && variables.has("WORLD_SIZE");
@@ -165,7 +165,7 @@ struct MpiGroup {
 };
 
 // Returns the group of the innermost of these launchers that has started more than one rank. `slurm_step` is srun's
-// group of this process. If a launcher other than Open MPI has an equal group, srun has set its variables.
+// group of this process. If a launcher other than Open MPI has an equal group, srun has set that launcher's variables.
 std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
   std::optional<Group> outer = slurm_step;
   for (const MpiLauncher& launcher : kMpiLaunchers) {
@@ -180,7 +180,7 @@ std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::o
 
 // Returns whether srun started this process as a task of a step. Batch scripts have SLURM_PROCID=0 and the job's
 // SLURM_NTASKS, and salloc's shells have SLURM_NTASKS, but neither has a step's variable. Both have SLURM_SUBMIT_DIR,
-// which tasks inherit. If it and a step's variables are missing, the user has set srun's variables by hand.
+// which tasks inherit. Without SLURM_SUBMIT_DIR and a step's variables, the user has set srun's variables by hand.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
   return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
@@ -193,9 +193,9 @@ std::optional<Group> read_slurm_group(const Variables& variables) {
   return read_group(variables, "Slurm", "SLURM_PROCID", size_name);
 }
 
-// Returns torchrun's group; nullopt if it is not set, or is incomplete and `other` agrees: scripts for Slurm and MPI
-// often export only RANK or WORLD_SIZE for other programs. If both launchers name a group, the groups must be equal, or
-// each rank of the other launcher must have started LOCAL_WORLD_SIZE ranks of torchrun.
+// Returns torchrun's group. Returns nullopt if it is not set, or if it is incomplete and agrees with `other`: scripts
+// for Slurm and MPI often export only RANK or WORLD_SIZE for other programs. If both launchers name a group, the groups
+// must be equal, or each rank of the other launcher must have started LOCAL_WORLD_SIZE ranks of torchrun.
 std::optional<Group> read_torchrun_group(const Variables& variables, const std::optional<Group>& other) {
   const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
   const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
@@ -235,7 +235,7 @@ LaunchEnvironment start_environment(const Variables& variables, const Group& gro
           .token = variables.text("TESSERA_STORE_TOKEN").value_or("")};
 }
 
-// Sets local rank and local size from these variables, if they are set. On one host they equal rank and size.
+// Sets local rank and local size from these variables, if set. On one host, a missing local rank equals the rank.
 void read_local(const Variables& variables, const char* rank_name, const char* size_name,
                 LaunchEnvironment& environment) {
   if (const auto size = variables.number(size_name, 1, environment.world_size)) environment.local_world_size = *size;
@@ -254,7 +254,7 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
         "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
   if ((environment.master_address == "localhost" || is_loopback_address(environment.master_address)) &&
       !variables.has("LOCAL_WORLD_SIZE"))
-    environment.local_world_size = group.size;  // that address reaches only processes of this host
+    environment.local_world_size = group.size;  // a loopback address reaches only processes of this host
   read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
   environment.agent_serves_store = variables.text(kAgentStore) == "True";
@@ -262,7 +262,7 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
   return environment;
 }
 
-// Sets the address from MASTER_ADDR (else loopback for one host), the port from MASTER_PORT (else from the job's id).
+// Sets the address from MASTER_ADDR, or to loopback on one host. Sets the port from MASTER_PORT, or from the job's id.
 void find_master(const Variables& variables, const char* id_name, LaunchEnvironment& environment) {
   environment.master_address = master_address(variables);
   if (environment.master_address.empty() && environment.one_host()) environment.master_address = "127.0.0.1";
@@ -277,7 +277,7 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
 }
 
 // Returns an id of the process that serves PMI to the ranks of this host, equal on all of them. Hydra makes a pair of
-// sockets for each rank, and the kernel knows which process made it. Returns "" if that process is unknown.
+// sockets for each rank, and the kernel knows the process that made it. Returns "" if that process is unknown.
 std::string pmi_server(const Variables& variables) {
   if (const auto port = variables.text("PMI_PORT")) return *port;
   const auto descriptor = variables.number("PMI_FD", 0, INT32_MAX);
@@ -441,7 +441,7 @@ int derived_port(std::string_view text) noexcept {
 
 LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   const Variables variables(get);
-  // torchrun started this process, so torchrun's own launcher is ignored.
+  // If torchrun started this process, the launcher that started torchrun is ignored.
   const bool by_torchrun = variables.has("TORCHELASTIC_RUN_ID");
   const bool has_step = !by_torchrun && variables.has("SLURM_PROCID") &&
                         variables.first_text({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}).has_value();

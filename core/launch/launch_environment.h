@@ -8,26 +8,26 @@
 
 namespace tessera::internal {
 
-// Names of LaunchEnvironment::launcher.
+// Launchers' names, for LaunchEnvironment::launcher.
 inline constexpr const char* kTorchrun = "torchrun";
 inline constexpr const char* kSpawnLocal = "spawn_local";
-inline constexpr const char* kByHand = "RANK and WORLD_SIZE";  // set without torchrun
+inline constexpr const char* kByHand = "RANK and WORLD_SIZE";  // variables that are set without torchrun
 
 // The group of this process according to its launcher. A value type, read once from the environment.
 struct LaunchEnvironment {
-  std::string launcher;  // its name, for errors: "torchrun", "Slurm"; empty if none started this process
+  std::string launcher;  // name, such as "torchrun" or "Slurm"; empty if no launcher started this process
   int rank = 0;
   int world_size = 1;
-  int local_rank = 0;          // among the ranks of this host; -1 if unknown
+  int local_rank = 0;          // number among the ranks of this host; -1 if unknown
   int local_world_size = 1;    // number of ranks of this host; 0 if unknown
-  std::string master_address;  // of the process that serves the store; empty only in a world of one
-  int master_port = 0;         // 0 only in a world of one
+  std::string master_address;  // address of the store's process; empty only in a world of one
+  int master_port = 0;         // port of the store; 0 only in a world of one
   std::string job;             // distinguishes this job from others at the same address; may be empty
   std::string token;           // TESSERA_STORE_TOKEN, a secret of the group's ranks; may be empty
 
   bool agent_serves_store = false;  // torchrun's agent or spawn_local serves the store, not rank 0
   int restart_count = 0;            // number of restarts of the group by torchrun
-  std::string note;                 // set if the environment has a launcher's job that this process does not join
+  std::string note;                 // why this process does not join the job of a launcher, if the environment has one
 
   bool launched() const noexcept { return !launcher.empty(); }
   bool one_host() const noexcept { return local_world_size == world_size; }
@@ -38,11 +38,11 @@ using GetVariable = std::function<const char*(const char* name)>;
 
 // Reads the environment of the innermost launcher. Returns a world of one if there is none.
 //
-// torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, since torchrun runs inside the other launchers. Those
-// of MPI's launchers are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's are used if srun
-// started this process. A batch script or a shell of salloc has the job's variables too, but is no task: it is a world
-// of one, and `note` explains this. A job of a single task of an MPI launcher or Slurm is a world of one too, because
-// it may be a shell.
+// torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, since torchrun runs inside the other launchers.
+// Variables of MPI's launchers are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's
+// variables are used if srun started this process. A batch script or a shell of salloc also has the job's variables,
+// but is not a task. It becomes a world of one, and `note` explains this. A job of a single task of an MPI launcher or
+// Slurm also becomes a world of one, because it may be a shell.
 //
 // Throws std::invalid_argument with every variable concerned and its value if variables are incomplete, not numbers or
 // out of range, if two launchers contradict each other, or if a launcher gives no size or no address.
@@ -55,7 +55,7 @@ LaunchEnvironment read_launch_environment();
 // for a malformed list, or one of more than 65536 hosts.
 std::vector<std::string> expand_host_list(std::string_view list);
 
-// Expands Slurm's tasks per node: "4(x2),3" -> 4 4 3. Throws std::invalid_argument as above.
+// Expands Slurm's tasks per node: "4(x2),3" -> 4 4 3. Throws std::invalid_argument as expand_host_list() does.
 std::vector<int> expand_task_counts(std::string_view counts);
 
 // Derives a port in [15000, 31000) from a text. The range is below Linux's ports for outgoing connections and above

@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// Returns the address of this host's network interface `name`, IPv4 if it has one. Throws std::invalid_argument, which
-// lists the interfaces, if it has no address.
+// Returns the address of this host's network interface `name`, preferably IPv4. If the interface has no address, throws
+// std::invalid_argument, which lists the interfaces.
 std::string interface_address(const std::string& name);
 
 // Returns the address from which the kernel would send to `host`. Sends nothing. Returns a loopback address if `host`
@@ -13,26 +13,26 @@ std::string interface_address(const std::string& name);
 // std::runtime_error if there is no route to `host`.
 std::string address_towards(const std::string& host, int port);
 
-// Throws std::runtime_error if this process cannot reach itself at 127.0.0.1. Otherwise a store's own client would try
-// to connect until its timeout.
+// Throws std::runtime_error if this process cannot reach itself at 127.0.0.1. Without this check, a store's client
+// would try to connect until its timeout.
 void require_loopback(int port);
 
 // Whether a numeric address is a loopback address.
 bool is_loopback_address(const std::string& address);
 
-// Tries once to connect to host:port by TCP, for at most `timeout_ms`. Returns why it failed; "" if a process listens
-// there.
+// Tries once to connect to each address of host:port by TCP, each for at most `timeout_ms`. Returns "" if a process
+// listens there, otherwise the reason of the last failure.
 std::string try_connect(const std::string& host, int port, int timeout_ms);
 
 // Returns an identifier of this host: its name and boot ID.
 std::string host_and_boot();
 
-// Returns the address of GLOO_SOCKET_IFNAME, the network interface that the user has named; "" if it is not set. Throws
+// Returns the address of the network interface that GLOO_SOCKET_IFNAME names; "" if the variable is not set. Throws
 // std::invalid_argument if there is no such interface.
 std::string named_address();
 
-// Returns an address of this host that other hosts can reach: that of GLOO_SOCKET_IFNAME if set, or else the first that
-// is not loopback, IPv4 if there is one. Returns 127.0.0.1 if there is none.
+// Returns an address of this host that other hosts can reach: named_address() if it is not "", or else the first
+// address that is not loopback, preferably IPv4. Returns 127.0.0.1 if there is none.
 std::string public_address();
 
 }  // namespace tessera::internal

@@ -19,8 +19,8 @@ namespace {
 struct Effect {
   bool ProcessSetup::*field;
   const char* name;
-  void (*set)();   // null: the group itself makes the change when needed
-  void (*undo)();  // null: the group itself undoes the change
+  void (*set)();   // null if the group itself makes the change when needed
+  void (*undo)();  // null if the group itself undoes the change
   int holders = 0;
 };
 
@@ -29,11 +29,11 @@ std::mutex effects_mutex;
 Effect effects[] = {
     {&ProcessSetup::cache_memory, "cache_memory", &start_caching_memory, &stop_caching_memory},
     {&ProcessSetup::terminate_handler, "terminate_handler", &tell_when_terminated, &stop_telling_when_terminated},
-    {&ProcessSetup::permit_tracing, "permit_tracing", nullptr, nullptr},  // TracerPermission
+    {&ProcessSetup::permit_tracing, "permit_tracing", nullptr, nullptr},  // TracerPermission makes and undoes it
     {&ProcessSetup::raise_descriptor_limit, "raise_descriptor_limit", nullptr, &restore_descriptor_limit},
     {&ProcessSetup::open_standard_descriptors, "open_standard_descriptors", &internal::open_standard_descriptors,
      &close_standard_descriptors},
-    {&ProcessSetup::share_cores, "share_cores", nullptr, &stop_sharing_cores},  // share_cores()
+    {&ProcessSetup::share_cores, "share_cores", nullptr, &stop_sharing_cores},  // init() calls share_cores()
     {&ProcessSetup::stop_signals, "stop_signals", &catch_stop_signals, &release_stop_signals},
     {&ProcessSetup::print_warnings, "print_warnings", &start_printing_warnings, &stop_printing_warnings},
 };

@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// Makes the changes of a ProcessSetup while it exists. Every group of init() or run_ranks() holds one. A change is
-// undone when the last object that made it is destroyed. Thread-safe.
+// Applies the changes of a ProcessSetup until it is destroyed. Every group of init() or run_ranks() owns one. A change
+// is undone when the last object that made it is destroyed. Thread-safe.
 class ProcessEffects {
  public:
   explicit ProcessEffects(const ProcessSetup& setup);

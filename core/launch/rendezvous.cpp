@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 using Clock = RunClock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// A store answers its first call within milliseconds, or within this time if many ranks call it at once.
+// The timeout of the first call. A store answers within milliseconds, or later if many ranks call it at once.
 std::chrono::milliseconds first_answer(int world) { return milliseconds(8000) + world * milliseconds(5); }
 
 // A rank that waits longer prints the missing ranks, so that the user sees why the launch hangs.
@@ -40,8 +40,8 @@ constexpr milliseconds kLongestPoll{200};
 constexpr char kComplete[] = "complete";
 constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
-constexpr char kToken[] = "token";  // the hash of the token
-constexpr char kEnded[] = "ended";  // a rank that ended before all had joined
+constexpr char kToken[] = "token";  // key of the token's hash
+constexpr char kEnded[] = "ended";  // key of a rank that ended before all had joined
 constexpr char kSilent[] = "whoever listens there does not answer: it is no store, or its process has stopped";
 constexpr size_t kMostRanksNamed = 8;
 
@@ -89,7 +89,7 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
 // Rank 0's answer to all ranks: "<rank> <address>", or '!' and the error that ends the group. Only rank 0 reads the
 // texts of all ranks, so a rank's cost does not grow with the world size.
 struct ReachableRank {
-  int rank = -1;  // the first with an address that is not loopback; -1: all are on one host
+  int rank = -1;  // first rank with an address that is not loopback; -1 if all ranks are on one host
   std::string address;
 };
 
@@ -172,7 +172,7 @@ class Joining {
     const std::string host = serves ? "127.0.0.1" : environment_.master_address;
     try {
       auto store = call_with_timeout(options.timeout, [host, options] {
-        const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+        const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
         const ShortNameLookups short_lookups;
         return c10::make_intrusive<c10d::TCPStore>(host, options);
       });
@@ -194,8 +194,8 @@ class Joining {
       fail("rank ", store->get_to_str(kEnded), " has ended, with exit code 0, before all had come");
   }
 
-  // c10d's store accepts any client. So the keys of the group begin with its token, and this check throws in a process
-  // whose token is missing or another job's.
+  // c10d's store accepts any client. So the group's keys begin with the hash of its token. This check throws in a
+  // process whose token is missing or belongs to another job.
   void check_token(const StorePtr& store) {
     const std::string own = hash_of_token(environment_.token);
     if (environment_.rank == 0) return store->set(kToken, own);
@@ -217,16 +217,16 @@ class Joining {
       fail("another process, or an earlier init() of this one, has already come as rank ", rank);
     const std::string clock = Trace::active() == nullptr ? "" : " " + Trace::clock_id();
     store->set(rank_key(rank), c10::str(environment_.world_size, " ", address, clock));
-    // All ranks compare with the first rank's size. Otherwise a rank with a smaller world size would wait for fewer
-    // ranks, and continue.
+    // All ranks compare their size with the size of the rank that came first. Otherwise a rank with a smaller world
+    // size would wait for fewer ranks, and continue.
     const auto own = std::to_string(environment_.world_size);
     const auto first = store->compareSet("world_size", std::string(), own);
     if (first != own)
       fail("its world size is ", own, ", but ", first, " on the rank that came first; expected the same on all");
   }
 
-  // Rank 0 waits for all ranks and then publishes one key, which the others poll. They poll because c10d logs every
-  // wait that times out.
+  // Rank 0 waits for all ranks and then publishes one key. The other ranks poll this key, because c10d logs every wait
+  // that times out.
   ReachableRank await_all(const StorePtr& store) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment_.world_size; ++rank) keys.push_back(rank_key(rank));

@@ -14,21 +14,21 @@ namespace tessera::internal {
 // The result of a rendezvous.
 struct Rendezvous {
   c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks, and used by this group alone
-  std::string address;                    // at which the other ranks reach this one
+  std::string address;                    // address at which the other ranks reach this rank
   std::optional<Trace::Run> traced_run;   // null if this rank is not traced
 };
 
 // Serves the store (rank 0, unless torchrun's agent does) or connects to it, and blocks until all ranks have joined.
-// `address` is this rank's address for the others. If it is empty, it is loopback if all ranks are on one host, else
-// the address that faces the other hosts. Traced ranks then compare their hosts' clocks (clock_exchange.h).
+// `address` is this rank's address for the others. If `address` is empty, uses loopback if all ranks are on one host,
+// otherwise the address that faces the other hosts. Traced ranks then compare their hosts' clocks (clock_exchange.h).
 //
 // Collective, for a world of more than one. Throws CommError with this rank, the address and the port, and the ranks
 // that are missing, joined twice, or have another world size.
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout);
 
-// For a process that serves the store of ranks that it has started (spawn_local), with their token: reports that a rank
-// has ended without error. Ranks that still wait for it in rendezvous() then fail at once. Throws like the store.
+// Reports that a rank has ended while others continue. Called with the ranks' token by the process that started them
+// and serves their store (spawn_local). Ranks that wait for the ended rank in rendezvous() fail. Throws c10::Error.
 void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank);
 
 }  // namespace tessera::internal

@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// The limit of timeouts and grace periods: adding more than a year to a clock may overflow.
+// The longest permitted timeout or grace period. Adding more than a year to a clock may overflow.
 inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
 // Throws std::invalid_argument with the concatenation of `otherwise` unless `holds`.

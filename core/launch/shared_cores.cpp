@@ -17,11 +17,11 @@ namespace tessera::internal {
 namespace {
 
 std::mutex sharing;
-// 0: unchanged.
+// The numbers of threads before and after the change; threads_before is 0 if nothing was changed.
 int threads_before TESSERA_GUARDED_BY(sharing) = 0;
 int threads_set TESSERA_GUARDED_BY(sharing) = 0;
 
-// Whether the program or its user has chosen the number of threads. MKL's default is the number of physical cores.
+// Whether the program or its user has chosen the number of threads. All cores or half of them (MKL) are defaults.
 bool is_chosen(int threads) {
   for (const char* name : {"OMP_NUM_THREADS", "MKL_NUM_THREADS"})
     if (const char* value = std::getenv(name); value != nullptr && *value != '\0') return true;

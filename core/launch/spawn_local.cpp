@@ -60,7 +60,7 @@ constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
   throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
 }
 
-// The store's listening socket. It is bound before the ranks start, because they need the port, and their connections
+// The store's listening socket. It is bound before the ranks start, because the ranks need its port. Their connections
 // queue up until the store exists.
 class ListeningSocket {
  public:
@@ -96,7 +96,7 @@ class ListeningSocket {
   int port_ = 0;
 };
 
-// Blocks the forwarded signals until the end of the scope: supervise() reads them from a descriptor. Signals
+// Blocks the forwarded signals until the end of the scope, because supervise() reads them from a descriptor. Signals
 // that the caller ignores (SIGHUP under nohup) stay ignored.
 class BlockedSignals {
  public:
@@ -127,7 +127,7 @@ class BlockedSignals {
   sigset_t old_mask_{};
 };
 
-// The NAME=value texts of a child's environment: this process's, with new values of torchrun's variables.
+// Returns the NAME=value texts of a child's environment: this process's, with new values of torchrun's variables.
 std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket, const std::string& token,
                                            const std::map<std::string, std::string>& added) {
   std::map<std::string, std::string> variables;
@@ -159,7 +159,7 @@ c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   options.waitWorkers = false;
   options.masterListenFd = socket.release();
   options.timeout = kOwnStore;
-  const SigpipeBlock no_sigpipe;  // in the server's thread, which inherits this
+  const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
   const ShortNameLookups short_lookups;
   return StoreClient::of(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), kOwnStore);
 }
@@ -179,13 +179,13 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 
 // [Note: the keeper] This process may have a thread that reaps every child, or ignore SIGCHLD. Then a rank's exit
 // status would be lost, and its process id could be reused. So the ranks are children of an intermediate process, the
-// keeper, which only supervise() can reap: clone() makes it without an exit signal, and wait() and SIG_IGN reap only
-// children with one. The keeper never calls exec. Other threads of this process may have held any lock at the clone(),
-// so the keeper must not allocate or lock. It only makes system calls.
+// keeper. Only supervise() can reap the keeper: it has no exit signal, and wait() and SIG_IGN reap only children that
+// have one. The keeper never calls exec. Other threads of this process may have held any lock when clone() made the
+// keeper, so the keeper must not allocate or lock. It only makes system calls.
 //
-// The keeper starts the ranks and reports how each one ends. It forwards signals from this process, SIGUSR2 as SIGKILL.
-// SIGRTMIN, which is queued, carries the number of a rank to restart. The keeper ends after the ranks; if it is killed,
-// the kernel kills the ranks.
+// The keeper starts the ranks and reports how each one ends. It forwards signals from this process to the ranks, but
+// sends SIGKILL for SIGUSR2. SIGRTMIN, which is queued, carries the number of a rank to restart. The keeper ends after
+// the ranks. If it is killed, the kernel kills the ranks.
 
 struct Program {
   const char* path;
@@ -204,7 +204,7 @@ struct Report {
 
 struct Keeper {
   const std::vector<Program>& programs;
-  const std::span<pid_t> pids;  // by rank
+  const std::span<pid_t> pids;  // process ids, indexed by rank; 0 if the rank does not run
   const sigset_t rank_signal_mask;
   const pid_t parent;
   const int reports_fd;
@@ -244,7 +244,7 @@ void Keeper::become(const Program& program, char** environment, pid_t keeper) co
   ::_exit(127);
 }
 
-// Reaps a child (-1: of any rank). Returns whether there was one.
+// Reaps the child `wanted` if it has ended; -1 means any child. Returns whether a child was reaped.
 bool Keeper::reap(pid_t wanted) const {
   int status = 0;
   const pid_t pid = ::waitpid(wanted, &status, WNOHANG);
@@ -274,18 +274,18 @@ void Keeper::run() const {
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
-  ::close(listening_fd);  // in case there is no close_range
+  ::close(listening_fd);  // if the kernel has no close_range
   while (std::any_of(pids.begin(), pids.end(), [](pid_t pid) { return pid > 0; })) {
     siginfo_t info{};
     const int signal = ::sigwaitinfo(&waited, &info);
     if (signal == SIGCHLD) {
-      reap(info.si_pid);  // first the rank that ended first, whose error matters
+      reap(info.si_pid);  // reports the rank that ended first before others, because its error is the cause
       while (reap(-1)) {
       }
     } else if (signal == SIGRTMIN) {
       const auto rank = static_cast<size_t>(info.si_value.sival_int);
       if (info.si_pid == parent && rank < programs.size()) start(rank, programs[rank].restart_environment);
-    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which signals the ranks too
+    } else if (signal > 0 && info.si_pid == parent) {  // a signal of the terminal reaches the ranks directly
       for (const pid_t pid : pids)
         if (pid > 0) ::kill(pid, signal == SIGUSR2 ? SIGKILL : signal);
     }
@@ -312,7 +312,7 @@ class Ranks {
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
     reports_fd_ = fds[0];
     const Keeper keeper{programs, pids_, signals.old_mask(), ::getpid(), fds[1], socket.fd()};
-    std::fflush(nullptr);  // else a child that cannot exec would print the buffers again
+    std::fflush(nullptr);  // otherwise a child that cannot exec would print the buffers again
     keeper_ = fork_plainly(0);
     if (keeper_ == 0) keeper.run();
     const int error = errno;
@@ -324,7 +324,7 @@ class Ranks {
   }
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
-  // If ranks are alive here, an exception was thrown.
+  // Kills the ranks that are alive, if an exception was thrown.
   ~Ranks() {
     if (keeper_ > 0) {
       ::kill(keeper_, SIGUSR2);
@@ -348,7 +348,7 @@ class Ranks {
     }
     int status = 0;
     ::waitpid(std::exchange(keeper_, 0), &status, __WALL);
-    if (alive() > 0) {  // the keeper died first, so the kernel kills the ranks
+    if (alive() > 0) {  // the keeper has died first, so the kernel kills the ranks
       say("the process that watches over the ranks " + describe_status(status));
       code_ = code_.value_or(128 + SIGKILL);
     }
@@ -399,8 +399,8 @@ class Ranks {
     const bool others_go_on = code == 0 || alive() + starting_ + ended_well_ >= survival_.least_ranks;
     if (others_go_on && !code_) ended_(report.rank);
     if (code != 0 && others_go_on && !code_) return say(text + "; the others go on");
-    // Only the first failure counts: later ones follow from it or from our signals. SIGUSR1 is only a warning, so
-    // failures after it count.
+    // Only the first failure sets the exit code, because later ones follow from it or from our signals. SIGUSR1 is only
+    // a warning, so a failure after SIGUSR1 also sets the exit code.
     const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
     if (code == 0 || (code_ && (!is_only_warned || code == code_))) return;
     code_ = code;
@@ -435,12 +435,12 @@ class Ranks {
   const Survival& survival_;
   std::ptrdiff_t ended_well_ = 0;
   std::function<void(int rank)> ended_;
-  std::vector<pid_t> pids_;    // by rank; 0: ended
-  std::vector<int> restarts_;  // by rank
+  std::vector<pid_t> pids_;    // process ids, indexed by rank; 0 if the rank does not run
+  std::vector<int> restarts_;  // number of restarts, indexed by rank
   std::ptrdiff_t starting_ = 0;
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
-  std::optional<int> code_;  // of the first failure
+  std::optional<int> code_;  // exit code of the first failure or signal
   std::optional<RunClock::time_point> kill_at_;
   bool interrupted_ = false;
 };
@@ -471,7 +471,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(c10::str("tessera::spawn_local: the ranks meet at 127.0.0.1: ", error.what()));
   }
-  const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // a real name for ps
+  const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // the real path, which ps shows
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);
 
@@ -490,7 +490,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   }
   const BlockedSignals signals;
   Ranks ranks(programs, signals, socket, grace, survival);
-  const auto store = serve(socket);  // after the fork: the store has threads, and fork() copies none
+  const auto store = serve(socket);  // after the fork, which would not copy the store's threads
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {
       tell_of_end(store, token, rank);

@@ -8,11 +8,11 @@
 namespace tessera::internal {
 
 struct Survival {
-  int least_ranks = 1;                                        // ends all ranks if fewer run, restart or have succeeded
-  int restarts = 0;                                           // of each rank
+  int least_ranks = 1;                                        // all ranks end if fewer run, restart or have succeeded
+  int restarts = 0;                                           // largest number of restarts of each rank
   std::map<std::string, std::string> variables = {};          // added to the environment of all ranks
   std::map<std::string, std::string> restart_variables = {};  // added for restarted ranks only
-  std::function<bool()> may_restart = nullptr;                // called when a rank has failed; null if `restarts` is 0
+  std::function<bool()> may_restart = nullptr;                // permits a restart; null only if `restarts` is 0
 };
 
 // Like spawn_local(), but ranks continue when others fail. Returns 0 if enough ranks end without error.

@@ -16,7 +16,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-std::atomic<int> received = 0;  // the first signal
+std::atomic<int> received = 0;  // the first caught signal; 0 if none
 
 extern "C" void note_stop_signal(int signal) {
   int none = 0;

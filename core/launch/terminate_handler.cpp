@@ -26,20 +26,20 @@
 namespace tessera::internal {
 namespace {
 
-// If publishing takes longer, it may be waiting for a lock that the terminating thread holds.
+// The longest time for publishing, which may wait for a lock that the terminating thread holds.
 constexpr auto kLongestEnd = std::chrono::seconds(10);
 
 std::mutex terminating;
 std::terminate_handler handler_before TESSERA_GUARDED_BY(terminating) = nullptr;
 std::atomic<bool> prints_one_line = false;
-std::terminate_handler handler_before_run_main = nullptr;  // of the main thread
+std::terminate_handler handler_before_run_main = nullptr;  // set in the main thread
 
-// "rank 1 of 4: ", or "" in a world of one.
+// Returns for example "rank 1 of 4: ", or "" in a world of one.
 std::string name_of_rank() {
   try {
     const auto environment = read_launch_environment();
     if (environment.world_size > 1) return c10::str("rank ", environment.rank, " of ", environment.world_size, ": ");
-  } catch (const std::invalid_argument&) {  // NOLINT(bugprone-empty-catch): the error that is printed says so
+  } catch (const std::invalid_argument&) {  // NOLINT(bugprone-empty-catch): the printed error is this one
   }
   return "";
 }
@@ -65,7 +65,7 @@ void print_line(const std::string& text) {
   std::_Exit(1);
 }
 
-// Whether this is the C++ library's own handler. It prints in several calls, so texts of several ranks would mix.
+// Whether `handler` is the C++ library's own. It prints in several calls, so texts of several ranks would mix.
 bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
 #ifdef __GLIBCXX__
   return handler == &__gnu_cxx::__verbose_terminate_handler;
@@ -114,8 +114,8 @@ namespace {
   std::abort();
 }
 
-// While it exists, an uncaught exception ends the process as documented for tessera::run_main(). Must exist in the main
-// thread, one at a time.
+// While it exists, an uncaught exception ends the process as documented for tessera::run_main(). Only one object may
+// exist, in the main thread.
 class OneLineErrors {
  public:
   OneLineErrors() {
