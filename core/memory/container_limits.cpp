@@ -35,7 +35,7 @@ int64_t named_value(const path& file, const std::string& wanted) {
 void visit(const ControlGroups& groups, const std::string& controller,
            const std::function<void(const path& folder, int version)>& visitor) {
   std::istringstream lines(groups.of_process);
-  for (std::string line; std::getline(lines, line);) {  // "4:cpu,cpuacct:/name", "0::/name"
+  for (std::string line; std::getline(lines, line);) {  // for example "4:cpu,cpuacct:/name" or "0::/name"
     const auto first = line.find(':');
     const auto second = line.find(':', first + 1);
     if (second == std::string::npos) continue;

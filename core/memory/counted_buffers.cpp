@@ -40,7 +40,7 @@ CountedBuffers::CountedBuffers(at::Device device, MemoryKind kind, Memory memory
 
 at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
-  // Outside InferenceMode, inference tensors could not be written, so buffers must not be such tensors.
+  // Inference tensors cannot be written outside InferenceMode, so buffers must be ordinary tensors.
   c10::InferenceMode ordinary(false);
   const MemoryKindScope kind(kind_);
   at::Tensor memory = memory_ ? memory_(numel, dtype) : at::empty({numel}, options);

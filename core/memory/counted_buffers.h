@@ -10,13 +10,13 @@
 
 namespace tessera::internal {
 
-// Allocates uninitialised flat buffers and counts the bytes in use. It keeps no freed memory: the MemoryCache (CPU) or
-// libtorch's allocator (accelerators) reuses it. Thread-safe; buffers may outlive this object.
+// Allocates uninitialised flat buffers and counts the bytes in use. It does not keep freed memory, which the
+// MemoryCache (CPU) or libtorch's allocator (accelerators) reuses. Thread-safe; buffers may outlive this object.
 class CountedBuffers {
  public:
   // Makes a tensor [numel] on the device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
-  // `kind` is the MemoryKind of all buffers. `memory` allocates them; if it is empty, libtorch does.
+  // `kind` is the MemoryKind of all buffers. `memory` allocates the buffers; if `memory` is empty, libtorch does.
   CountedBuffers(at::Device device, MemoryKind kind, Memory memory = nullptr);
 
   // Returns a buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage is destroyed, on
@@ -24,7 +24,7 @@ class CountedBuffers {
   at::Tensor take(int64_t numel, at::ScalarType dtype);
 
   int64_t lent_bytes() const;
-  int64_t peak_lent_bytes() const;  // since construction or reset_peak()
+  int64_t peak_lent_bytes() const;  // peak since construction or reset_peak()
   void reset_peak();
 
  private:
@@ -32,7 +32,7 @@ class CountedBuffers {
   const at::Device device_;
   const MemoryKind kind_;
   const Memory memory_;
-  const std::shared_ptr<Counts> counts_;  // shared with the buffers
+  const std::shared_ptr<Counts> counts_;  // also owned by the buffers
 };
 
 }  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 namespace tessera::internal {
 
-// The CUDA runtime's allocator, which is never destroyed; null in a build without TESSERA_CUDA.
+// Returns the CUDA runtime's allocator, which is never destroyed; null in a build without TESSERA_CUDA.
 PageLockedAllocator* cuda_page_locked_allocator();
 
 }  // namespace tessera::internal

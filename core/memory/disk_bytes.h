@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// Called with the number of bytes that a thread allocates on a disk. They count until the result is destroyed.
+// Called with the number of bytes that a thread allocates on a disk. The bytes count until the result is destroyed.
 using DiskBytesCounter = std::shared_ptr<void> (*)(int64_t bytes);
 
 // Sets the process's counter of disk bytes, by which record_run() and dry_run() find MemoryKind::kDisk.

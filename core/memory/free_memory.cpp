@@ -27,7 +27,7 @@ std::optional<int64_t> free_memory_bytes(c10::Device device) {
   if (!device.is_cpu()) {
     try {
       return static_cast<int64_t>(at::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);
-    } catch (const c10::Error&) {  // not supported by every allocator
+    } catch (const c10::Error&) {  // not every allocator supports this
       return std::nullopt;
     }
   }

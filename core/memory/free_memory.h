@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// The memory that processes can still allocate on `device`: on the CPU, the system's available memory (including
-// droppable file pages) within the control group's limit; on an accelerator, the driver's free memory. nullopt if
-// unknown. Other processes may take it first. Thread-safe.
+// Returns the memory that processes can still allocate on `device`. On the CPU, this is the system's available memory
+// (including droppable file pages) within the control group's limit. On an accelerator, it is the driver's free memory.
+// nullopt if unknown. Other processes may allocate it first. Thread-safe.
 std::optional<int64_t> free_memory_bytes(c10::Device device);
 
 }  // namespace tessera::internal

@@ -116,14 +116,14 @@ void* MemoryCache::take(size_t bytes) {
   const bool is_remade = block != nullptr;
   unmap(unused);
   if (block == nullptr) block = map_block(bytes);
-  if (block == nullptr) {  // unmapping idle blocks may help
+  if (block == nullptr) {  // release() unmaps idle blocks, which may help
     release();
     block = map_block(bytes);
   }
   std::lock_guard lock(mutex_);
   if (block == nullptr) {
     stats_.live_bytes -= static_cast<int64_t>(bytes);
-    stats_.peak_live_bytes = stats_.live_bytes;  // as release() does
+    stats_.peak_live_bytes = stats_.live_bytes;  // restarts the peak, as release() does
     return nullptr;
   }
   live_.emplace(block, bytes);
@@ -231,8 +231,8 @@ int64_t MemoryCache::look_at_limit() {
   return needed_bytes;
 }
 
-// give() checks the limit when tensors are freed, but other memory may grow too. So the thread checks again before that
-// memory could fill half of the rest.
+// give() checks the limit only when tensors are freed, but other memory may grow too. So this thread checks the limit
+// again before other memory could fill half of the memory that is left.
 void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();
@@ -295,7 +295,7 @@ std::atomic<bool> is_on{false};
 // The cache of the process; null until start_caching_memory(). Never destroyed: tensors may outlive static objects.
 std::atomic<MemoryCache*> process_cache{nullptr};
 
-// Locks the cache's mutex around fork(), which would copy a mutex that another thread has locked.
+// Locks the cache's mutex around fork(). Otherwise fork() could copy a mutex that another thread has locked.
 [[maybe_unused]] MemoryCache& make_process_cache() {
   static auto* const cache = [] {
     auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
@@ -375,9 +375,9 @@ MemoryCacheStats memory_cache_stats() {
 void release_freed_memory() {
   if (MemoryCache* const cache = process_cache) cache->release(rank_of_thread);
 #ifdef __GLIBC__
-  // Once a block below 32 MiB was freed, glibc keeps such blocks, so trim. Only one thread trims at a time: if another
-  // allocator replaces malloc, glibc's malloc initializes itself here without a lock. Other threads only count their
-  // requests, because fork() could copy a locked mutex.
+  // After a block below 32 MiB was freed, glibc keeps blocks of that size, and malloc_trim() returns them. Only one
+  // thread trims at a time: if another allocator replaces malloc, glibc's malloc initializes itself here without a
+  // lock. Other threads only count their requests, because fork() could copy a locked mutex.
   static std::atomic<int> requests{0};
   if (requests.fetch_add(1) > 0) return;
   int seen = 0;

@@ -25,22 +25,22 @@ namespace tessera::internal {
 // small for the next one. Memory that glibc returns to the system costs 4,000 page faults to get again.
 //
 // Blocks are in huge pages if the system grants them (transparent_hugepage: madvise or always). A block of at least a
-// huge page is a mapping of its own; smaller ones share mappings, and are unmapped separately. A block serves requests
-// of up to 1/8 less; the one freed last is reused first, while it may be in a processor's cache.
+// huge page has its own mapping. Smaller blocks share mappings, and are unmapped separately. A request takes the
+// smallest idle block that is at most 1/8 too large: of several, the one freed last, which a processor may have cached.
 //
-// Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the longest
-// idle ones are unmapped, and one of them is resized to become the new block (mremap). If the processes of a control
-// group need more than half of its memory limit, idle blocks are marked MADV_FREE: the system can take their pages
-// instead of killing the process. A thread checks this while blocks are idle, because memory other than tensors may
-// grow too. Thread-safe. docs/launch.md has measurements.
+// Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the blocks
+// that have been idle longest are unmapped, and one of them is resized to become the new block (mremap). If the
+// processes of a control group need more than half of its memory limit, idle blocks are marked MADV_FREE. Then the
+// system can take their pages instead of killing the process. A thread checks this while blocks are idle, because
+// memory other than tensors may grow too. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
-  static constexpr size_t kSmallestBytes = size_t{256} << 10;  // malloc handles smaller ones well
+  static constexpr size_t kSmallestBytes = size_t{256} << 10;  // malloc handles smaller blocks well
   static constexpr size_t kMostBlocks = size_t{1} << 14;       // a process may have 65,530 mappings
 
   using Stats = MemoryCacheStats;
 
-  // `limit` is the control group's; nullopt for none.
+  // `limit` is the memory limit of the control group; nullopt if there is none.
   explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : pressure_{std::move(limit)} {}
   ~MemoryCache();  // no block may be live
   MemoryCache(const MemoryCache&) = delete;
@@ -49,21 +49,21 @@ class MemoryCache {
   // Allocates at least `bytes` uninitialised bytes, page-aligned. Returns null if the system is out of memory or there
   // are kMostBlocks.
   void* take(size_t bytes);
-  // Frees a block. Returns false if it is not a block of this cache.
+  // Frees a block. Returns false if `block` is not a block of this cache.
   bool give(void* block);
-  // Whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the cache's thread.
+  // Sets whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the thread.
   void set_keeps_freed(bool keeps);
-  static constexpr int kNoRank = -1;  // no rank
+  static constexpr int kNoRank = -1;  // the rank of a thread that has none
   // Returns idle blocks to the system: all, or those freed by threads of this rank and of no rank. The peak of live
-  // bytes restarts from the current ones.
+  // bytes restarts from the live bytes and the idle bytes that are left.
   void release(int rank = kNoRank);
   Stats stats() const;
 
-  // Must be called around fork(): otherwise a mutex that another thread has locked would stay locked in the child.
+  // Must be called before fork(). Otherwise a mutex that another thread has locked would stay locked in the child.
   void before_fork() { mutex_.lock(); }
-  // Must be called in both processes.
+  // Must be called after fork(), in both processes.
   void after_fork(bool is_child) {
-    if (is_child) watch_.reset();  // its thread does not exist in the child
+    if (is_child) watch_.reset();  // the watch's thread does not exist in the child
     mutex_.unlock();
   }
 
@@ -72,27 +72,27 @@ class MemoryCache {
     void* memory;
     size_t bytes;
     bool is_on_call = false;  // true: idle and marked MADV_FREE
-    int rank = kNoRank;       // of the thread that freed it
+    int rank = kNoRank;       // rank of the thread that freed the block
   };
   // A mapping shared by blocks that are smaller than a huge page.
   struct SharedMapping {
-    std::byte* next = nullptr;  // the place of the next block
+    std::byte* next = nullptr;  // address of the next block
     size_t left_bytes = 0;
   };
   // The state of the control group's limit.
   struct Pressure {
     const std::optional<MemoryLimit> limit;
-    size_t given_bytes = 0;     // freed since the last check of the limit
+    size_t given_bytes = 0;     // bytes freed since the last check of the limit
     int64_t on_call_bytes = 0;  // idle bytes that are marked MADV_FREE
     std::atomic<bool> is_tight = false;
   };
-  // Stamps decrease, so that among blocks of one size the last freed sorts first.
+  // Stamps decrease, so that among blocks of one size the one freed last sorts first.
   using Stamp = int64_t;
 
   // Shared with the cache's thread, which may outlive the cache.
   struct Watch {
     std::mutex mutex;
-    MemoryCache* cache;  // null: destroyed
+    MemoryCache* cache;  // null if the thread must end
   };
 
   static constexpr size_t kLookEveryBytes = size_t{32} << 20;
@@ -116,7 +116,7 @@ class MemoryCache {
   SharedMapping shared_;
   Pressure pressure_;
   bool keeps_freed_ = true;
-  std::shared_ptr<Watch> watch_;  // null: no thread
+  std::shared_ptr<Watch> watch_;  // null if there is no thread
   Stats stats_;
 };
 
@@ -132,8 +132,8 @@ void start_caching_memory();
 // freed. Must be called while no other thread makes tensors.
 void stop_caching_memory();
 
-// The cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the cache is
-// off. For allocators in front of it, such as PeakMemory's.
+// Returns the cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the
+// cache is off. Allocators that count its memory, such as PeakMemory's, forward to it.
 c10::Allocator* memory_cache_allocator();
 
 }  // namespace tessera::internal

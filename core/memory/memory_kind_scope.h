@@ -9,10 +9,10 @@ namespace tessera::internal {
 // While it exists, tensors that this thread makes have this kind, for record_run(). Scopes nest.
 class MemoryKindScope {
  public:
-  // Changes the kind from now on.
+  // Sets the kind until this object is destroyed.
   explicit MemoryKindScope(MemoryKind kind);
 
-  static MemoryKind current();  // of this thread; kUnknown without a scope
+  static MemoryKind current();  // kind of this thread; kUnknown without a scope
 
  private:
   const ThreadScope<MemoryKind> scope_;

@@ -12,7 +12,7 @@ namespace tessera::internal {
 class PageLockedAllocator {
  public:
   virtual ~PageLockedAllocator() = default;
-  // Throws std::runtime_error if there is no memory.
+  // Throws std::runtime_error if no memory is available.
   virtual void* allocate(size_t bytes) = 0;
   // The memory must not be in use by a device.
   virtual void free(void* memory) noexcept = 0;
@@ -20,14 +20,14 @@ class PageLockedAllocator {
 
 // Returns the allocator that the process has set, or else CUDA's in builds with TESSERA_CUDA, or else null.
 PageLockedAllocator* page_locked_allocator();
-// Sets it for the process. Must precede the first page_locked().
+// Sets the allocator of the process. Must be called before the first page_locked().
 void set_page_locked_allocator(PageLockedAllocator* allocator);
 
-// The bytes that page_locked(bytes) allocates: whole pages, or a power of two from libtorch's allocator.
+// Returns the bytes that page_locked(bytes) allocates: whole pages, or a power of two by libtorch's allocator.
 int64_t bytes_when_page_locked(int64_t bytes);
 
-// Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. They are freed
-// with the last reference; by then no device may use them (see CopyEngine). Thread-safe.
+// Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. The memory is
+// freed with the last reference. By then no device may use it (see CopyEngine). Thread-safe.
 at::Tensor page_locked(int64_t bytes);
 
 }  // namespace tessera::internal

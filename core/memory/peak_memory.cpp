@@ -18,16 +18,16 @@ using namespace internal;
 
 namespace {
 
-// Guards all accounts and the ledger. A single mutex, so that it can be locked during fork(); else a child could
-// inherit it locked by a thread that it does not have.
+// Guards all accounts and the ledger. It is one mutex, so that it can be locked around fork(). Otherwise a child could
+// inherit a mutex that is locked by a thread of the parent.
 std::mutex accounts_mutex;
 
 }  // namespace
 
-// Written by the thread that allocates and by threads that free its memory.
+// The count of one thread. Changed by the thread that allocates and by threads that free its memory.
 struct PeakMemory::Account {
   int64_t current_bytes = 0;
-  std::vector<int64_t*> peaks;  // of the existing PeakMemory objects
+  std::vector<int64_t*> peaks;  // peaks of the existing PeakMemory objects
 
   void add(int64_t bytes) {
     current_bytes += bytes;
@@ -39,7 +39,7 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// The allocations of counted threads by address. oneDNN's kernels free by raw_deleter(), which gets only the address.
+// The allocations of counted threads, by address. oneDNN's kernels free by raw_deleter(), which gets only the address.
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
@@ -67,10 +67,10 @@ Ledger& ledger() {
   static auto* const ledger = new Ledger;
   return *ledger;
 }
-c10::Allocator* counted_allocator = nullptr;  // whose memory is counted
+c10::Allocator* counted_allocator = nullptr;  // the allocator whose memory is counted
 
 void free_counted(void* memory) {
-  ledger().strike(memory);  // before freeing, after which another thread may get this address
+  ledger().strike(memory);  // struck before it is freed, because another thread may then get this address
   counted_allocator->raw_deleter()(memory);
 }
 
@@ -94,7 +94,7 @@ void install_counting_allocator() {
     ::pthread_atfork([] { accounts_mutex.lock(); }, [] { accounts_mutex.unlock(); }, [] { accounts_mutex.unlock(); });
     counted_allocator = c10::GetCPUAllocator();
     const bool is_libtorchs_own = counted_allocator == c10::GetDefaultCPUAllocator();
-    if (is_libtorchs_own) counted_allocator = memory_cache_allocator();  // init() may install it later
+    if (is_libtorchs_own) counted_allocator = memory_cache_allocator();  // init() may install the cache later
     c10::SetCPUAllocator(new CountingAllocator, kAnyPriority);           // libtorch keeps a plain pointer to it
   });
 }

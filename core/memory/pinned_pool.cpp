@@ -21,7 +21,7 @@ namespace tessera::internal {
 struct PinnedPool::State {
   const PinnedPoolOptions options;
   mutable std::mutex mutex;
-  std::map<int64_t, std::vector<at::Tensor>> idle TESSERA_GUARDED_BY(mutex);  // by allocated bytes
+  std::map<int64_t, std::vector<at::Tensor>> idle TESSERA_GUARDED_BY(mutex);  // keyed by allocated bytes
   int64_t idle_bytes TESSERA_GUARDED_BY(mutex) = 0;
   int64_t lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
   int64_t peak_lent_bytes TESSERA_GUARDED_BY(mutex) = 0;

@@ -14,7 +14,7 @@ struct PinnedPoolOptions {
   // Whether memory is page-locked, so that copies overlap with computation. Ignored on a CPU, which uses ordinary
   // memory.
   bool pin = true;
-  // Limit of the bytes that the pool owns, in use or idle. 0: no limit.
+  // Limit of the bytes that the pool owns, in use or idle. 0 means no limit.
   int64_t limit_bytes = 0;
 };
 
@@ -35,11 +35,11 @@ class PinnedPool {
 
   int64_t lent_bytes() const;
   int64_t peak_lent_bytes() const;
-  int64_t owned_bytes() const;  // in use and idle
+  int64_t owned_bytes() const;  // bytes in use and idle
 
  private:
   struct State;
-  std::shared_ptr<State> state_;  // shared with the tensors
+  std::shared_ptr<State> state_;  // also owned by the tensors
 };
 
 }  // namespace tessera::internal

@@ -13,7 +13,7 @@ class WithoutDataScope {
  private:
   const ThreadScope<bool> scope_;
 };
-bool is_without_data();  // of this thread
+bool is_without_data();  // whether this thread is in a WithoutDataScope
 
 // While it exists, this thread waits for every asynchronous transfer that it starts, so that memory use does not depend
 // on the speed of a disk (record_run()).
@@ -24,6 +24,6 @@ class WaitForTransfersScope {
  private:
   const ThreadScope<bool> scope_;
 };
-bool waits_for_transfers();  // of this thread
+bool waits_for_transfers();  // whether this thread is in a WaitForTransfersScope
 
 }  // namespace tessera::internal
