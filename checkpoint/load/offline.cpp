@@ -77,11 +77,8 @@ void compare_block(TensorDifference& difference, const at::Tensor& a, const at::
   auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1, 1}).view(at::kByte); };
   at::Tensor differs = bytes(a).ne(bytes(b)).any(1);
   if (!differs.any().item<bool>()) return;
-  if (a.is_complex()) {
-    difference.different_numel += differs.sum().item<int64_t>();
-    return;
-  }
-  const at::Tensor distance = (a.to(at::kDouble) - b.to(at::kDouble)).abs().reshape({-1});
+  const auto exact = a.is_complex() ? at::kComplexDouble : at::kDouble;
+  const at::Tensor distance = (a.to(exact) - b.to(exact)).abs().reshape({-1});
   if (tolerance > 0) differs = differs.logical_and(distance.le(tolerance).logical_not());  // NaN exceeds any tolerance
   const int64_t numel = differs.sum().item<int64_t>();
   if (numel == 0) return;

@@ -133,6 +133,27 @@ TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
   expect_contains(tessera_command({"diff", at("a"), at("m.safetensors")}).output, "optim.exp_avg.0.bias: only in");
 }
 
+TEST_F(Command, DiffToleratesDifferencesOfComplexValues) {
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    auto net = std::make_shared<torch::nn::Module>("Wave");
+    auto wave = net->register_parameter("wave", torch::full({3}, c10::complex<double>(1, 2), at::kComplexFloat));
+    Replicated model(net, comm);
+    save_checkpoint(folder_ / "one", model);
+    const at::NoGradGuard no_grad;
+    wave[1] += c10::complex<double>(3, 4);
+    save_checkpoint(folder_ / "two", model);
+  });
+  const auto with = [&](double tolerance) {
+    return diff_checkpoints(folder_ / "one", folder_ / "two", {.tolerance = tolerance});
+  };
+  EXPECT_TRUE(with(5.5).empty());
+  for (const double tolerance : {0.0, 4.5}) {
+    ASSERT_EQ(with(tolerance).size(), 1U);
+    EXPECT_EQ(with(tolerance)[0].different_numel, 1);
+    EXPECT_EQ(with(tolerance)[0].max_difference, 5);
+  }
+}
+
 TEST_F(Command, DiffHoldsABlockAtATime) {
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(torch::nn::Linear(4096, 8192), comm);
