@@ -220,7 +220,14 @@ class Replay {
 
  private:
   at::Tensor at(const Tape::View& view) const { return view_in(real_.at(view.storage), view); }
+  static bool is_on_host(const Tape::Call& call, const torch::jit::Stack& stack) {
+    for (const c10::IValue& argument : stack)
+      if (argument.isTensor() && argument.toTensor().defined()) return argument.toTensor().is_cpu();
+    const auto device = call.op.schema().argumentIndexWithName("device");
+    return !device || stack[*device].isNone() || stack[*device].toDevice().is_cpu();
+  }
   void run(const Tape::Call& call, torch::jit::Stack& stack) {
+    if (!is_on_host(call, stack)) return call.op.callBoxed(stack);  // draws from the device's generator
     const auto generator = call.op.schema().argumentIndexWithName("generator");
     if (generator) {
       if (stack[*generator].isNone()) stack[*generator] = generator_;

@@ -229,5 +229,35 @@ TEST_P(AcceleratorModules, TrainAsOnCpus) {
   for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
 }
 
+struct NoiseImpl : nn::Module {
+  explicit NoiseImpl(at::Device device)
+      : drawn(register_parameter("drawn", torch::empty({4, 3}, device))),
+        made(register_parameter("made", torch::randn({5}, device))),
+        of_host(register_parameter("of_host", torch::randn({5}))) {
+    const at::NoGradGuard no_grad;
+    drawn.uniform_(1, 2);
+  }
+  at::Tensor drawn, made, of_host;
+};
+TORCH_MODULE(Noise);
+
+// A device's kernels take no generator of the host.
+TEST(AcceleratorDeferred, ConstructorsDrawOnTheDeviceThatTheyName) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    auto build = [&] { return Noise(comm->device()); };
+    torch::manual_seed(3);
+    const at::Tensor expected = build()->of_host;
+    torch::manual_seed(3);
+    auto noise = deferred(build);
+    materialize(*noise);
+    EXPECT_EQ(noise->drawn.device(), comm->device());
+    EXPECT_TRUE(noise->drawn.ge(1).logical_and(noise->drawn.lt(2)).all().item<bool>());
+    EXPECT_EQ(noise->made.device(), comm->device());
+    EXPECT_TRUE(torch::equal(noise->of_host, expected));
+  });
+  for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
+}
+
 }  // namespace
 }  // namespace tessera::accelerator_modules_test

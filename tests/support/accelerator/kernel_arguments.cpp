@@ -22,9 +22,10 @@ KernelArguments::KernelArguments(const c10::FunctionSchema& schema, const torch:
     const auto optional = type->cast<c10::OptionalType>();
     if ((optional ? optional->getElementType() : type)->kind() != c10::TypeKind::GeneratorType) continue;
     draws_ = true;
-    if (values_[i].isNone())
-      values_[i] = at::globalContext().defaultGenerator(
-          {at::kCUDA, static_cast<c10::DeviceIndex>(device_.value_or(current_device()))});
+    const at::Generator& own = at::globalContext().defaultGenerator(
+        {at::kCUDA, static_cast<c10::DeviceIndex>(device_.value_or(current_device()))});
+    if (values_[i].isNone()) values_[i] = own;
+    TORCH_CHECK(values_[i].toGenerator() == own, "Expected a 'cuda' device type for generator but found 'cpu'");
   }
 }
 
