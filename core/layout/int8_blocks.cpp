@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kLevels = 127;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int64_t kGrainBlocks = 128;
+// Smaller scales are rounded so coarsely that a quotient may not fit into 8 bit. Such blocks become zeros.
+constexpr float kSmallestScale = std::numeric_limits<float>::min();
 
 // Compares absolute values as integers, which is vectorized. As an integer, a NaN exceeds infinity.
 float scale_of(const float* values, int64_t numel) {
@@ -28,7 +30,7 @@ float scale_of(const float* values, int64_t numel) {
 
 void encode_block(const float* values, int64_t numel, float& scale, int8_t* codes) {
   scale = scale_of(values, numel);
-  if (!(scale > 0)) return static_cast<void>(std::fill_n(codes, numel, int8_t{0}));
+  if (!(scale >= kSmallestScale)) return static_cast<void>(std::fill_n(codes, numel, int8_t{0}));
   // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. The low bits of the sum then have that integer.
   constexpr float kRounds = 12582912.0F;
   for (int64_t i = 0; i < numel; ++i)
@@ -66,7 +68,7 @@ void Int8Blocks::encode(const at::Tensor& values, const at::Tensor& bytes) const
     const at::Tensor largest = rows.abs().amax(1, /*keepdim=*/true);
     const at::Tensor scale = (largest + (largest - largest)) / kLevels;  // NaN if `largest` is infinite
     scales.copy_(scale.view({-1}));
-    const at::Tensor rounded = at::where(scale > 0, (rows / scale).round_(), 0.0);
+    const at::Tensor rounded = at::where(scale >= kSmallestScale, (rows / scale).round_(), 0.0);
     codes.copy_(rounded.view({-1}).narrow(0, 0, numel));
     return;
   }

@@ -38,6 +38,14 @@ TEST(Int8BlocksTest, RoundsToHalfAScale) {
   EXPECT_TRUE(torch::equal(rounded(whole.to(at::kBFloat16)), whole.to(at::kBFloat16)));
 }
 
+// 180 / 127 of the smallest float is rounded to 1 of it, and 180 does not fit into 8 bit.
+TEST(Int8BlocksTest, ChangesNoSignOfTinyValues) {
+  const at::Tensor values = torch::arange(-180, 181, at::kFloat) * std::numeric_limits<float>::denorm_min();
+  EXPECT_TRUE(rounded(values).eq(0).all().item<bool>());
+  const at::Tensor normal = torch::arange(-127, 128, at::kFloat) * std::numeric_limits<float>::min();
+  EXPECT_TRUE(torch::equal(rounded(normal), normal));
+}
+
 TEST(Int8BlocksTest, KeepsInfinityAndNaN) {
   for (const float bad : {INFINITY, -INFINITY, NAN}) {
     at::Tensor values = torch::ones({600});
