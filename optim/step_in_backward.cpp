@@ -82,7 +82,11 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
   require_no_own_step(optimizer);
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
-                                            [this] { speculation_ ? abandon() : arrived_.clear(); }));
+                                            [this] {
+                                              if (speculation_) return abandon();
+                                              arrived_.clear();
+                                              deferred_.clear();
+                                            }));
   // The worker uses as many threads as the caller has, or one for each of `processors`.
   worker_
       ->add([&processors = options_.processors, threads = at::get_num_threads()] {
@@ -99,12 +103,11 @@ StepInBackward::~StepInBackward() {
 
 void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   if (speculation_) return speculate(parameters);
-  for (const at::Tensor& parameter : parameters) arrived_.insert(parameter.unsafeGetTensorImpl());
-  if (options_.max_norm) {
-    deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
-  } else {
+  // A second backward before finish() adds to the gradients, which are stepped once.
+  for (const at::Tensor& parameter : parameters)
+    if (arrived_.insert(parameter.unsafeGetTensorImpl()).second && options_.max_norm) deferred_.push_back(parameter);
+  if (!options_.max_norm)
     steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
-  }
 }
 
 // If this throws, backward fails and then calls abandon().

@@ -522,6 +522,43 @@ TEST(Speculation, StepsWhileBackwardGoesOn) {
   });
 }
 
+// An optimizer of a program's own, which steps what it gets as often as it gets it.
+struct Literal : PartialStep {
+  explicit Literal(HostAdamW& optimizer) : optimizer(optimizer) {}
+  void step_parameters(const std::vector<at::Tensor>& parameters) override {
+    for (const at::Tensor& parameter : parameters) optimizer.step_parameters({parameter});
+  }
+  HostAdamW& optimizer;
+};
+
+// With max_norm, finish() takes all steps: of each parameter one, and none of a backward that failed.
+TEST(StepInBackward, StepsOnceAfterBackwardsThatFailOrRepeat) {
+  for (const int world : {1, 2}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      Layers layers(comm), undisturbed(comm);
+      const torch::optim::AdamWOptions options(1e-2);
+      HostAdamW optimizer(layers.fsdp.parameters(), options), expected(undisturbed.fsdp.parameters(), options);
+      Literal literal(optimizer);
+      StepInBackward step(layers.fsdp, literal, {.max_norm = 1e6});
+      std::function<void()> nothing = [] {}, fail = [] { throw std::runtime_error("no backward today"); };
+      for (const int backwards : {1, 2, 1}) {
+        optimizer.zero_grad();
+        EXPECT_EQ(error_of<std::runtime_error>([&] { layers.loss(fail).backward(); }), "no backward today");
+        layers.fsdp.zero_grad();
+        expected.zero_grad();
+        for (int i = 0; i < backwards; ++i) {
+          layers.loss(nothing).backward();
+          undisturbed.loss(nothing).backward();
+        }
+        step.finish();
+        undisturbed.fsdp.clip_grad_norm_(1e6);
+        expected.step();
+        EXPECT_EQ(bits_of(layers.fsdp, optimizer), bits_of(undisturbed.fsdp, expected)) << backwards;
+      }
+    });
+  }
+}
+
 // Whichever way it fails, with or without states: everything is as before, and training continues.
 TEST(Speculation, ABackwardThatFailsLeavesEverythingAsItWas) {
   for (const int world : {1, 2}) {
