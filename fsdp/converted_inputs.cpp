@@ -1,28 +1,26 @@
 #include <tessera/detail/converted_inputs.h>
 
 #include <algorithm>
+#include <optional>
+
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera {
 using namespace internal;
-namespace {
-
-int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor._version());
-}
-
-}  // namespace
 
 at::Tensor ConvertedInputs::convert(const at::Tensor& own, at::ScalarType dtype) {
   for (const Input& input : inputs_)
     if (input.own.is_same(own)) return input.given;
+  std::optional<NoGradNoInferenceGuard> ordinary;  // tensors of InferenceMode have no version
+  if (c10::InferenceMode::is_enabled()) ordinary.emplace();
   const at::Tensor given = own.to(dtype);
-  if (!given.is_same(own)) inputs_.push_back({own, given, version_of(given)});
+  if (!given.is_same(own)) inputs_.push_back({own, given, given._version()});
   return given;
 }
 
 void ConvertedInputs::copy_changes() const {
   for (const Input& input : inputs_)
-    if (version_of(input.given) != input.version) input.own.copy_(input.given);
+    if (input.given._version() != input.version) input.own.copy_(input.given);
 }
 
 at::Tensor ConvertedInputs::own_of(const at::Tensor& tensor) const {

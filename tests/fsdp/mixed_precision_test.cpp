@@ -366,6 +366,33 @@ TEST(MixedPrecision, CastsWhatTheProgramTeaches) {
   });
 }
 
+struct CacheImpl : torch::nn::Module {
+  CacheImpl() { register_module("linear", linear); }
+  at::Tensor forward(const at::Tensor& x, at::Tensor cache) {
+    const at::Tensor y = linear(x);
+    cache[0].add_(y[0]);
+    return y;
+  }
+  torch::nn::Linear linear{8, 8};
+};
+TORCH_MODULE(Cache);
+
+// A decoder's cache, which forward changes in place.
+TEST(MixedPrecision, InPlaceChangesOfInputsReachTheCaller) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(Cache(), comm, {.mixed_precision = {.param_dtype = at::kBFloat16}});
+    for (const bool is_inference : {false, true}) {
+      const c10::InferenceMode mode(is_inference);
+      const at::NoGradGuard no_grad;
+      at::Tensor cache = on_rank_device(torch::zeros({2, 8}));
+      const at::Tensor y = fsdp(on_rank_device(torch::ones({1, 8})), cache);
+      EXPECT_EQ(cache.scalar_type(), at::kFloat);
+      EXPECT_TRUE(torch::equal(cache[0], y[0].to(at::kFloat))) << is_inference;
+      EXPECT_TRUE(cache[0].ne(0).any().item<bool>());
+    }
+  });
+}
+
 struct BatchNormNetImpl : torch::nn::Module {
   BatchNormNetImpl() {
     register_module("in", in);

@@ -13,7 +13,7 @@ class ConvertedInputs {
  public:
   // Returns `own` itself if it has the dtype, otherwise a converted copy. Calls with one tensor return one copy.
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
-  // Copies in-place changes to the caller's tensors, recorded by autograd; not those of inference tensors.
+  // Copies in-place changes to the caller's tensors. Autograd records the copies.
   void copy_changes() const;
   // Returns the caller's tensor if `tensor` is a converted copy, otherwise `tensor` itself.
   at::Tensor own_of(const at::Tensor& tensor) const;
@@ -23,7 +23,7 @@ class ConvertedInputs {
  private:
   struct Input {
     at::Tensor own, given;
-    int64_t version;  // version of `given` when it was made; -1 for an inference tensor, which has none
+    int64_t version;  // version of `given` when it was made
   };
   std::vector<Input> inputs_;
 };
