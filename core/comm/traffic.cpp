@@ -23,7 +23,8 @@ std::map<std::string, double> TrafficCounter::reset_wait_times() {
 }
 
 int64_t bytes_sent(const Collective& collective, int rank, int size) {
-  const auto full_bytes = static_cast<int64_t>(collective.full.defined() ? collective.full.nbytes() : 0);
+  auto full_bytes = static_cast<int64_t>(collective.full.defined() ? collective.full.nbytes() : 0);
+  for (const at::Tensor& piece : collective.pieces) full_bytes += static_cast<int64_t>(piece.nbytes());
   const auto shard_bytes = static_cast<int64_t>(collective.shard.defined() ? collective.shard.nbytes() : 0);
   const bool is_root = rank == collective.root;
   switch (collective.kind) {

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "core/comm/gloo/gloo_connections.h"
+#include "core/comm/reduce_scatter_pieces.h"
 #include "tests/guest/guests.h"
 
 namespace {
@@ -102,6 +103,18 @@ TEST(GuestProcessGroup, RunsAllCollectives) {
         check_collectives(*comm, kind == Kind::kForwarding);
         EXPECT_GE(backend.calls.load(), world > 1 ? before + 12 : 0);
       });
+}
+
+TEST(GuestProcessGroup, CountsTheBytesOfPieces) {
+  constexpr int kWorld = 2;
+  with_process_groups({Kind::kForwarding, Kind::kLeast}, kWorld, [&](const auto& group, LeastBackend&) {
+    const auto comm = communicator_from(group, {.timeout = 60s});
+    const int64_t before = comm->traffic().sent_bytes;
+    const at::Tensor shard = torch::empty({3});
+    internal::reduce_scatter_pieces(*comm, shard, {torch::ones({2}), torch::ones({4})}, ReduceOp::kSum).wait();
+    EXPECT_TRUE(torch::equal(shard, torch::full({3}, 2.0)));
+    EXPECT_EQ(comm->traffic().sent_bytes - before, 3 * 4);
+  });
 }
 
 TEST(GuestProcessGroup, TrainsForcesInFp64UnderEveryWrapper) {
