@@ -191,7 +191,7 @@ class Joining {
   // Throws if the launching process has reported, by tell_of_end(), that a rank ended without joining.
   void require_all_live(const StorePtr& store) const {
     if (environment_.agent_serves_store && store->check({kEnded}))
-      fail("rank ", store->get_to_str(kEnded), " has ended, with exit code 0, before all had come");
+      fail("rank ", store->get_to_str(kEnded), " has ended before all had come");
   }
 
   // c10d's store accepts any client. So the group's keys begin with the hash of its token. This check throws in a
