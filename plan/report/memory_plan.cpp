@@ -136,14 +136,16 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   return row;
 }
 
-// Returns notes: why a choice cannot run (the last one of several), and quantities that are not known.
+// Returns notes: why choices cannot run, each reason once, and quantities that are not known.
 std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& machines, int best,
                      const std::function<std::string(int64_t)>& text_of) {
   std::string text;
   bool offloads = false;
   for (const PlannedTraining& plan : plans) {
-    if (!plan.why_not.empty()) text = "\nWhat cannot be run: " + plan.why_not.substr(0, plan.why_not.find('\n')) + "\n";
     offloads = offloads || plan.choice.offload;
+    if (plan.why_not.empty()) continue;
+    const std::string note = "\nWhat cannot be run: " + plan.why_not.substr(0, plan.why_not.find('\n')) + "\n";
+    if (text.find(note) == std::string::npos) text += note;
   }
   if (offloads && machines.speed != nullptr)
     text +=

@@ -182,13 +182,14 @@ TEST(PlanErrors, NameWhatCannotBeRun) {
 // Also in a world of one, which could write a checkpoint of absent values.
 TEST(PlanErrors, NameCheckpoints) {
   const TemporaryFolder folder;
+  using Model = FullyShardedDataParallel<torch::nn::Linear>;
   struct Trained {
-    std::shared_ptr<FullyShardedDataParallel> model;
+    std::shared_ptr<Model> model;
     std::shared_ptr<torch::optim::Adam> optimizer;
   };
   const auto make = [](std::shared_ptr<Communicator> comm) {
     Trained trained;
-    trained.model = std::make_shared<FullyShardedDataParallel>(torch::nn::Linear(4, 4), comm);
+    trained.model = std::make_shared<Model>(torch::nn::Linear(4, 4), comm);
     trained.optimizer = std::make_shared<torch::optim::Adam>(trained.model->parameters());
     return trained;
   };
