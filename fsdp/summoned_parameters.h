@@ -24,7 +24,7 @@ enum class Summon : uint8_t {
 // shards are read-only, unless a shard is shown itself and its changes are kept. Used by one thread at a time.
 class SummonedParameters {
  public:
-  // Whether changes are kept, and the memory that this costs in addition to the shard.
+  // Whether changes are kept. The comments give the memory that each choice takes in addition to the shard.
   enum class Changes : uint8_t {
     kWrittenBack,  // the full parameters; 0 if the shard has all of them
     kLost,         // the full parameters; if the shard has all, a copy of it for hide()

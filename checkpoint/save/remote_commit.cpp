@@ -76,7 +76,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_committed_)
         for (const auto& name : replaced_)
           name.ends_with('/') ? storage.remove_all(target_ / name) : storage.remove(target_ / name);
-    } catch (const std::exception&) {  // the next save of this name removes the files
+    } catch (const std::exception&) {  // ignored: the next save to this path removes the abandoned folders
     }
   }
 

@@ -164,8 +164,8 @@ struct MpiGroup {
   Group group;
 };
 
-// Returns the group of the innermost of these launchers that has started more than one rank. `slurm_step` is srun's
-// group of this process. If a launcher other than Open MPI has an equal group, srun has set that launcher's variables.
+// Returns the group of the innermost launcher in kMpiLaunchers that has more than one rank. Skips a group equal to
+// `slurm_step`, srun's group of this process, unless it is Open MPI's: srun has set those variables itself.
 std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
   std::optional<Group> outer = slurm_step;
   for (const MpiLauncher& launcher : kMpiLaunchers) {

@@ -132,8 +132,8 @@ class OneLineErrors {
 
 }  // namespace
 
-// Without a handler on the stack, __cxa_throw() calls std::terminate() before it unwinds, while the groups still exist.
-// So this function must have no handler, and must not be noexcept.
+// If no catch clause is on the stack, __cxa_throw() calls std::terminate() before it unwinds, while the groups still
+// exist. So this function must not catch exceptions, and must not be noexcept.
 int run_body(const std::function<int()>& body) {
   const OneLineErrors one_line;
   return body();

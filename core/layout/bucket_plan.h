@@ -22,7 +22,7 @@ struct BucketLimits {
   int64_t alone_bytes = int64_t{1} << 20;
   // Most bytes of a shared bucket. A larger parameter gets its own bucket. If 0, every parameter gets its own bucket.
   int64_t bucket_bytes = kNone;
-  // A smaller limit for the bucket that is full first, so that sending starts earlier.
+  // A smaller limit for the first bucket to fill, so that sending starts earlier.
   int64_t first_bytes = kNone;
 };
 

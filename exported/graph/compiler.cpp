@@ -359,7 +359,7 @@ struct Compiler::CallReader {
     call.graphs.push_back(last_graph);
     return last_graph->outputs.size();
   }
-  // Takes a graph and all remaining operands. Operands that are state are state in the graph, too.
+  // Takes a graph and all remaining operands. Marks the graph's inputs that receive state (see StateNames) as state.
   void take_graph_and_rest(const Scope& scope) {
     const json& graph = arguments.next_graph();
     add(arguments.rest(find_slot));

@@ -83,7 +83,7 @@ class CommunicatorBackend {
   // Throws CommError if a completed operation was aborted. If `all`, first waits for all operations.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
-  // Detects a second thread in start() and other blocking calls: see refuse_second_thread().
+  // Detects a second thread in start() or in a blocking call: see refuse_second_thread().
   SingleThreadChecker& single_thread_checker() { return *single_thread_checker_; }
 
   void count_sent(int64_t bytes) noexcept;

@@ -58,8 +58,8 @@ struct QuantizeOptions {
 // quantizes one weight at a time. Weights that each rank reads for itself (load_exported()) may also be quantized after
 // deferred() has ended. A rank then reads every weight of which it keeps a part.
 //
-// Backward decodes a layer again. No decoded values are kept between forward and backward. to() must be called before
-// quantization, because the use of converted bytes throws. clone() of a layer is not supported.
+// Backward decodes a layer again, so no decoded values are kept after forward. Call to() before quantize_linears(): a
+// layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
 // Is not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is
 // selected. Throws it also, naming the layer, if a layer is tied, paged, not of floating-point type, already quantized,

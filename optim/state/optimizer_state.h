@@ -28,8 +28,8 @@ inline constexpr int64_t kStateBlockNumel = 256;
 // Returns the shape of a state tensor for a parameter of `sizes`.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
-// Returns the part of a state tensor that belongs to a part of the parameter. `tensor` of the result is empty except
-// for kElements. If a block is cut, both parts hold the number of the block.
+// Returns the shard of a state tensor for this shard of the parameter: `parameter` itself for kElements, otherwise one
+// with an empty `tensor`. If a shard boundary cuts a block, both shards hold the block's value, such as its scale.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
 // Returns the range of a state tensor that this part saves. The part with a block's first element saves the block.
 Range saved_part(const std::string& name, const NamedShard& parameter);

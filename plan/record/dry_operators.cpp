@@ -219,8 +219,8 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
   }
 }
 
-// Pushes zero for a value that the host requests, and records the request. For aten::equal pushes true if both
-// arguments are one tensor, without a record: attention checks whether queries, keys and values are one tensor.
+// Pushes zero for a value that the host requests, and records the request. Exception: aten::equal of two identical
+// views pushes true and records nothing, because attention compares query, key and value to detect self-attention.
 void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Recorder& recorder) {
   if (traits.name == "aten::equal") {
     const at::Tensor one = torch::jit::peek(stack, 0, count).toTensor(),

@@ -554,8 +554,8 @@ static size_t place_among(const std::vector<Setup>& setups, const std::string& n
          setups.begin();
 }
 
-// Setups differ in few functions, so each loop is played in half of them. Sanitizers take ten times as long: each of the
-// two plays one in eight, in other setups. `make matrix` plays all.
+// Setups differ in few functions, so each loop is played in half of them. Sanitizers take ten times as long: each of
+// the two plays one in eight, in other setups. `make matrix` plays all.
 static bool is_left_out(size_t turn) {
 #if defined(__SANITIZE_ADDRESS__)
   return turn % 8 != 1;

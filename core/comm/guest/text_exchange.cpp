@@ -21,7 +21,7 @@ using std::chrono::milliseconds;
 // First character of an exchanged text: the rank has failed, its arguments are invalid, or it has succeeded.
 constexpr char kFailedText = '!', kInvalidText = '?', kFineText = ' ';
 
-// One exchange through a store.
+// Exchanges one text of each rank through a store. run() returns the texts of all ranks. Collective.
 class StoreRound {
  public:
   StoreRound(c10d::Store& store, std::string prefix, int rank, int size, milliseconds timeout)

@@ -43,7 +43,7 @@ class PeerMemory {
 
   enum class Outcome { kDone, kInterrupted, kTimedOut, kPeerLeft, kPeerDied, kOtherBytes };
 
-  // The memory of a peer cannot be reached any more.
+  // Thrown if the memory of a peer can no longer be reached.
   struct Unreachable : std::runtime_error {
     Unreachable(int rank, const char* why) : std::runtime_error(why), peer(rank) {}
     int peer;

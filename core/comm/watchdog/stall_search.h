@@ -32,8 +32,8 @@ class StallSearch {
   // Returns an error text if a rank has left before an operation that this rank has started, otherwise "". Reads the
   // store at most once a second, and returns "" in between.
   std::string find_leaver(const std::deque<StartedOperation>& own);
-  // Returns the text of a cycle of waits in different groups that includes `wait`; "" if none is known. Only the rank
-  // that publishes its operations searches. It publishes the cycle for the cycle's members.
+  // Returns the text of a cycle of waits (a deadlock) across groups that includes `wait`; "" if none is known. Only the
+  // rank that has published its operations searches. It publishes a cycle for the other ranks to read.
   std::string find_cycle(const std::optional<WaitRegistry::Wait>& wait);
 
   // Returns whether the store has keys of this search, which end() removes.

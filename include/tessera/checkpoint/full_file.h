@@ -43,8 +43,8 @@ struct FullTensor {
   std::vector<std::string> aliases;
 };
 
-// Writes full files on one process. `data` must return one tensor, row-major in host memory; only one is held at a
-// time. The files appear at the end. Throws CheckpointError.
+// Writes full files from one process. data(t) must return the values of `t`, row-major in host memory. Holds one tensor
+// at a time. The files appear at the end. Throws CheckpointError.
 void write_full(const std::filesystem::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options = {},
                 const std::function<void(int64_t bytes)>& progress = {});

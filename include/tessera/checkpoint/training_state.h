@@ -58,7 +58,7 @@ class TrainingState {
   const std::vector<std::string>& model_names() const { return model_names_; }  // empty for a single unnamed model
   // Returns the optimizers by name. A single optimizer may have the name "".
   const std::map<std::string, torch::optim::Optimizer*>& optimizers() const { return optimizers_; }
-  const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // other objects, in the order given
+  const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // Stateful objects, in given order
 
  private:
   std::shared_ptr<ModelShards> model_;
