@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune attack elastic-chaos loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
+.PHONY: demo test matrix bench bench-hosts interop interop-files interop-models interop-peers zoo finetune attack elastic-chaos loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -49,17 +49,22 @@ bench-hosts: setup
 	@tools/python.sh -c 'import torch'
 	@bench/hosts.py --train-step $(BUILD)/bench/train_step $(HOSTS)
 
-# Exchanges files with Python in both directions. Sets up .deps/python the first time.
+# Exchanges files and exported models with Python in both directions. Sets up .deps/python the first time. Most of these
+# programs use one core, so two run at a time.
 interop: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
-	@$(compile) interop_program tessera_command
+	@$(compile) interop_program tessera_command train_gpt exported_program finetune
+	@for packages in s3 tensorboard peft; do tools/python.sh --with $$packages -c pass || exit 1; done
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target interop-files interop-models
+
+interop-files:
 	@tools/python.sh tests/interop/interop_test.py $(BUILD)/tests/interop/interop_program
 	@tools/python.sh tests/interop/convert_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera Convert
 	@tools/python.sh tests/interop/damage_test.py
 	@tools/python.sh --with s3 tests/interop/s3_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera
-	@$(compile) train_gpt
 	@tools/python.sh --with tensorboard tests/interop/tensorboard_test.py $(BUILD)/examples/train_gpt
-	@$(compile) exported_program finetune
+
+interop-models:
 	@tools/python.sh tests/exported/zoo.py $(BUILD)/tests/exported/exported_program --quick
 	@tools/python.sh --with peft tests/exported/finetune_test.py $(BUILD)/examples/finetune
 	@$(MAKE) --no-print-directory finetune FINETUNE='--stage 3 --steps 20'
