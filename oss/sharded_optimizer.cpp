@@ -274,7 +274,11 @@ std::string ShardedOptimizer::label_of(const at::Tensor& parameter) const {
       return "parameter " + std::to_string(at - members.begin()) + " of group " + std::to_string(group) + " on rank " +
              std::to_string(comm_->rank());
   }
-  return "a parameter on rank " + std::to_string(comm_->rank());
+  const auto known = ownership_.find(parameter.unsafeGetTensorImpl());
+  return "parameter " +
+         (known == ownership_.end() ? "of shape " + c10::str(parameter.sizes())
+                                    : "number " + std::to_string(known->second.index)) +
+         ", which is in no group now, on rank " + std::to_string(comm_->rank());
 }
 
 // ---- steps -------------------------------------------------------------------------------------
