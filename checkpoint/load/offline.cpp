@@ -41,11 +41,12 @@ std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, Sl
     } else {
       continue;
     }
-    auto segments = segments_of(tensor.shape, row_major_strides(tensor.shape), held);
+    auto segments = segments_of(tensor.shape, memory_strides(tensor), held);
     if (numel == 0) segments = {{whole_box(tensor.shape), {0, 0}}};
     for (const Segment& segment : segments)
       pieces.push_back({name, tensor.dtype, tensor.shape, tensor.aliases, tensor.kind, segment.box,
-                        [&reader, key = name, box = segment.box] { return reader.read(key, box); }, segment.memory});
+                        [&reader, key = name, box = segment.box] { return reader.read(key, box); }, segment.memory,
+                        tensor.order});
   }
   return pieces;
 }

@@ -1,4 +1,5 @@
 // set_data() changes the strides of parameters that already have optimizer state: the elements are unaffected.
+#include "checkpoint/load/offline.h"
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 
@@ -245,6 +246,10 @@ TEST(OtherStrides, GoThroughACheckpointIn8BitIfTheModelHasThem) {
     expect_same(trained<AdamW8bit>(layout, options,
                                    {.begin = saved_at, .is_made_turned = true, .files = {folder / "a"}}, grouping),
                 expected, 0, c10::str("saved at ", saved_at));
+    reshard_checkpoint(folder / "a", folder / "of3", 3);
+    expect_same(trained<AdamW8bit>(layout, options,
+                                   {.begin = saved_at, .is_made_turned = true, .files = {folder / "of3"}}, grouping),
+                expected, 0, c10::str("saved at ", saved_at, ", resharded"));
     expect_contains(
         error_of<CheckpointMismatch>(
             [&] { trained<AdamW8bit>(layout, options, {.begin = saved_at, .files = {folder / "a"}}, grouping); }),
