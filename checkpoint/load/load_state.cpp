@@ -580,13 +580,15 @@ class Loader {
   void put_state(ReadState& read) {
     auto& [optimizer, shard, name, values] = read;
     optimizer->set_state(*shard, nullptr);
+    const std::string kind = optimizer->state_kind();
+    const at::ScalarType saved_as = dtype_of_averages(kind, saved_.tensors.at(name).dtype);
+    const at::ScalarType kept_as = dtype_of_averages(kind, shard->tensor.scalar_type());
     for (auto& [key, tensor] : values.tensors) {
-      const at::ScalarType dtype = tensor.scalar_type(), own = shard->tensor.scalar_type();
-      const bool follows =
-          form_of_state(key) == StateForm::kElements && dtype == saved_.tensors.at(name).dtype && converts(dtype, own);
-      tensor = tensor.to(shard->tensor.device(), follows ? own : dtype);
+      const at::ScalarType dtype = tensor.scalar_type();
+      const bool follows = form_of_state(key) != StateForm::kBlocks && dtype == saved_as && converts(dtype, kept_as);
+      tensor = tensor.to(shard->tensor.device(), follows ? kept_as : dtype);
     }
-    if (!read.is_empty()) optimizer->set_state(*shard, make_state(optimizer->state_kind(), values));
+    if (!read.is_empty()) optimizer->set_state(*shard, make_state(kind, values));
     values = {};
   }
 

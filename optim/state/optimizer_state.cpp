@@ -6,6 +6,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Type.h>
 
@@ -174,6 +175,12 @@ StateForm form_of_state(const std::string& name) {
          : name.ends_with("_row") ? StateForm::kRows
          : name.ends_with("_col") ? StateForm::kColumns
                                   : StateForm::kElements;
+}
+
+at::ScalarType dtype_of_averages(const std::string& kind, at::ScalarType dtype) {
+  return kind == AdamW8bitOptions::kName   ? at::kFloat
+         : kind == AdafactorOptions::kName ? at::toOpMathType(dtype)
+                                           : dtype;
 }
 
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes) {

@@ -25,6 +25,9 @@ enum class StateForm { kElements, kBlocks, kRows, kColumns };
 StateForm form_of_state(const std::string& name);
 inline constexpr int64_t kStateBlockNumel = 256;
 
+// Returns the dtype in which an optimizer of this kind keeps the averages of a parameter of `dtype`.
+at::ScalarType dtype_of_averages(const std::string& kind, at::ScalarType dtype);
+
 // Returns the shape of a state tensor for a parameter of `sizes`.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 

@@ -628,6 +628,35 @@ TEST(Checkpoint, ConvertsParametersAndMomentsToTheModelsDtype) {
   });
 }
 
+// Averages that an optimizer keeps in fp32 for 16-bit parameters stay in fp32.
+TEST(Checkpoint, KeepsAveragesInFp32ForAModelOf16Bits) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    const auto expect_kept = [&]<class Optimizer, class Options>(Optimizer*, const Options& options) {
+      auto net = seeded(1, [] { return torch::nn::Linear(5, 3); });
+      auto half = seeded(2, [] { return torch::nn::Linear(5, 3); });
+      half->to(at::kBFloat16);
+      Replicated model(net.ptr(), comm), narrow(half.ptr(), comm);
+      Optimizer own(model.parameters(), options), other(narrow.parameters(), options);
+      for (auto& parameter : model.parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.3);
+      own.step();
+      save_checkpoint(folder / "a", model, own);
+      load_checkpoint(folder / "a", narrow, other, {.convert_dtypes = true});
+      for (size_t i = 0; i < 2; ++i) {
+        const auto saved = read_state(*own.state().at(model.parameters()[i].unsafeGetTensorImpl()));
+        const auto loaded = read_state(*other.state().at(narrow.parameters()[i].unsafeGetTensorImpl()));
+        ASSERT_EQ(loaded.tensors.size(), saved.tensors.size());
+        for (size_t k = 0; k < saved.tensors.size(); ++k)
+          EXPECT_TRUE(same_values(loaded.tensors[k].second, saved.tensors[k].second)) << saved.tensors[k].first;
+      }
+      for (auto& parameter : narrow.parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.3);
+      other.step();
+    };
+    expect_kept(static_cast<AdamW8bit*>(nullptr), AdamW8bitOptions(0.1));
+    expect_kept(static_cast<Adafactor*>(nullptr), AdafactorOptions(0.1));
+  });
+}
+
 TEST(Checkpoint, GeneratorsGoOnWhereTheyWere) {
   const TemporaryFolder folder;
   on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
