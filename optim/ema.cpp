@@ -141,9 +141,9 @@ ScopeExit Ema::swap_in() {
   if (is_swapped_in_) throw std::logic_error("Ema::swap_in() while the averages are swapped in");
   at::NoGradGuard no_grad;
   take_new_values(model_);
-  is_swapped_in_ = true;
   std::vector<at::Tensor> own;
   for (const Average& average : averages_) own.push_back(average.shard.tensor.detach().clone());
+  is_swapped_in_ = true;
   ScopeExit scope([this, own] {
     at::NoGradGuard quiet;
     for (size_t i = 0; i < own.size(); ++i) averages_[i].shard.tensor.detach().copy_(own[i]);

@@ -65,23 +65,26 @@ ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::swap_in_averages() while the averages are swapped in");
   at::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> own;
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& y : group.params()) {
-      const auto found = state().find(y.unsafeGetTensorImpl());
-      if (found == state().end()) continue;  // no rank has ever stepped the parameter
-      own.emplace_back(y, y.detach().clone());
-      if (note_write_if_empty(y)) continue;  // counts a write, because other ranks write to the unit
-      const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
-      y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
-    }
-  }
+  for (const auto& group : param_groups())
+    for (const at::Tensor& y : group.params())  // a parameter without a state was stepped by no rank
+      if (state().find(y.unsafeGetTensorImpl()) != state().end()) own.emplace_back(y, y.detach().clone());
   is_swapped_in_ = true;
-  return ScopeExit([this, own] {
+  ScopeExit scope([this, own] {
     at::NoGradGuard quiet;
     for (const auto& [y, value] : own)
       if (!note_write_if_empty(y)) y.detach().copy_(value);
     is_swapped_in_ = false;
   });
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& y : group.params()) {
+      const auto found = state().find(y.unsafeGetTensorImpl());
+      // An empty parameter counts a write, because other ranks write to the unit.
+      if (found == state().end() || note_write_if_empty(y)) continue;
+      const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
+      y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
+    }
+  }
+  return scope;
 }
 
 }  // namespace tessera
