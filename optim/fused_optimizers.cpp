@@ -16,6 +16,7 @@
 #include <string>
 #include <tuple>
 #include <typeinfo>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -170,11 +171,14 @@ void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(opti
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
   CapturedWork* const work = recording_of(optimizer);
   std::vector<AdamUpdate> updates;
-  for_each_adam_update(optimizer, chosen, work == nullptr ? kBesideTheParameter : kInRecording,
-                       [&](AdamUpdate update) { updates.push_back(std::move(update)); });
-  if (work == nullptr || updates.empty()) return fused_adam_update(updates);
-  const auto recorded = std::make_shared<RecordedAdam>(*work, optimizer, std::move(updates));
-  work->add_step({[recorded] { return recorded->groups.change(); }, [recorded] { recorded->prepare_replay(); }});
+  const auto run = [&] {
+    if (work == nullptr || updates.empty()) return fused_adam_update(std::exchange(updates, {}));
+    const auto recorded = std::make_shared<RecordedAdam>(*work, optimizer, std::exchange(updates, {}));
+    work->add_step({[recorded] { return recorded->groups.change(); }, [recorded] { recorded->prepare_replay(); }});
+  };
+  for_each_adam_update(
+      optimizer, chosen, work == nullptr ? kBesideTheParameter : kInRecording,
+      [&](AdamUpdate update) { updates.push_back(std::move(update)); }, run);
 }
 
 void require_inputs(torch::optim::SGD& optimizer) {
@@ -284,14 +288,7 @@ struct RecordedSgd {
   SgdBatches batches;
 };
 
-void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* chosen) {
-  std::vector<std::pair<torch::optim::OptimizerParamGroup*, at::Tensor>> stepped;
-  for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
-    require_dense(parameter, kName);
-    stepped.emplace_back(&group, parameter);
-  });
-  SgdBatches batches;
-  for (const auto& [group, parameter] : stepped) add_to(batches, optimizer, *group, parameter);
+void run_batches(torch::optim::SGD& optimizer, SgdBatches batches) {
   if (CapturedWork* const work = recording_of(optimizer); work != nullptr && !batches.empty()) {
     const auto recorded = std::make_shared<RecordedSgd>(*work, optimizer, std::move(batches));
     return work->add_step({[recorded] { return recorded->change(); }, [recorded] { recorded->prepare_replay(); }});
@@ -301,6 +298,24 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
     batch.step(options, std::get<3>(key), /*rate=*/{});
     for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
   }
+}
+
+void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* chosen) {
+  std::vector<std::pair<torch::optim::OptimizerParamGroup*, at::Tensor>> stepped;
+  for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
+    require_dense(parameter, kName);
+    stepped.emplace_back(&group, parameter);
+  });
+  SgdBatches batches;
+  std::unordered_set<const c10::TensorImpl*> batched;
+  for (const auto& [group, parameter] : stepped) {
+    if (!batched.insert(parameter.unsafeGetTensorImpl()).second) {  // a tied weight, listed twice, is stepped twice
+      run_batches(optimizer, std::exchange(batches, {}));
+      batched = {parameter.unsafeGetTensorImpl()};
+    }
+    add_to(batches, optimizer, *group, parameter);
+  }
+  run_batches(optimizer, std::move(batches));
 }
 
 }  // namespace

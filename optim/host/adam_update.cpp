@@ -11,6 +11,7 @@
 #include <map>
 #include <stdexcept>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 
 #include <tessera/detail/listed_optimizer.h>
@@ -119,14 +120,20 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
 }
 
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
-                          const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take) {
+                          const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take,
+                          const std::function<void()>& run) {
   std::vector<AdamUpdate> updates;
   for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
     require_steppable(parameter, placement);
     const auto index = static_cast<size_t>(&group - optimizer.param_groups().data());
     updates.push_back({.group = index, .rule = rule_of(group.options()), .parameter = parameter});
   });
+  std::unordered_set<const c10::TensorImpl*> taken;
   for (AdamUpdate& update : updates) {
+    if (!taken.insert(update.parameter.unsafeGetTensorImpl()).second) {
+      run();
+      taken = {update.parameter.unsafeGetTensorImpl()};
+    }
     if (update.rule.is_decoupled)
       begin<torch::optim::AdamWParamState>(optimizer, update, placement);
     else
@@ -135,6 +142,7 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
     if (update.parameter.numel() > 0) update.gradient = laid_out_as(update.parameter.grad(), update.parameter);
     take(std::move(update));
   }
+  run();
 }
 
 void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {

@@ -36,11 +36,13 @@ struct AdamPlacement {
 };
 
 // Calls take(update) for each parameter, or each of `chosen`, that has a gradient, in the order of the groups. Creates
-// missing states and counts the step. Throws std::invalid_argument, with nothing changed, if the optimizer lacks a
-// parameter of `chosen`, or if a parameter is not dense, not of floating-point type, has a sparse gradient, or is
-// refused by `placement`. That error names the shape.
+// missing states and counts the step. Calls run() after the last update, and before an update of a parameter that
+// take() has received since the last run(): a tied weight may be listed twice, and is then stepped twice. Throws
+// std::invalid_argument, with nothing changed, if the optimizer lacks a parameter of `chosen`, or if a parameter is not
+// dense, not of floating-point type, has a sparse gradient, or is refused by `placement`. That error names the shape.
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
-                          const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
+                          const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take,
+                          const std::function<void()>& run);
 
 // Counts a step of an update that a CUDA graph replays. If the states were replaced since the last step, copies their
 // values to the update's tensors, which become the states again.

@@ -161,14 +161,14 @@ void step_on_host(
     const BeforeOf& before_of = [](const at::Tensor&) { return nullptr; }) {
   at::NoGradGuard no_grad;
   Pass pass;
-  for_each_adam_update(optimizer, chosen, kInHostMemory, [&](const AdamUpdate& update) {
+  const auto take = [&](const AdamUpdate& update) {
     Before* before = before_of(update.parameter);
     if (DiskPager::of(update.parameter) == nullptr) return pass.add(update, before);
     Pass alone;  // limits memory to one parameter on disk with its state, and the read-ahead
     alone.add(update, before);
     alone.run();
-  });
-  pass.run();
+  };
+  for_each_adam_update(optimizer, chosen, kInHostMemory, take, [&] { std::exchange(pass, {}).run(); });
 }
 
 // Writes the values as a step does, also to the low-precision copy.
@@ -254,6 +254,15 @@ class RevocableHostSteps : public PartialStep::RevocableSteps {
   std::unordered_map<void*, Before> before_;  // by the parameter's TensorImpl, like optimizer.state()
 };
 
+// Whether the groups list a parameter twice. A step then changes it twice, which RevocableHostSteps cannot roll back.
+bool lists_twice(const torch::optim::Optimizer& optimizer) {
+  std::unordered_set<const c10::TensorImpl*> listed;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (!listed.insert(parameter.unsafeGetTensorImpl()).second) return true;
+  return false;
+}
+
 at::Tensor step_all_on_host(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {
   at::Tensor loss = loss_of(closure);
   step_on_host(optimizer, nullptr);
@@ -269,9 +278,11 @@ void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { ste
 void HostAdam::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 void HostAdamW::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 std::unique_ptr<PartialStep::RevocableSteps> HostAdam::revocable_steps() {
+  if (lists_twice(*this)) return nullptr;
   return std::make_unique<RevocableHostSteps<torch::optim::AdamParamState>>(*this);
 }
 std::unique_ptr<PartialStep::RevocableSteps> HostAdamW::revocable_steps() {
+  if (lists_twice(*this)) return nullptr;
   return std::make_unique<RevocableHostSteps<torch::optim::AdamWParamState>>(*this);
 }
 

@@ -31,16 +31,17 @@ ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer) {
 void for_each_stepped(
     torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
     const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take) {
-  std::unordered_set<const c10::TensorImpl*> wanted;
+  std::unordered_set<const c10::TensorImpl*> wanted, found;
   if (chosen != nullptr)
     for (const at::Tensor& parameter : *chosen) wanted.insert(parameter.unsafeGetTensorImpl());
   for (auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
-      const bool is_wanted = chosen == nullptr || wanted.erase(parameter.unsafeGetTensorImpl()) > 0;
-      if (is_wanted && parameter.grad().defined()) take(group, parameter);
+      if (chosen != nullptr && !wanted.contains(parameter.unsafeGetTensorImpl())) continue;
+      if (chosen != nullptr) found.insert(parameter.unsafeGetTensorImpl());
+      if (parameter.grad().defined()) take(group, parameter);
     }
-  if (!wanted.empty())
-    throw std::invalid_argument(c10::str("step_parameters: ", wanted.size(), " of ", chosen->size(),
+  if (found.size() < wanted.size())
+    throw std::invalid_argument(c10::str("step_parameters: ", wanted.size() - found.size(), " of ", chosen->size(),
                                          " tensors are no parameters of the optimizer"));
 }
 

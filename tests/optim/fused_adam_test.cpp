@@ -56,6 +56,54 @@ TEST(FusedAdam, EqualsTorchsToRounding) {
   }
 }
 
+// model->parameters() lists a tied weight under each name, and torch's optimizers step it as often.
+template <class Own, class Plain, class Options>
+void expect_tied_weights_step_twice(const Options& options, double tolerance) {
+  std::vector<at::Tensor> own, expected;
+  for (std::vector<at::Tensor>* list : {&own, &expected}) {
+    for (const int64_t numel : {5, 3}) list->push_back(torch::ones({numel}, at::kDouble).set_requires_grad(true));
+    list->push_back(list->front());
+  }
+  Own fused(own, options);
+  Plain plain(expected, options);
+  for (int step = 0; step < 4; ++step) {
+    for (size_t i = 0; i < 2; ++i)
+      own[i].mutable_grad() = expected[i].mutable_grad() = torch::full_like(own[i].detach(), 0.5 + step * 0.1);
+    fused.step();
+    plain.step();
+    for (size_t i = 0; i < 2; ++i)
+      EXPECT_TRUE(torch::allclose(own[i], expected[i], tolerance, tolerance)) << step << own[i] << expected[i];
+  }
+}
+
+TEST(FusedOptimizers, StepATiedWeightAsOftenAsItIsListed) {
+  for (const double momentum : {0.0, 0.9})
+    expect_tied_weights_step_twice<SGD, torch::optim::SGD>(
+        torch::optim::SGDOptions(0.1).momentum(momentum).weight_decay(0.01), 1e-12);
+  const auto adam = torch::optim::AdamOptions(0.1);
+  expect_tied_weights_step_twice<Adam, torch::optim::Adam>(adam, 1e-9);
+  expect_tied_weights_step_twice<HostAdam, torch::optim::Adam>(adam, 1e-9);
+}
+
+// Threads must not step one parameter at the same time: it is large enough for several parts.
+TEST(FusedOptimizers, StepALargeTiedWeightOnTheHostOneTimeAfterTheOther) {
+  const int threads = at::get_num_threads();
+  const ScopeExit restore([threads] { at::set_num_threads(threads); });
+  at::set_num_threads(2);
+  const auto options = torch::optim::AdamWOptions(0.1);
+  at::Tensor own = torch::ones({1 << 20}).set_requires_grad(true),
+             expected = own.detach().clone().set_requires_grad(true);
+  HostAdamW host(std::vector<at::Tensor>{own, own}, options);
+  torch::optim::AdamW plain(std::vector<at::Tensor>{expected, expected}, options);
+  EXPECT_EQ(host.revocable_steps(), nullptr);
+  for (int step = 0; step < 3; ++step) {
+    own.mutable_grad() = expected.mutable_grad() = torch::full_like(own.detach(), 0.5);
+    host.step();
+    plain.step();
+  }
+  EXPECT_TRUE(torch::allclose(own, expected, 1e-6, 1e-6));
+}
+
 // Gradients with a negative bit, and zeros without memory.
 template <class Own, class Plain, class Options>
 void expect_same_of_lazy_gradients(Options options) {

@@ -31,8 +31,8 @@ bool may_have_own_step(const torch::optim::Optimizer& optimizer);
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
 
 // Calls take(group, parameter) in the order of the groups, for each parameter that has a gradient: of the whole
-// optimizer, or of `chosen` unless null. If the optimizer lacks a parameter of `chosen`, throws std::invalid_argument
-// after those calls. So take() must only collect.
+// optimizer, or of `chosen` unless null. Calls it as often as the groups list the parameter. If the optimizer lacks a
+// parameter of `chosen`, throws std::invalid_argument after those calls. So take() must only collect.
 void for_each_stepped(
     torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
     const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
