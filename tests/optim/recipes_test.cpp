@@ -9,6 +9,19 @@ namespace {
 
 using namespace testing_support;
 
+// Reading options must not round whole numbers through a double.
+TEST(Options, KeepLargeWholeNumbersWhenTheyAreRead) {
+  for (const int64_t number : {std::numeric_limits<int64_t>::max(), (int64_t{1} << 53) + 1}) {
+    auto options = AdamW8bitOptions(1e-2).min_8bit_numel(number);
+    static_cast<void>(text_of(options));
+    EXPECT_EQ(options.min_8bit_numel(), number);
+  }
+  constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  auto loaded = AdamW8bitOptions(1e-2);
+  write_options(loaded, read_options(AdamW8bitOptions(1e-2).min_8bit_numel(kNever)));
+  EXPECT_EQ(loaded.min_8bit_numel(), kNever);
+}
+
 template <class Optimizer, class Options>
 void expect_checkpoints_go_on(const Options& options, double tolerance) {
   const TemporaryFolder folder;
@@ -188,6 +201,23 @@ TEST(ScheduleFree, IsTheAlgorithm) {
     }
     EXPECT_TRUE(torch::equal(own, training));
   }
+}
+
+// A swap that fails restores the parameters, and the next one succeeds.
+TEST(ScheduleFree, ASwapThatFailsChangesNothing) {
+  std::vector<at::Tensor> parameters;
+  for (int i = 0; i < 2; ++i) parameters.push_back(torch::ones({3}).set_requires_grad(true));
+  ScheduleFreeAdamW optimizer(parameters, ScheduleFreeOptions(0.1));
+  for (at::Tensor& parameter : parameters) parameter.mutable_grad() = torch::ones({3});
+  for (int step = 0; step < 2; ++step) optimizer.step();
+  const at::Tensor training = parameters[0].detach().clone();
+  auto& state = static_cast<ScheduleFreeParamState&>(*optimizer.state().at(parameters[1].unsafeGetTensorImpl()));
+  const at::Tensor z = std::exchange(state.z(), torch::ones({5}));  // of another shape: lerp_() throws
+  EXPECT_THROW(static_cast<void>(optimizer.swap_in_averages()), c10::Error);
+  EXPECT_TRUE(torch::equal(parameters[0], training));
+  state.z(z);
+  auto averages = optimizer.swap_in_averages();
+  EXPECT_FALSE(torch::equal(parameters[0], training));
 }
 
 TEST(ScheduleFree, HasTheSameBitsInEveryStageAtEveryWorldSize) {

@@ -4,6 +4,8 @@
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -33,6 +35,20 @@ void require_option(bool holds, const char* optimizer, const char* option, doubl
   }                                                       \
   const double& name() const noexcept { return name##_; } \
   double& name() noexcept { return name##_; }
+
+// Calls visit() for an option that is a whole number, as a double, which may be rounded. If visit() sets the double,
+// sets the number to the nearest whole one in range; otherwise the number stays exact.
+template <class Visit>
+void visit_whole_number(Visit& visit, const char* name, int64_t& number) {
+  constexpr double kEnd = 0x1p63;
+  const auto rounded = static_cast<double>(number);
+  double value = rounded;
+  visit(name, value);
+  if (value == rounded) return;
+  number = value >= kEnd   ? std::numeric_limits<int64_t>::max()
+           : value > -kEnd ? static_cast<int64_t>(value)
+                           : std::numeric_limits<int64_t>::min();
+}
 
 namespace listed {
 

@@ -33,9 +33,7 @@ struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
     ListedBetas::visit(visit);
     visit("eps", eps());
     visit("decoupled", decoupled());
-    auto least = static_cast<double>(min_8bit_numel());
-    visit("min_8bit_numel", least);
-    min_8bit_numel(static_cast<int64_t>(least));
+    internal::visit_whole_number(visit, "min_8bit_numel", min_8bit_numel());
   }
 };
 

@@ -34,17 +34,12 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    auto visit_count = [&](const char* name, int64_t& field) {
-      auto number = static_cast<double>(field);
-      visit(name, number);
-      field = static_cast<int64_t>(number);
-    };
     visit("lr", lr());
-    visit_count("max_iter", max_iter());
-    visit_count("max_eval", max_eval());
+    internal::visit_whole_number(visit, "max_iter", max_iter());
+    internal::visit_whole_number(visit, "max_eval", max_eval());
     visit("tolerance_grad", tolerance_grad());
     visit("tolerance_change", tolerance_change());
-    visit_count("history_size", history_size());
+    internal::visit_whole_number(visit, "history_size", history_size());
     visit("strong_wolfe", strong_wolfe());
   }
 };

@@ -40,9 +40,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
     visit("use_muon", use_muon());
     visit("momentum", momentum());
     visit("nesterov", nesterov());
-    auto steps = static_cast<double>(ns_steps());
-    visit("ns_steps", steps);
-    ns_steps(static_cast<int64_t>(steps));
+    internal::visit_whole_number(visit, "ns_steps", ns_steps());
     visit("bfloat16", bfloat16());
     visit("match_rms_adamw", match_rms_adamw());
     visit("eps", eps());

@@ -31,9 +31,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   void visit(Visit visit) {
     ListedBetas::visit(visit);
     visit("eps", eps());
-    auto steps = static_cast<double>(warmup_steps());
-    visit("warmup_steps", steps);
-    warmup_steps(static_cast<int64_t>(steps));
+    internal::visit_whole_number(visit, "warmup_steps", warmup_steps());
     visit("r", r());
     visit("weight_lr_power", weight_lr_power());
   }
