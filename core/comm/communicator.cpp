@@ -272,6 +272,8 @@ Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_vie
 }
 
 Pending internal::backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
+  // gloo ends the process if sizes differ. Operations of other descriptions do not match, and become an error here.
+  if (comm.device().is_cpu()) comm.barrier(c10::str("the size of ", what, ", ", tensor.numel(), " elements"));
   return comm.begin({Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
 }
 

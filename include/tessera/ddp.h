@@ -39,7 +39,8 @@ struct DdpOptions {
   // with the name of the first difference. 0: never, unless TESSERA_DEBUG=replicas or replicas:N sets a number.
   int64_t compare_replicas_every = 0;
 
-  // true: uses the backend's all-reduce, which adds in its own order. false: Tessera's, which adds in rank order.
+  // true: uses the backend's all-reduce, which adds in its own order. false: Tessera's, which adds in rank order. On
+  // CPUs true costs overlap: ranks wait for each other before each bucket, because gloo ends a process if sizes differ.
   bool backend_all_reduce = false;
 
   // Gradients of at least this many bytes that share no bucket are reduced from autograd's memory, without a copy.
