@@ -13,8 +13,8 @@ namespace tessera::internal {
 
 class TransportSource;
 
-// Only init() and run_ranks() set permits_tracing, raises_descriptor_limit and process_setup. Without them, a group
-// changes nothing process-wide.
+// Only init() and run_ranks() set permits_tracing, raises_descriptor_limit and process_setup. If these three fields
+// keep their defaults, the group changes no process-wide setting.
 struct GlooOptions {
   std::string address;  // IP address of this rank's network interface, or this rank's host name
   std::chrono::milliseconds timeout;
@@ -22,7 +22,7 @@ struct GlooOptions {
   bool serves_store = false;             // this process serves the store, and must outlive its readers: see Watchdog
   bool permits_tracing = false;          // see ProcessSetup::permit_tracing
   bool raises_descriptor_limit = false;  // see ProcessSetup::raise_descriptor_limit
-  std::shared_ptr<const void> process_setup;  // owned by the group and by the groups that are split from it
+  std::shared_ptr<const void> process_setup;  // shared with the groups that are split from this group
   // Transport of all messages. If null, the group uses peer memory and TCP.
   std::shared_ptr<TransportSource> carrier = nullptr;
 };

@@ -15,7 +15,7 @@ namespace tessera::internal {
 struct Collective {
   enum Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kScatter, kBackendAllReduce, kAllToAll };
   Kind kind;
-  at::Tensor full;   // the whole tensor; undefined for kAllToAll, with `pieces`, and in scatter() except on the root
+  at::Tensor full;   // the whole tensor; undefined for kAllToAll, with `pieces`, and for kScatter on non-root ranks
   at::Tensor shard;  // this rank's part; only for kAllGather, kReduceScatter and kScatter
   std::string what;
   std::vector<int64_t> counts{};  // number of elements of each rank's shard, by rank

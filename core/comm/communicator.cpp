@@ -45,8 +45,8 @@ constexpr KindTraits kTraits[] = {
     {"all-to-all", SpanKind::kGather, false, false},
 };
 
-// Waits for an operation within a named range. Adds two spans to the trace: from the start of the operation to the end
-// of the wait, and the wait itself.
+// Waits for an operation inside a named profiler range, and adds two spans to the trace. One span lasts from the start
+// of the operation to the end of the wait. The other span covers only the wait.
 class TracedOperation : public Pending::Operation {
  public:
   TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
@@ -68,7 +68,7 @@ class TracedOperation : public Pending::Operation {
   Pending pending_;
 };
 
-// Returns a list of at most eight ranks and the number of the others, to keep errors of large groups readable.
+// Returns a text that names at most eight ranks and counts the rest, to keep the errors of large groups readable.
 std::string ranks_text(const std::vector<int>& members) {
   constexpr size_t kMostNamed = 8;
   const size_t named = std::min(members.size(), kMostNamed);
@@ -107,7 +107,7 @@ Communicator::Communicator(int rank, int size, at::Device device, std::chrono::m
     : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
 Communicator::~Communicator() = default;
 
-// Called for every operation, so it avoids a string stream, which would take longer than the rest of the start.
+// Does not use a string stream: every operation calls this function, and a stream would dominate the cost of its start.
 std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }

@@ -5,17 +5,17 @@
 
 namespace tessera::internal {
 
-// Checks that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises the soft limit
-// (RLIMIT_NOFILE) up to the hard limit if necessary. If the limit is too low, throws CommError with the needed and the
-// available number, because gloo would end the process. `for_what` is e.g. "the connections of 256 ranks". Thread-safe.
+// Ensures that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises the soft
+// limit (RLIMIT_NOFILE) up to the hard limit if necessary. If the limit is too low, throws CommError; gloo itself would
+// end the process. The error begins with `for_what`, e.g. "the connections of 256 ranks". Thread-safe.
 void require_descriptors(int64_t needed, const std::string& for_what, bool may_raise);
 
-// Restores the soft limit from before require_descriptors() raised it, unless the program has set another one since.
-// Thread-safe.
+// Undoes the raise of require_descriptors(): restores the earlier soft limit. A no-op if the limit was not raised, or
+// if the program has changed it since. Thread-safe.
 void restore_descriptor_limit();
 
-// Opens /dev/null as each of stdin, stdout and stderr that is closed. Otherwise a socket could get that descriptor, and
-// receive the program's output.
+// If stdin, stdout or stderr is closed, opens /dev/null in its place. Otherwise a new socket could use the free
+// descriptor, and the program's output would be written to that socket.
 void open_standard_descriptors();
 
 // Closes the descriptors that open_standard_descriptors() opened, if they are still /dev/null.

@@ -10,20 +10,20 @@
 
 namespace tessera::internal {
 
-// The process that made a group. A child of fork() has a copy of the group and its connections, but none of its
-// threads. In the child, operations throw, abort() is a no-op, and the group is never destroyed.
+// Identifies the process that created a group. A child of fork() has a copy of the group and its connections, but none
+// of its threads. In the child, operations throw, abort() is a no-op, and the group is never destroyed.
 class GroupProcess {
  public:
   GroupProcess();
   bool is_this() const;
-  // In another process, throws CommError, whose text begins with `what`.
+  // Throws CommError if another process created the group. The error text begins with `what`.
   void require_this(std::string_view what) const;
 
  private:
   const pid_t pid_;
 };
 
-// Each object counts as one live group of this process. Each Communicator owns one.
+// Counts the live groups of this process: each Communicator owns one LiveGroup.
 class LiveGroup {
  public:
   LiveGroup();
@@ -32,12 +32,12 @@ class LiveGroup {
   LiveGroup& operator=(const LiveGroup&) = delete;
 };
 
-// Calls `act` once, when the last group of this process has been destroyed. There must be a group. Thread-safe.
+// Registers `act` to be called once, when this process destroys its last group. A group must exist. Thread-safe.
 void call_after_last_group(void (*act)());
 
-// Returns the text of an exception, without libtorch's stack trace. Null stands for a direct call of std::terminate().
+// Returns an exception's text, without libtorch's stack trace. Null means that std::terminate() was called directly.
 std::string text_of(const std::exception_ptr& exception);
-// The published reason if an exception whose text is not known destroys the group during unwinding.
+// The failure reason of a group that is destroyed while an exception with an unknown text unwinds the stack.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
 template <class Group, class... Args>

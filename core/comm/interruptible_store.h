@@ -9,9 +9,9 @@
 
 namespace tessera::internal {
 
-// A PrefixStore whose waits another thread can end. c10d's own wait() cannot be ended, and blocks all other calls of
-// the store, such as those of a Watchdog. Therefore wait() of this class polls. Thread-safe if the underlying store is
-// thread-safe.
+// A PrefixStore whose waits another thread can interrupt. c10d's own wait() cannot be interrupted, and it blocks all
+// other calls of the store, such as those of a Watchdog. Therefore wait() of this class polls. Thread-safe if the
+// underlying store is thread-safe.
 class InterruptibleStore : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kBlockNumel = 1024;     // elements of a block; its accumulators fit in the first-level cache
 constexpr int64_t kGrainNumel = 1 << 16;  // smaller ranges are faster on one thread
 
-// min and max propagate NaN from either side, as in torch.
+// min and max propagate a NaN of either argument, as in torch.
 template <class Accumulator>
 Accumulator least(Accumulator one, Accumulator other) {
   return other < one || other != other ? other : one;
@@ -31,8 +31,8 @@ void join(Out* out, const One* one, const Other* other, int64_t numel, Combine c
   for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Out>(combine(one[i], other[i]));
 }
 
-// Works block by block. The first part is combined with the second one instead of copied, and the last step writes to
-// `out` directly. A separate copy of a block would become memcpy() or `rep movs`, which prefetch less than a loop.
+// Reduces block by block. No step only copies a block: the first step combines two parts, and the last step writes
+// `out`. The compiler would turn such a copy into memcpy() or `rep movs`, which prefetch less than a loop.
 template <class Scalar, class Combine, class End>
 void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, int64_t begin, int64_t end, Combine combine,
                   End ends) {

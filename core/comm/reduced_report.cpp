@@ -15,8 +15,8 @@ namespace {
 // The largest number of queued reports. If the device is further behind, the host blocks for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// Two words precede the numbers: the fingerprint and its complement. Their low bits hold kRankMask - rank. So the
-// maxima give the largest and the smallest fingerprint, each with the lowest rank that has it.
+// The first two words are the fingerprint and its complement, and the numbers follow. The maxima of these words yield
+// the largest and smallest fingerprint. Low bits hold kRankMask - rank, so each maximum names its lowest rank.
 constexpr int64_t kAgreement = 2;
 constexpr int kRankBits = 20;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;

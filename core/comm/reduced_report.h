@@ -40,7 +40,7 @@ class ReducedReport {
 
   Communicator* comm_;
   std::string what_;
-  int64_t numbers_ = 0;  // number of compared numbers
+  int64_t numbers_ = 0;  // length of `numbers`
   at::Tensor host_;      // [2 + numbers_]: fingerprint, its complement, numbers
   at::Tensor device_;    // host_ on the group's device; for a CPU group it is host_ itself
   Pending exchange_;
@@ -48,10 +48,10 @@ class ReducedReport {
   std::optional<c10::Event> arrived_;  // set by finish(); null for a CPU group
 };
 
-// A queue of reports. look() reads the arrived ones in order. On a device it blocks only if more than four are queued.
+// A queue of reports. look() passes arrived reports to their callbacks, in order. Blocks only if over four are queued.
 class LateReports {
  public:
-  // Called once for each report. Must throw if the report shows an error.
+  // Called once for each report, after the report has arrived. Must throw if the report shows an error.
   using Look = std::function<void(ReducedReport&)>;
   void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
   void look();

@@ -44,7 +44,7 @@ void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::c
   }
 }
 
-// A queue of a client's calls, which run() makes in order. The client and its thread own it together. Thread-safe.
+// A queue of store calls, which run() makes in order. The StoreClient and its thread share ownership. Thread-safe.
 class StoreThread {
  public:
   explicit StoreThread(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -82,7 +82,7 @@ class StoreThread {
     return busy_since_ ? RunClock::now() - *busy_since_ : RunClock::duration(0);
   }
 
-  // Makes run() return after the call in progress. Returns whether it ends within `patience`.
+  // Makes run() return after the call in progress. Returns true if run() ends within `patience`.
   bool end(std::chrono::milliseconds patience) {
     std::unique_lock lock(mutex_);
     must_end_ = true;

@@ -21,13 +21,13 @@ c10d::Store& underlying(c10d::Store& store);
 // Polls until a store has all keys. Throws c10::Error after the timeout.
 void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);
 
-// A store whose calls always end. If the process that serves a c10d TCPStore is stopped, or the link is cut, a call
-// of that store blocks for ever, and all its later calls wait. This class makes the calls on a thread of its own. It
-// throws c10::Error, with kNoAnswer, if the store has not answered within the patience. Calls that were given up before
-// they began are skipped. The destructor detaches the thread if a call still blocks it.
+// A store whose calls always end. c10d's TCPStore blocks for ever if the serving process is stopped or the link is cut,
+// and all later calls wait too. This class makes the calls on its own thread. If the store does not answer within
+// `patience`, a call throws c10::Error with the text kNoAnswer. A call that its caller gave up before it began is
+// skipped. The destructor detaches the thread if a call still blocks it.
 //
-// wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. A group wraps its store by
-// of(), so the library calls every store but a HashStore through this class.
+// wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. Every group wraps its store
+// with of(), so the library calls every store except a HashStore through this class.
 class StoreClient : public c10d::Store {
  public:
   static constexpr char kNoAnswer[] = "the store, in rank 0's process or the launcher's, does not answer";

@@ -11,7 +11,7 @@
 
 namespace tessera::internal {
 
-// Interface of backends, which keep the store of their rendezvous.
+// Interface of communicator backends that keep the c10d store of their rendezvous.
 class HasStore {
  public:
   virtual ~HasStore() = default;

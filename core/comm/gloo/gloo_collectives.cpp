@@ -12,16 +12,16 @@
 namespace tessera::internal {
 namespace {
 
-// Up to this size, an all-reduce sends whole tensors in one step. Above, it is a reduce-scatter and an all-gather,
-// which send less among more than two ranks. A broadcast above this size is a scatter and an all-gather.
+// Up to this size, an all-reduce sends whole tensors in one step. A larger all-reduce is a reduce-scatter and an
+// all-gather, which send fewer bytes among three or more ranks. A larger broadcast is a scatter and an all-gather.
 constexpr int64_t kOneStepBytes = 1 << 16;
-// The limit with two ranks, where both algorithms send the same number of bytes. One step needs one wait instead of
-// two. Beyond this size one step is slower, because each rank adds twice as many elements.
+// The limit of all-reduce for two ranks, where both algorithms send the same number of bytes. One step needs one wait
+// instead of two. Above this size one step is slower, because each rank adds twice as many elements.
 constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
-// With more ranks, the maximum or minimum of few integers uses doubling, whose steps are sequential but few.
+// With more ranks, a maximum or minimum of few integers uses reduce_by_doubling(), which sends fewer messages.
 constexpr int kMostDirectRanks = 8;
 
-// Splits the concatenation of `pieces` by rank. Returns the segments of each rank, in order and not empty.
+// Splits the concatenation of `pieces` by rank. Returns views of each rank's part, in order, without empty views.
 std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pieces,
                                               const std::vector<int64_t>& counts) {
   std::vector<std::vector<at::Tensor>> parts(counts.size());
@@ -68,7 +68,7 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kReduceScatter:
       return reduce_scatter(pieces.empty() ? std::vector<at::Tensor>{full} : pieces, shard, counts, reduce);
     case Collective::kAllReduce:
-    case Collective::kBackendAllReduce:  // if empty, or if no TCP transport carries it
+    case Collective::kBackendAllReduce:  // for an empty tensor, or without a TCP transport
       return all_reduce(full, reduce);
     case Collective::kBroadcast:
       return broadcast(full, root);
@@ -90,8 +90,8 @@ void GlooCollectives::start(const Collective& collective) const {
   }
 }
 
-// Starts all sends and receives. Transports that are not eager send first: the receive that is announced second can
-// then copy a small message at once. Each rank starts with its next rank, to spread the load.
+// Starts all sends and receives. If the transports are not eager, starts the sends first: a receive whose send is
+// already announced can copy a small message at once. Each rank starts with its next rank, to spread the load.
 template <class Send, class Receive>
 void GlooCollectives::exchange(Send send, Receive receive) const {
   const auto receive_all = [&] {
@@ -113,7 +113,7 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
 
 // Exchanges `parts`, indexed by rank. Returns every rank's values of this rank's part, indexed by segment and rank.
 // This rank's own segments are not copied. Received segments share one allocation of at least the full tensor's size:
-// the memory cache may have memory of that size, and fresh pages cost more.
+// the memory cache may hold a block of that size, and a cached block costs less than fresh pages.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {
   const auto& own = parts[rank_];
   Segments segments;
@@ -142,7 +142,7 @@ void GlooCollectives::send_parts(const std::vector<at::Tensor>& parts, const at:
   exchange([&](int to) { op_.send(parts[to], to); }, [](int) {});
 }
 
-// False with shared memory, whose data arrives only in wait(), and for small sums, which cost less than a wake-up.
+// False for shared memory, because its data arrives only in wait(), and for small sums, cheaper than a wake-up.
 bool GlooCollectives::reduces_in_background(const at::Tensor& tensor) const {
   return are_eager_ && static_cast<int64_t>(tensor.nbytes()) > kOneStepBytes;
 }
@@ -202,9 +202,9 @@ void GlooCollectives::all_reduce(const at::Tensor& tensor, ReduceOp reduce) cons
   };
 }
 
-// Each step doubles the ranks that a rank's result includes: the rank itself and ranks before it (dissemination;
-// Hensgen, Finkel and Manber, 1988). Some ranks count twice, which does not change a maximum or minimum. Each pair
-// exchanges at most one message in each direction.
+// Each step doubles the number of ranks in a rank's result: the rank itself and ranks before it (dissemination;
+// Hensgen, Finkel and Manber, 1988). Some ranks are included twice, which does not change a maximum or minimum. Each
+// pair exchanges at most one message in each direction.
 void GlooCollectives::reduce_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const {
   const auto start_step = [*this, tensor](int distance) {
     op_.send(tensor, (rank_ + distance) % size_);

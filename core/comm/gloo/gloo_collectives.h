@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Whether an all-reduce uses reduce_by_doubling(): for the maximum or minimum of few integers among many ranks.
+// Returns true if an all-reduce uses reduce_by_doubling(): a maximum or minimum of few integers among many ranks.
 bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce, int size);
 
 // Implements the collectives of the gloo backend by messages between pairs of ranks. Copies of this object refer to the
@@ -21,7 +21,7 @@ class GlooCollectives {
   GlooCollectives(GlooOperation& op, int rank, int size, bool are_eager)
       : op_(op), rank_(rank), size_(size), are_eager_(are_eager) {}
 
-  // Starts the first step. Sets op.complete if there is more to do after the first step.
+  // Starts the first step of the collective. If more steps follow, sets op.complete to a function that runs them.
   void start(const Collective& collective) const;
 
  private:

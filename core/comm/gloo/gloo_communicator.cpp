@@ -95,8 +95,8 @@ GlooCommunicator::InCall::~InCall() {
   if (is_outermost) comm_.close_if_broken();
 }
 
-// Closes a broken group. If a call is in progress, the call closes the group when it ends. A broken group is always
-// closed: either this function finds the call, or the ending call finds that the group is broken.
+// Closes a broken group. If a call is in progress, this function does nothing, because each outermost call closes a
+// broken group when it ends. Thus a broken group is always closed.
 void GlooCommunicator::close_if_broken() noexcept {
   if (!in_flight_.broken() || in_flight_.is_closed()) return;
   const SingleThreadChecker::Call call(single_thread_checker());
@@ -127,7 +127,7 @@ auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, 
   if (made) return std::move(*made);
   if (meeting->is_interrupted()) fail(op, {-1, false, ""});
   if (meeting->has_timed_out()) fail(op, {-1, false, "timed out"});
-  // Publishes the error for the other ranks, which wait for this one, unless the store does not answer.
+  // Publishes the error to the other ranks, which wait for this rank. Impossible if the store does not answer.
   if (error.find(StoreClient::kNoAnswer) == std::string::npos) abort_this(error);
   throw CommError(error);
 }
@@ -136,7 +136,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                                           int position) {
   std::string what = "joining the groups of a split";
   if (!label().empty()) what += " in the group of " + label();
-  // Counts as an operation on all ranks, also on ranks that are in no part.
+  // A split counts as an operation on every rank, even on a rank that joins no part.
   const GlooOperation joining(shared_from_this(), std::move(what));
   WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;

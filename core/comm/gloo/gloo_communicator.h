@@ -21,14 +21,14 @@
 
 namespace tessera::internal {
 
-// A group over gloo. gloo's own reduce-scatter all-reduces a clone of its input, and its all-gather is a ring of
-// copies. This class makes every operation out of concurrent sends and receives between pairs of ranks, directly from
-// and to the caller's tensors. Reductions add in rank order: in wait() if peers share memory, else chunk by chunk as
-// data arrives over TCP (ReductionPipeline). Small operations among ranks that all share memory are one round of
-// SharedRounds.
+// A group over gloo. Does not use gloo's own reduce-scatter, which all-reduces a clone of its input, or gloo's
+// all-gather, which is a ring of copies. Instead, each operation consists of concurrent sends and receives between
+// pairs of ranks, directly from and to the caller's tensors. Reductions add in rank order: in wait() if peers share
+// memory, else chunk by chunk as data arrives over TCP (ReductionPipeline). If all ranks share memory, each small
+// operation is one round of SharedRounds.
 //
-// Each message has a tag of the operation's number and a hash of its description. So diverged ranks never exchange
-// wrong data. They stall, and Watchdog finds the reason.
+// The tag of each message combines the operation's number with a hash of its description. If ranks start different
+// operations, no tags match: the ranks stall instead of exchanging wrong data, and Watchdog reports the cause.
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,

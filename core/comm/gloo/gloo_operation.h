@@ -16,7 +16,7 @@ namespace tessera::internal {
 
 class GlooCommunicator;
 
-// An operation in flight. It may have several steps. Its messages belong to the current step.
+// A collective operation in flight. An operation has one or more steps. Its messages belong to the current step.
 class GlooOperation : public Pending::Operation {
  public:
   GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string description);
@@ -31,10 +31,10 @@ class GlooOperation : public Pending::Operation {
   // tensor.
   at::Tensor make_staging(int64_t numel, at::ScalarType dtype);
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
-  // Starts the whole operation on `carrier`. Blocks until `carrier` has room.
+  // Starts the whole operation on `carrier`. Blocks until `carrier` has room for the operation.
   void start_collective(Transport& carrier, const Collective& collective);
-  // Prepares to reduce this rank's part on the pipeline thread, which start_pipeline() starts: reduces `own` and the
-  // parts received in this step into `out`, by segment. If `publish`, sends the result to all ranks in the next step.
+  // Prepares a reduction on the pipeline thread, which start_pipeline() starts. The reduction combines the segments in
+  // `own` with the parts received in this step into `out`. If `publish`, sends each sum to all ranks in the next step.
   void reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce, bool publish);
   void start_pipeline();
   void wait_for_messages();

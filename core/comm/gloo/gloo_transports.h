@@ -32,12 +32,12 @@ class GlooTransports {
   // Whether operations on full tensors of this size move no data until they are awaited.
   bool are_lazy(int64_t full_numel) const { return !by_peer_.empty() && full_numel > max_eager_numel_; }
 
-  // Each of these functions calls the function of all transports. See Transport.
+  // Each of these functions calls the Transport function of the same name on every transport.
   int ended_rank() const;
   bool withdraw() noexcept;
   void disconnect() noexcept;
 
-  // Null for one rank, or if GlooOptions::carrier is set. Not connected at first if peer memory reaches all ranks.
+  // Null in a world of one, and if GlooOptions::carrier is set. Unconnected at first if peer memory reaches all ranks.
   TcpTransport* tcp() const { return tcp_; }
 
  private:

@@ -14,7 +14,7 @@ constexpr const char* kCauses[] = {
 std::string cause_of(PeerMemory::Outcome outcome) { return kCauses[static_cast<size_t>(outcome)]; }
 
 uint64_t memory_tag(const MessageTag& tag) {
-  // The factor is odd, so two parts always get different numbers.
+  // The factor is odd, so different parts have different numbers.
   const uint32_t of_part = tag.fingerprint + static_cast<uint32_t>(tag.part) * 0x9e3779b9U;
   return tag.sequence << 34 | static_cast<uint64_t>(tag.step) << 32 | of_part;
 }

@@ -21,11 +21,11 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. First adds tensors that a peer may still access to `keeper`, unless `keeper` is null.
+  // Destroys the messages. If `keeper` is not null, first copies the tensors that a peer may still access to `keeper`.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
-// Tracks the operations of a group that are in flight on this rank, and the current wait of the rank's thread. Knows
+// Tracks the operations of a group that are in flight on this rank, and the current wait of the rank's thread. Records
 // whether the group is broken or closed. Thread-safe.
 class OperationsInFlight {
  public:

@@ -29,8 +29,8 @@ std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 // flight. If Exchange::publish is set, sends each sum as soon as it is complete. PipelineThread runs it. `own` and
 // `out` must not be accessed between construction and completion.
 //
-// The staging memory for each other rank is kStagingBytes / (ranks - 1), but at least kLeastAhead chunks and at most
-// the part. Receives of that many chunks are announced ahead. A peer with more to send waits.
+// Each peer has kStagingBytes / (ranks - 1) of staging memory, but at least kLeastAhead chunks and at most the part's
+// size. Receives are announced for all chunks that fit there. A peer that has more to send waits.
 class ReductionPipeline {
  public:
   using Message = std::shared_ptr<TransportMessage>;
@@ -44,8 +44,8 @@ class ReductionPipeline {
   };
 
   // `own` is this rank's contribution to its own part, in segments of equal sizes on all ranks. `out` receives the sum.
-  // `out` may be the only segment itself. Otherwise it must not overlap `own`. All tensors are flat, contiguous and of
-  // one dtype. A chunk never spans two segments.
+  // If `own` has one segment, `out` may be that segment. Otherwise `out` must not overlap `own`. All tensors are flat,
+  // contiguous and of one dtype. A chunk never spans two segments.
   ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
                     Exchange exchange);
 
@@ -92,11 +92,11 @@ class PipelineThread : public InterruptibleWait {
   // Destroys the messages of a pipeline that has completed or was stopped.
   static void drop(ReductionPipeline& pipeline) noexcept;
 
-  // Stops all pipelines for good before their next message, and makes wait() return. Thread-safe.
+  // Permanently stops all pipelines before their next message, and makes wait() return. Thread-safe.
   void interrupt() noexcept override;
   // Returns why the message that the thread waits for cannot arrive; "" if it can. Thread-safe.
   std::string why_disconnected() override;
-  // Calls interrupt(), and blocks until the thread runs no pipeline. This takes at most the time of one chunk's sum.
+  // Calls interrupt(), and blocks until the thread runs no pipeline. Blocks at most for the sum of one chunk.
   void stop() noexcept;
 
  private:

@@ -24,7 +24,7 @@ class RoundsTransport : public Transport {
   class Wait;
   class Room;
   class Message;
-  struct Part {  // what this rank contributes to a round, and what it expects
+  struct Part {  // contribution of this rank to a round, and the expected contributions of all ranks
     SharedRounds::Contribution own;
     std::vector<uint64_t> expected_bytes;  // bytes that each rank contributes, by rank
     std::function<void(const SharedRounds::Contributions&)> read;

@@ -20,8 +20,8 @@ namespace {
 // Step in the tag of a message that is never sent. No operation has so many steps.
 constexpr int kNoStep = 3;
 
-// From the highest bit: 14 bits of the sequence number, which distinguish the operations in flight, 2 bits of the step,
-// 14 bits of the hash, and 1 bit that selects the connection: see [Note: one way].
+// Consists of, from the highest bit: 14 bits of the sequence number, which distinguish the operations in flight, 2 bits
+// of the step, 14 bits of the hash, and 1 bit that selects the connection (see [Note: one way]).
 int tcp_tag(const MessageTag& tag, int connection) {
   return static_cast<int>((tag.sequence & 0x3fff) << 17 | (tag.step & 0x3) << 15 | (tag.fingerprint & 0x3fff) << 1) |
          connection;
@@ -42,11 +42,11 @@ class TcpTransport::Message : public TransportMessage {
   std::optional<MessageFailure> wait(Deadline until) override {
     if (peer() < 0) {  // a collective of gloo itself, whose wait cannot be interrupted
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - RunClock::now());
-      // c10d takes 0 for no timeout.
+      // c10d interprets 0 as no timeout, so the least timeout here is 1 ms.
       if (work_->wait(std::max(left, std::chrono::milliseconds(1)))) return std::nullopt;
       return failure("");
     }
-    // gloo's own timeout is not used: it counts time in which this process is stopped, and closes the connections.
+    // gloo's own timeout is not used: it also counts time while this process is stopped, and closes the connections.
     std::atomic<bool> is_late = false;
     const RunAlarm alarm(until, [&] {
       is_late = true;
@@ -125,7 +125,7 @@ std::string TcpTransport::why_disconnected(int peer, bool is_send) {
     return "";
   } catch (const std::exception& error) {
     const std::string cause = error.what();
-    // The timeout of the wait itself has passed, and the wait reports it.
+    // The wait itself has reached its timeout, and reports the timeout.
     return cause.find("Application timeout") != std::string::npos ? "" : closed_connection_text(peer, cause);
   }
 }

@@ -15,11 +15,11 @@
 
 namespace tessera::internal {
 
-// Why a message did not complete.
+// Describes the reason that a message did not complete.
 struct MessageFailure {
   int peer;  // the other rank of the message; -1 if unknown
   bool is_send;
-  std::string cause;  // "" if the wait was interrupted, or if the watchdog knows the cause
+  std::string cause;  // "" if the wait was interrupted, or if the watchdog reports the cause
 };
 
 // Timeout of a wait that another thread must end by interrupt().
@@ -30,7 +30,7 @@ struct MessageTag {
   uint64_t sequence = 0;     // number of the operation in its group
   uint32_t fingerprint = 0;  // hash of the operation's description
   int step = 0;              // number of the step in its operation
-  size_t part = 0;           // number of the message among those of one step to one peer
+  size_t part = 0;           // number of the message among the messages of one step to one peer
 };
 
 // A wait of the rank's thread that the watchdog's thread can end.
@@ -91,7 +91,7 @@ class Transport {
     throw std::logic_error("this transport carries no single messages");
   }
 
-  // Whether start_collective() takes this operation. All ranks must give the same answer.
+  // Whether start_collective() can run this operation. Must return the same value on all ranks.
   virtual bool carries(const Collective& /*collective*/) const { return false; }
   // Returns a wait that must complete before start_collective(); null if there is none.
   virtual std::shared_ptr<TransportMessage> await_room() { return nullptr; }
@@ -103,20 +103,20 @@ class Transport {
     throw std::logic_error("this transport carries no collectives");
   }
 
-  // Returns the largest full tensor, in elements, whose operations move data before they are awaited; 0 if none do.
+  // Returns the largest full tensor, in elements, whose operations move data before they are awaited; 0 if none does.
   virtual int64_t max_eager_numel() const = 0;
 
   // Returns a reachable rank whose process has ended, or -1 if none is known.
   virtual int ended_rank() const { return -1; }
 
-  // Closing has two phases. withdraw() takes back all incomplete messages, so that no peer accesses their tensors any
-  // more. If a stopped peer may still access tensors, withdraw() returns false, and the tensors must live as long as
-  // the process. Then the messages are destroyed, and disconnect() ends the waits of the peers.
+  // A group closes in two phases. First, withdraw() cancels all incomplete messages, so that no peer accesses their
+  // tensors any more. If a stopped peer may still access tensors, withdraw() returns false. The tensors must then live
+  // as long as the process. Second, after the messages are destroyed, disconnect() ends the waits of the peers.
   virtual bool withdraw() noexcept { return true; }
   virtual void disconnect() noexcept {}
 };
 
-// Makes the transports of a group and its parts, if a library of the program moves their bytes (core/comm/guest).
+// Factory of the transports of a group and its parts, if another library of the program moves the bytes (see guest/).
 class TransportSource {
  public:
   virtual ~TransportSource() = default;

@@ -23,12 +23,12 @@ std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibra
 // | reduce-scatter | _reduce_scatter_base | allreduce |
 // | broadcast, scatter | broadcast | |
 // | reduce | allreduce of a copy | |
-// | all-to-all; all of a part of the group | send and recv | |
+// | all-to-all, and all collectives of a part | send and recv | |
 //
 // The process group computes the sums. The order of additions, and so the rounding, may differ between operations.
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// Returns an exchange of texts by all-reduces of tensors on `device`.
+// Returns a TextExchange that sums tensors on `device` by all-reduces of `group`.
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device);
 
 }  // namespace tessera::internal

@@ -65,7 +65,7 @@ class MessageTransport : public Transport {
     }
   }
   int64_t max_eager_numel() const override { return 0; }
-  // Returns false, because only the thread that calls the library could take back a message in flight.
+  // Returns false, because only the thread that calls the library could cancel a message in flight.
   bool withdraw() noexcept override { return false; }
 
  private:

@@ -92,7 +92,7 @@ class WorkMessage : public TransportMessage {
   std::atomic<bool> is_interrupted_ = false;
 };
 
-// Whether the group's class has _allgather_base and _reduce_scatter_base. Calls find this out, equally on all ranks.
+// Whether the group's class has _allgather_base and _reduce_scatter_base. A failed call clears the flag, on all ranks.
 struct Abilities {
   std::atomic<bool> gathers = true, scatters = true;
 };
@@ -133,7 +133,7 @@ class ProcessGroupTransport : public Transport {
             bytes_sent(collective, group_->getRank(), group_->getSize())};
   }
 
-  // The process group has no way to take back an operation.
+  // The process group cannot cancel an operation.
   bool withdraw() noexcept override { return false; }
 
  private:

@@ -9,7 +9,7 @@
 
 namespace tessera::internal {
 
-// Returns the texts of all ranks, in rank order. Collective. Throws a std::exception if a rank is late.
+// A function that returns the texts of all ranks, in rank order. Collective. Throws a std::exception if a rank is late.
 using TextExchange = std::function<std::vector<std::string>(const std::string& own)>;
 
 // Exchanges texts through a store, under keys that begin with `prefix`. Rank 0 reads all texts and publishes them under

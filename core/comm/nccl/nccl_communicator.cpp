@@ -59,7 +59,7 @@ bool is_loss_of_a_peer(std::string_view error) {
          error.find("ncclRemoteError") != std::string_view::npos;
 }
 
-// The end of replayed work. The queue waits for it as for an operation.
+// The end of replayed work, such as a CUDA graph. The queue tracks it like an operation.
 class ReplayEnd final : public c10d::Work {
  public:
   explicit ReplayEnd(at::Device device) : end_(device.type()) { end_.record(current_stream(device)); }
@@ -263,7 +263,7 @@ Pending NcclCommunicator::start(Collective collective) {
   }
   count_sent(bytes_sent(collective, rank(), size()));
   if (CapturedWork* const recorded = CapturedWork::recording_on(device())) {
-    // Recorded events cannot be queried. Only the end of a replay can be awaited.
+    // Events of recorded work cannot be queried, so the queue tracks the end of each replay instead.
     recorded->add_collective(c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "",
                                       " (", collective.numel, " elements)"));
   } else {
@@ -399,7 +399,7 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   const auto oldest = queue_.begin_end();
   if (!oldest) return;
   if (!is_complete) reason = c10::str(*oldest, " failed on rank ", rank(), " of ", size(), ": ", reason);
-  // Must precede complete_end(), after which this rank's thread may throw and end the process, and on rank 0 the store.
+  // Must precede complete_end(): afterwards this rank's thread may throw and end the process, and on rank 0 the store.
   watch_.publish_failure(reason);
   watch_.await_readers();
   queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);

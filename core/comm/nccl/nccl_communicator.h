@@ -18,11 +18,11 @@ class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
   // Makes the backend of a group. Collective over the ranks that share `store`, which the backend keeps. Connects at
-  // once, with streams of high priority. If the backend has its own watchdog, that timeout must exceed `timeout`.
+  // once, with streams of high priority. If the backend has its own watchdog, its timeout must exceed `timeout`.
   virtual c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  at::Device device, std::chrono::milliseconds timeout) = 0;
-  // Makes a group of the given ranks of `parent`, in this order. Collective over `parent`. A rank that is in no part
-  // passes the ranks of any part, and gets null.
+  // Makes a group of the given ranks of `parent`, in this order. Collective over `parent`. A rank that joins no part
+  // passes the ranks of any part, and receives null.
   virtual c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                                   const std::vector<int>& ranks, std::chrono::milliseconds timeout) = 0;
 };

@@ -17,7 +17,7 @@
 namespace tessera::internal {
 
 // The operations of an NCCL group, which a device runs in the order in which they are started. Also tracks the end of
-// the group, which begins once and has a reason when it is complete. Thread-safe.
+// the group: begin_end() begins the end, and complete_end() sets its reason. Thread-safe.
 class NcclQueue {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
@@ -47,7 +47,7 @@ class NcclQueue {
   // Blocks until the queue is empty or the group has ended.
   void wait_until_empty();
 
-  // Begins the end of the group. Returns the description of the oldest operation, or nullopt if the end had begun.
+  // Begins the end of the group. Returns the description of the oldest operation; nullopt if the end had already begun.
   std::optional<std::string> begin_end();
   // Sets the reason, after begin_end(). `is_told` says that this rank's caller already knows the reason.
   void complete_end(std::string reason, bool is_told);

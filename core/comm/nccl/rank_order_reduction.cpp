@@ -36,7 +36,7 @@ class ReductionWork final : public c10d::Work {
     for (const at::Tensor& tensor : tensors_) tensor.record_stream(stream_);
   }
   bool isCompleted() override { return exception() != nullptr || end_.query(); }
-  // Calls isCompleted() of each exchange, because c10d checks for NCCL's errors in it.
+  // Calls isCompleted() of each exchange, because c10d checks for NCCL's errors in isCompleted().
   std::exception_ptr exception() const override {
     for (const Exchange& exchange : exchanges_)
       if (exchange->isCompleted() && exchange->exception()) return exchange->exception();
@@ -72,7 +72,7 @@ std::vector<at::Tensor> pieces_of(const at::Tensor& full, const std::vector<int6
   return pieces;
 }
 
-// Returns the elements of each shard in one piece. The received parts and the accumulator then fit in kStagingBytes.
+// Returns the number of elements per shard in a piece, so that received parts and accumulator fit in kStagingBytes.
 int64_t piece_numel(at::ScalarType dtype, int size) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
   const auto sum_bytes = static_cast<int64_t>(c10::elementSize(at::toOpMathType(dtype)));

@@ -30,7 +30,7 @@ class RankOrderReduction {
   // False for the backend's own all-reduce.
   static bool applies_to(const Collective& collective);
 
-  // Starts the collective, to which this class must apply. The fields of `collective` must be complete. The current
+  // Starts the collective. Precondition: applies_to() is true. The fields of `collective` must be complete. The current
   // stream must be ordered after the writes of its tensors. Work::wait() orders the current stream after the results.
   c10::intrusive_ptr<c10d::Work> start(const Collective& collective);
 

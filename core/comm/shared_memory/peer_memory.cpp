@@ -344,7 +344,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
   self.awaited.store(local_[peer]);
   self.awaited_operation.store(operation);
   for (;;) {
-    // Reads has_left before is_over(): a peer completes its messages before it sets has_left, so none is missed.
+    // Reads has_left before is_over(). A peer completes its messages before it sets has_left, so no message is missed.
     const uint32_t seen = self.events.load();
     const bool has_left = member(peer).has_left.load() != 0;
     if (is_over()) return Outcome::kDone;

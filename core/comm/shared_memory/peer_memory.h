@@ -16,7 +16,7 @@
 
 namespace tessera::internal {
 
-// Carries messages between ranks of one host directly between their memories: one copy, no socket, thread or staging.
+// Copies messages between ranks of one host directly from memory to memory: one copy, no socket, thread or staging.
 //
 // Both sides announce a message on a board that the ranks share (shared_board.h), with the address of the tensor and a
 // tag. Either side may then copy, by process_vm_writev or process_vm_readv, or by memcpy if the ranks are threads of
@@ -88,7 +88,7 @@ class PeerMemory {
 
   // Copies the message now if both sides have announced it and no rank copies it yet. Throws Unreachable.
   void copy_if_matched(const Announced& message);
-  // Number of bytes that this rank has copied, not its peers.
+  // Number of bytes that this rank itself has copied, without the copies by its peers.
   uint64_t copied_bytes() const { return copied_bytes_; }
 
   // Makes another thread's current or next wait() return kInterrupted. Thread-safe.

@@ -46,7 +46,7 @@ timespec as_timespec(std::chrono::nanoseconds time) {
   return {static_cast<time_t>(time.count() / 1000000000), static_cast<long>(time.count() % 1000000000)};
 }
 
-// The boards of this process, which its other threads open.
+// Boards that this process has created, by notice. Other threads of this process open the same objects.
 std::mutex boards_mutex;
 std::map<std::string, std::weak_ptr<SharedBoard>>& boards() {
   static auto* const boards = new std::map<std::string, std::weak_ptr<SharedBoard>>;

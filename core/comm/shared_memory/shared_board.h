@@ -16,16 +16,16 @@
 
 namespace tessera::internal {
 
-// Shared memory in which the ranks of one host announce messages to each other. It has a member for each rank, and
-// slots for each ordered pair of ranks. It is plain data, zero at first except for the locks. It is a memfd, which
-// leaves no file behind; other ranks open it through /proc, where the kernel requires the permission to read the
+// Shared memory in which the ranks of one host announce messages to each other. The memory contains a Member for each
+// rank and a Channel for each ordered pair of ranks. All bytes are zero at first, except for the locks. The memory is a
+// memfd, which leaves no file behind. Other ranks open the memfd through /proc, if the kernel lets them read the
 // process's memory. Ranks that are threads of one process share one mapping.
 //
 // A process may be stopped at any point, so every wait here has a deadline.
 class SharedBoard {
  public:
   using Deadline = RunClock::time_point;
-  // A message's life. kSend, kReceive: announced by one side. kMatched: announced by both, so either may copy.
+  // States of a message. kSend, kReceive: announced by one side. kMatched: announced by both, so either may copy.
   // kPushing, kPulling: being copied by the sender or receiver. kDone: the other side must free the slot. kOtherBytes,
   // kBroken: the group fails; the slot is never freed.
   enum State : uint32_t { kFree, kSend, kReceive, kMatched, kPushing, kPulling, kDone, kOtherBytes, kBroken };
@@ -47,8 +47,8 @@ class SharedBoard {
   struct alignas(64) Member {
     std::atomic<uint32_t> events;  // incremented by every event that this rank may wait for
     std::atomic<uint32_t> is_asleep;
-    std::atomic<int32_t> awaited;             // the rank whose events wake this one
-    std::atomic<uint64_t> awaited_operation;  // or the operation whose messages wake this one
+    std::atomic<int32_t> awaited;             // the rank whose events wake this rank
+    std::atomic<uint64_t> awaited_operation;  // or the operation whose messages wake this rank
     std::atomic<uint32_t> has_left;
     int32_t pid;
     uint64_t magic;  // the number stored at magic_address, which proves that the memory is reachable
@@ -63,10 +63,10 @@ class SharedBoard {
     Slot slots[kSlots];
   };
 
-  // Makes a board for that many ranks. Throws std::runtime_error if the system or `ulimit -f` refuses its memory.
+  // Creates a board for `ranks` ranks. Throws std::runtime_error if the system or `ulimit -f` refuses its memory.
   static std::shared_ptr<SharedBoard> create(int ranks);
-  // Opens the board that has this notice, of this process or another one. Throws std::runtime_error if it cannot be
-  // opened, or is not a board of that many ranks.
+  // Opens the board whose notice() is `notice`. This process or another one has created the board. Throws
+  // std::runtime_error if the board cannot be opened, or does not have `ranks` ranks.
   static std::shared_ptr<SharedBoard> open(const std::string& notice, int ranks);
   ~SharedBoard();
   SharedBoard(const SharedBoard&) = delete;
@@ -90,15 +90,15 @@ class SharedBoard {
   };
   static Announced announce(Channel& channel, State kind, uint64_t tag, Side own, uint64_t at_once_bytes,
                             Deadline until);
-  // Returns whether the caller, who announced this kind, must copy the message now.
+  // Claims a matched message. Returns true if the caller, which announced `kind`, must copy the message now.
   static bool claim(Slot& slot, State kind);
   // Frees unmatched slots of this kind, and sets matched ones that are not being copied to kBroken. While a message is
   // being copied, calls `while_copying` until it returns false. Returns false if a message is still being copied at the
   // deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
-  // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. A rank is not
-  // woken for other events, which are most of the events if there are many ranks.
+  // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. Other events
+  // do not wake the member: with many ranks, most events do not concern its wait.
   static constexpr int kAnyone = -1;
   static constexpr uint64_t kNoOperation = UINT64_MAX;
   static void notify(Member& member, int from, uint64_t operation = kNoOperation);
@@ -106,7 +106,7 @@ class SharedBoard {
   // caller must set `awaited` before it reads `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
-  // ring() wakes all listeners; ring_for_room() does so only if one of them waits for room.
+  // ring() wakes all listeners. ring_for_room() wakes all listeners if a WaitForRoom exists; otherwise it is a no-op.
   void ring() const;
   void ring_for_room() const;
   // Registers a listener while it exists. sleep() blocks until the bell has rung more often than `rings`, or that time
@@ -123,7 +123,7 @@ class SharedBoard {
    private:
     const SharedBoard& board_;
   };
-  // Registers a wait for room while it exists.
+  // Registers a wait for room for a round of SharedRounds, while this object exists.
   class WaitForRoom {
    public:
     explicit WaitForRoom(const SharedBoard& board);

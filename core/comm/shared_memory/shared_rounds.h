@@ -16,8 +16,8 @@ namespace tessera::internal {
 // others. So an operation costs one copy in, one copy out and one wait, whatever the number of ranks. (The
 // shared-memory collectives of Open MPI and MPICH do the same.)
 //
-// All ranks begin rounds in one order, by which rounds are numbered. A rank leaves a round after it has read the
-// contributions. If it needs no contributions, or the round was dropped, it leaves without reading them.
+// All ranks begin rounds in the same order, which determines the numbers of the rounds. A rank leaves a round after it
+// has read the contributions. If a rank needs no contributions, or has dropped the round, it leaves without reading.
 //
 // [Note: no cycle of waits] A rank begins round R only when there is room: when all ranks have left round R - kRounds.
 // First the rank itself leaves that round: it reads the contributions into the operation's results, which are not
@@ -57,14 +57,14 @@ class SharedRounds {
     uint64_t bytes = 0;
     uint64_t unread_begin = 0, unread_bytes = 0;
   };
-  // Begins a round, for which there must be room. Copies the data before it returns. All ranks must pass the same tag,
-  // and in `expected` the number of bytes that each rank contributes. `read` is called in wait() or make_room() when
-  // all contributions exist. If `read` is null, this rank needs no contributions, and leaves the round at once.
+  // Begins a round, for which there must be room. Copies the data before it returns. All ranks must pass the same tag.
+  // `expected` is the number of bytes that each rank contributes, by rank. `read` is called in wait() or make_room()
+  // when all contributions exist. If `read` is null, this rank needs no contributions, and leaves the round at once.
   std::shared_ptr<Round> begin(uint64_t tag, const Contribution& own, std::vector<uint64_t> expected,
                                std::function<void(const Contributions&)> read);
 
   // Blocks until this rank has read the round. Returns kOtherBytes if a contribution has an unexpected size. If another
-  // rank begins the round with another tag, ranks have diverged, and the call blocks until the watchdog interrupts it.
+  // rank passed another tag, the ranks run different operations: the call blocks until the watchdog interrupts it.
   Outcome wait(Round& round, Deadline until, int& peer);
   // Leaves a round without reading it.
   void drop(Round& round);

@@ -7,7 +7,7 @@ namespace {
 
 // Beyond this size, one copy between two memories is faster than two copies through a slot.
 constexpr int64_t kMostNumel = 1 << 16;
-// The limit for all ranks together, which limits the memory.
+// The limit of the sum over all ranks. Bounds the memory.
 constexpr int64_t kMostNumelOfAll = 1 << 21;
 // Beyond this size, and with more than two ranks, a two-step all-reduce sends less.
 constexpr int64_t kMostReducedNumel = 1 << 14;

@@ -7,8 +7,8 @@
 
 namespace tessera::internal {
 
-// The layout of the memory of SharedRounds, and the limits of small operations. Limits are numbers of elements. All
-// ranks compare equal numbers with them, unless the ranks have diverged.
+// The layout of the memory of SharedRounds, and the limits of small operations, in elements. All ranks compare the same
+// numbers with these limits, unless the ranks run different operations.
 class SharedRoundsPlan {
  public:
   // The largest number of rounds in flight, and the number of a rank's slots.
@@ -46,8 +46,8 @@ class SharedRoundsPlan {
 // Assigns rounds to a rank's slots. Uses the lowest free slot, so that few rounds in flight touch little memory.
 class RoundSlots {
  public:
-  // Returns a free slot for `round`, the newest round. A slot is free when all other ranks have left its round. Calls
-  // `ask` if no used slot is known to be free. The other ranks have left all rounds before the one that `ask` returns.
+  // Returns a free slot for `round`, the newest round. A slot is free when all other ranks have left its round. If no
+  // used slot is known to be free, calls `ask`. `ask` must return a round before which the others have left all rounds.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 

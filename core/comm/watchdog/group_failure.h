@@ -8,10 +8,10 @@
 
 namespace tessera::internal {
 
-// The failure of a group, as far as this rank knows. Thread-safe.
+// The failure of a group, as known to this rank. Thread-safe.
 class GroupFailure {
  public:
-  // Returns why the last wait was interrupted; "" if no wait was interrupted.
+  // Returns the reason of the last interrupted wait; "" if no wait was interrupted.
   std::string explanation() const {
     std::lock_guard lock(mutex_);
     return explanation_;
@@ -33,7 +33,7 @@ class GroupFailure {
     return !std::exchange(is_published_, true) && store_failure_.empty();
   }
 
-  // Returns why the store does not answer; "" if it does.
+  // Returns the reason that the store does not answer; "" if the store answers.
   std::string store_failure() const {
     std::lock_guard lock(mutex_);
     return store_failure_;

@@ -30,15 +30,15 @@ class GroupNews {
   bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
   // Returns the first four failures, in the order in which they were published; "" if there are none.
   std::string read_failures() const;
-  // Returns whether there is news: a failure, or that the store will end.
+  // Returns whether there is news: a failure, or the coming end of the store.
   bool has_news() const;
 
   // Publishes that this rank no longer needs the store. Later calls are no-ops.
   void say_informed();
   bool has_said_informed() const { return said_informed_; }
-  // Publishes that this rank has started its last operation, `started_count` in all, and no longer needs the store.
-  // Later calls are no-ops. The store keeps the leaving rank that has started the fewest operations. Once `has_failed`
-  // returns true, the rank is not published, because a failed group needs no further reason.
+  // Publishes that this rank has started its last operation and no longer needs the store. `started_count` is the
+  // number of operations that it has started. Later calls are no-ops. The store keeps the leaving rank with the fewest
+  // operations. If `has_failed` returns true, publishes nothing: a failed group needs no further reason.
   void say_left(uint64_t started_count, const std::function<bool()>& has_failed);
   struct Leaver {
     int rank;
@@ -46,8 +46,8 @@ class GroupNews {
   };
   std::optional<Leaver> find_leaver() const;
 
-  // Tells the other ranks that there is news. Blocks until they no longer need the store, at most `most_after_failure`
-  // if the group has failed or there is news, and at most `most` otherwise.
+  // Announces to the other ranks that there is news. Blocks until they no longer need the store: for at most
+  // `most_after_failure` if the group has failed or there is news, and otherwise for at most `most`.
   void await_readers(bool has_failed, std::chrono::milliseconds most, std::chrono::milliseconds most_after_failure);
 
  private:

@@ -111,7 +111,7 @@ void StallSearch::end() {
   is_active_ = false;
   store_->deleteKey(waiting_key(rank_));
   place_.waits->show();
-  if (!std::exchange(published_, "").empty()) store_->deleteKey(kStarted);  // then another rank can publish its own
+  if (!std::exchange(published_, "").empty()) store_->deleteKey(kStarted);  // lets another rank publish its operations
 }
 
 }  // namespace tessera::internal

@@ -15,8 +15,8 @@
 
 namespace tessera::internal {
 
-// Searches the store for the reason why a stalled operation does not end. All functions call the store, so they may
-// block, and throw if the store is lost. Must be used by one thread.
+// Searches the store for the reason of a stalled operation. All functions call the store, so they may block, and throw
+// if the store is lost. Must be used by one thread.
 class StallSearch {
  public:
   StallSearch(c10::intrusive_ptr<c10d::Store> store, int rank, GroupNews& news, const WaitRegistry::Place& place)
@@ -50,8 +50,8 @@ class StallSearch {
   std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
 };
 
-// Returns an error text about the first number under which two ranks have started different operations. Returns "" if
-// `published`, another rank's operations, agree with this rank's.
+// Returns an error text about the first operation number for which two ranks have started different operations. Returns
+// "" if `published`, another rank's operations, agree with this rank's.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
 // Returns the text in which a rank publishes its operations.
 std::string published_text(int rank, const std::deque<StartedOperation>& operations);

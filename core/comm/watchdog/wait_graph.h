@@ -9,14 +9,14 @@
 
 namespace tessera::internal {
 
-// A long wait of one rank in one of its groups: the group of all ranks, or one that was split from it. Ranks are
-// numbered as in the group of all ranks.
+// A long wait of one rank in one of its groups: the group of all ranks, or a group that was split from that group.
+// Ranks are numbered as in the group of all ranks.
 struct GroupWait {
   std::string group;       // name of the group, equal on all of its ranks
   std::vector<int> ranks;  // members of the group; empty for all ranks
   uint64_t sequence = 0;   // number of the awaited operation
   std::string operation;
-  // Number of operations that the waiting thread has started in each group, by name. Has only groups in which this
+  // Number of operations that the waiting thread has started in each group, by name. Contains only groups in which this
   // thread starts all operations, so the numbers do not grow during the wait.
   std::map<std::string, uint64_t> started;
 

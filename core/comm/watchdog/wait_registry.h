@@ -47,11 +47,11 @@ class WaitRegistry {
       : store_(std::move(store_of_all)), rank_(rank), size_(size) {}
 
   void add(std::weak_ptr<Group> group);
-  // Returns the place of a group of `members` of the group at `place`. Must also be called on ranks that are not
-  // members.
+  // Returns the place of a group that consists of `members` and is split from the group at `place`. Must also be called
+  // on ranks that are not members.
   Place split(const Place& place, const std::string& name, const std::vector<int>& members);
 
-  // Failure of the first of this rank's groups that failed, which may have caused later ones; "" if none failed.
+  // The first failure of any group of this rank, which may have caused later failures; "" if there is none.
   void note_failure(const std::string& text);
   std::string failure() const;
 
@@ -60,7 +60,7 @@ class WaitRegistry {
   std::string find_cycle();  // publishes and returns the text of a cycle with this rank; "" if none
   // Returns the text of a cycle, published by any rank, that includes this rank's wait in a group; "" if there is none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
-  std::string wait_of(int other) const;  // wait_text() of a wait of rank `other` of all ranks; "" if it publishes none
+  std::string wait_of(int other) const;  // wait_text() of a wait published by rank `other` of all ranks; "" if none
   int size() const noexcept { return size_; }
 
  private:

@@ -19,12 +19,12 @@ namespace tessera::internal {
 
 class WatchdogLoop;
 
-// Finds out through the store why an operation does not end. Its thread does nothing while operations end within a
-// second. After a second, a waiting rank searches for these reasons, and ends the wait long before the timeout, with an
-// error that names the rank and the operation:
+// Diagnoses stalled operations through the store, on its own thread. If an operation does not end within a second, the
+// waiting rank searches for the reasons below. A found reason ends the wait long before the timeout, with an error that
+// names the rank and the operation:
 // - A rank has failed: it has published its reason in the store.
-// - The ranks have diverged: the first rank to stall publishes its last operations, and the others compare them with
-//   their own.
+// - The ranks have diverged, that is, started different operations. The first rank to stall publishes its last
+//   operations, and the others compare them with their own.
 // - A rank has left: it has published how many operations it started.
 // - The transport reports that the data cannot arrive.
 // - Ranks wait for each other in different groups, such as the group of all ranks and one that was split from it. Every
@@ -74,8 +74,8 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Returns the place for the watchdog of a group of these ranks. `name` must be unique among the parts of this group.
-  // Must also be called on ranks that are not members.
+  // Returns the place of a group of these ranks, which its watchdog needs. `name` must be unique among the parts of
+  // this group. Must also be called on ranks that are not members.
   WaitRegistry::Place part(const std::string& name, const std::vector<int>& members);
 
   // Records that this rank starts operation number `sequence`.
@@ -97,8 +97,8 @@ class Watchdog {
   // ranks do not see closed connections before they can read the reason. Then waits as await_readers() does.
   static void publish_failure_of_process(const std::string& reason) noexcept;
 
-  // Whether this process is the first of its group to publish why it ends. If the store is lost, returns whether this
-  // rank knows no failure of another rank. True without a group.
+  // Whether this process is the first of its group to publish the reason of its end. If the store is lost, returns
+  // whether this rank knows no failure of another rank. True without a group.
   static bool is_first_to_tell() noexcept;
 
   // Called in each process after it has published a failure or left. If this process serves the store, blocks until the
@@ -106,19 +106,19 @@ class Watchdog {
   // after a failure, otherwise for at most two intervals of ask_every(). A second call is a no-op.
   void await_readers() noexcept;
 
-  // Returns why the last wait was interrupted. If no wait was interrupted, returns the failures that other ranks have
-  // published; "" if there are none or the store does not answer.
+  // Returns the reason of the last interrupted wait. If no wait was interrupted, returns the failures that other ranks
+  // have published; "" if there are none or the store does not answer.
   std::string explanation();
 
   WaitRegistry& waits() noexcept;  // the waits of this rank in all groups
 
-  // Returns the ranks that wait and those that do not, for the error of a timeout; "" if the store does not answer.
+  // Returns a list of the waiting and the other ranks, for the error of a timeout; "" if the store does not answer.
   std::string waiting_ranks();
 
   // Returns how long the thread's current call of the store has been unanswered; 0 if there is no call.
   std::chrono::milliseconds unanswered();
 
-  // Returns why the store did not answer; "" if it did.
+  // Returns the reason that the store did not answer; "" if the store answered.
   std::string store_failure();
 
  private:

@@ -122,7 +122,7 @@ void WatchdogLoop::interrupt(const std::string& reason, bool is_published) {
   if (operations.if_waiting([&] { failure.explain(reason, is_published); })) callbacks.interrupt();
 }
 
-// Lets a rank that does not wait learn of failures, and of the store's end, while the store exists.
+// Polls for failures, and for the end of the store, on a rank that does not wait.
 void WatchdogLoop::ask_for_news() {
   if (!news.has_news()) return;
   const std::string found = news.read_failures();

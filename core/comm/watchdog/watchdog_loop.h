@@ -69,7 +69,7 @@ class WatchdogCallbacks {
   Watchdog::Callbacks callbacks_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// The part of a Watchdog that its thread uses. A detached thread owns it as well.
+// The state that a Watchdog shares with its thread. Both own the state, because the thread may be detached.
 class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_this<WatchdogLoop> {
  public:
   WatchdogLoop(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Watchdog::Callbacks callbacks,
