@@ -20,8 +20,8 @@ namespace {
 // Step in the tag of a message that is never sent. No operation has so many steps.
 constexpr int kNoStep = 3;
 
-// Consists of, from the highest bit: 14 bits of the sequence number, which distinguish the operations in flight, 2 bits
-// of the step, 14 bits of the hash, and 1 bit that selects the connection (see [Note: one way]).
+// Returns a tag that consists of, highest bit first, 14 bits of the sequence number (which distinguish the operations
+// in flight), 2 bits of the step, 14 bits of the hash, and 1 bit for the connection (see [Note: one way]).
 int tcp_tag(const MessageTag& tag, int connection) {
   return static_cast<int>((tag.sequence & 0x3fff) << 17 | (tag.step & 0x3) << 15 | (tag.fingerprint & 0x3fff) << 1) |
          connection;

@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Carries the messages of a group by the program's message library, such as MPI. Only the thread that starts and awaits
-// operations calls the library. Messages progress only while that thread waits.
+// Returns transports that carry a group's messages through the program's message library, such as MPI. Only the thread
+// that starts and awaits operations calls the library. Messages progress only while that thread waits.
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library);
 
 // Carries all traffic of a group over a c10d process group of the program, with these operations:

@@ -80,10 +80,10 @@ class SharedBoard {
   // The memory for SharedRounds: SharedRoundsPlan(ranks()).bytes(), aligned to pages.
   std::byte* rounds_area() const;
 
-  // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns that slot and
-  // its new state: kMatched; copying(kind) for at most `at_once_bytes`, which the caller must copy; or kOtherBytes.
-  // Otherwise returns a new slot in the state `kind`, or no slot if the channel is full. Throws std::runtime_error if
-  // the peer holds the channel's lock and has died, or is stopped until the deadline.
+  // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns the peer's
+  // slot in its new state. The state is kMatched, or kOtherBytes, or copying(kind) for at most `at_once_bytes`, which
+  // the caller must copy. Otherwise returns a new slot in the state `kind`, or no slot if the channel is full. Throws
+  // std::runtime_error if the peer holds the channel's lock and has died, or is stopped until the deadline.
   struct Announced {
     Slot* slot = nullptr;
     State state = kFree;
@@ -92,7 +92,7 @@ class SharedBoard {
                             Deadline until);
   // Claims a matched message. Returns true if the caller, which announced `kind`, must copy the message now.
   static bool claim(Slot& slot, State kind);
-  // Frees unmatched slots of this kind, and sets matched ones that are not being copied to kBroken. While a message is
+  // Frees unmatched slots of this kind, and sets matched slots that are not being copied to kBroken. While a message is
   // being copied, calls `while_copying` until it returns false. Returns false if a message is still being copied at the
   // deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);

@@ -27,8 +27,8 @@ class WatchdogLoop;
 //   operations, and the others compare them with their own.
 // - A rank has left: it has published how many operations it started.
 // - The transport reports that the data cannot arrive.
-// - Ranks wait for each other in different groups, such as the group of all ranks and one that was split from it. Every
-//   rank of split groups publishes its waits, and the rank that publishes its operations searches for a cycle
+// - Ranks wait for each other in different groups, such as the group of all ranks and a group that was split from it.
+//   Every rank of split groups publishes its waits, and the rank that publishes its operations searches for a cycle
 //   (wait_graph.h).
 // - A rank is dead and no transport reports it: NCCL's kernels wait forever for a killed process. So ranks send
 //   heartbeats to the store, and a waiting rank checks those of the next rank.
