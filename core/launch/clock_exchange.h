@@ -17,10 +17,10 @@ int64_t steady_now_ns();
 // Returns the run of a group's traced ranks, with the offset of this rank's clock to the clock of the first traced
 // rank.
 //
-// `clocks` has Trace::clock_id() by rank, or "" for a rank that is not traced. It must be equal on all ranks, and this
-// rank must be traced. The reference is the first traced rank. On each other host, the first traced rank asks the
-// reference for its clock eight times through the store, and keeps the fastest answer (Cristian's algorithm, NTP's
-// filter). The reference reads its clock between question and answer, so the midpoint of both times is wrong by at most
+// `clocks` holds the Trace::clock_id() of each rank, or "" for an untraced rank. All ranks must pass equal `clocks`,
+// and this rank must be traced. The reference is the first traced rank. On each other host, the first traced rank asks
+// the reference for its clock eight times through the store. The fastest answer counts (Cristian's algorithm, NTP's
+// filter). The reference reads its clock between question and answer. So the midpoint of both times is wrong by at most
 // half of the time between them, Run::error_ns. Later drift is not measured: NTP also adjusts a steady clock's rate.
 //
 // Collective over the traced ranks. Takes about 32 messages for each other host, one host after another. Throws

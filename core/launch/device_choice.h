@@ -6,9 +6,9 @@
 
 namespace tessera::internal {
 
-// Chooses the CUDA device of a rank among `visible_count`: the device with the index of `wanted`, if it has one. If
-// not, the only visible device, or else the device of the local rank. (Some schedulers show each process only its own
-// device.) Throws std::invalid_argument if there is no such device.
+// Chooses a rank's CUDA device among `visible_count` devices. If `wanted` has an index, chooses the device with that
+// index. Otherwise chooses the only visible device (some schedulers show each process only its own device), or else the
+// device of the local rank. Throws std::invalid_argument if there is no such device.
 c10::Device choose_cuda_device(c10::Device wanted, const LaunchEnvironment& environment, int visible_count);
 
 // Returns the number of CUDA devices visible to this process; 0 without CUDA in the build.

@@ -141,7 +141,7 @@ class BorrowedNccl : public NcclBackends {
 // Makes the group. Collective; if one rank throws, all throw.
 std::shared_ptr<Communicator> make_group_of(Guests guests) {
   const auto& options = guests.options;
-  std::string unusable;  // the error of a device that this rank cannot use
+  std::string unusable;  // the error if this rank cannot use its device; otherwise ""
   at::Device device = at::kCPU;
   try {
     device = device_of(options, guests.group);

@@ -81,7 +81,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   const auto environment = read_launch_environment();
   ProcessSetup& process = options.process;
   process.terminate_handler &= environment.world_size > 1;
-  // Must precede the use of CUDA, which opens files: they could get the numbers of closed standard descriptors.
+  // Must precede the use of CUDA: CUDA opens files, which could use the numbers of closed standard descriptors.
   const auto effects = std::make_shared<ProcessEffects>(process);
   if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);

@@ -122,7 +122,7 @@ struct MpiLauncher {
 constexpr const char* kPmiSize = "PMI_SIZE";
 constexpr const char* kPmixId = "PMIX_NAMESPACE";
 
-// The launchers, innermost first. All but the last two set their own variables, and may also set those of PMI and PMIx.
+// Launchers, innermost first. All but the last two set their own variables, and may also set variables of PMI and PMIx.
 constexpr MpiLauncher kMpiLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE", kPmixId, "mpirun -x MASTER_ADDR=<host> ..."},
@@ -140,8 +140,8 @@ constexpr MpiLauncher kMpiLaunchers[] = {
 };
 constexpr const MpiLauncher& kOpenMpi = kMpiLaunchers[0];
 
-// Returns the group of a launcher; nullopt if its variables are not set. WORLD_SIZE may give a missing size. `outer` is
-// the group of another launcher, such as srun, that may have set PMI's or PMIx's variables itself.
+// Returns the group of a launcher; nullopt if its variables are not set. If the size is not set, uses WORLD_SIZE.
+// `outer` is the group of another launcher, such as srun, that may have set PMI's or PMIx's variables itself.
 std::optional<Group> read_mpi_group(const Variables& variables, const MpiLauncher& launcher,
                                     const std::optional<Group>& outer) {
   const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);
@@ -311,7 +311,7 @@ LaunchEnvironment parse_mpi(const Variables& variables, const MpiLauncher& launc
   return environment;
 }
 
-// Returns the number of tasks on this node; 0 if Slurm's variables do not say, or belong to another step.
+// Returns the number of tasks on this node; 0 if Slurm's variables lack the number, or belong to another step.
 int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
   if (hosts == 1) return world_size;
   if (const auto text = variables.first_text({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})) {

@@ -27,7 +27,7 @@ struct LaunchEnvironment {
 
   bool agent_serves_store = false;  // torchrun's agent or spawn_local serves the store, not rank 0
   int restart_count = 0;            // number of restarts of the group by torchrun
-  std::string note;                 // why this process does not join the job of a launcher, if the environment has one
+  std::string note;                 // the reason that this process does not join a launcher's job, if such a job exists
 
   bool launched() const noexcept { return !launcher.empty(); }
   bool one_host() const noexcept { return local_world_size == world_size; }
@@ -44,8 +44,8 @@ using GetVariable = std::function<const char*(const char* name)>;
 // but is not a task. It becomes a world of one, and `note` explains this. A job of a single task of an MPI launcher or
 // Slurm also becomes a world of one, because it may be a shell.
 //
-// Throws std::invalid_argument with every variable concerned and its value if variables are incomplete, not numbers or
-// out of range, if two launchers contradict each other, or if a launcher gives no size or no address.
+// Throws std::invalid_argument, with the variables and their values, if variables are incomplete, not numbers or out of
+// range. Also throws if two launchers contradict each other, or if a launcher sets no size or no address.
 LaunchEnvironment parse_launch_environment(const GetVariable& get);
 
 // Reads this process's environment.

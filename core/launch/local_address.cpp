@@ -54,7 +54,7 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return text;
 }
 
-// Returns "" if connected. Otherwise returns the error, also after `timeout_ms`.
+// Returns "" if the connection succeeds within `timeout_ms`. Otherwise returns the error.
 std::string connect_within(const Socket& socket, const addrinfo& address, int timeout_ms) {
   ::fcntl(socket.fd, F_SETFL, O_NONBLOCK);
   if (::connect(socket.fd, address.ai_addr, address.ai_addrlen) == 0) return {};

@@ -31,8 +31,8 @@ std::string host_and_boot();
 // std::invalid_argument if there is no such interface.
 std::string named_address();
 
-// Returns an address of this host that other hosts can reach: named_address() if it is not "", or else the first
-// address that is not loopback, preferably IPv4. Returns 127.0.0.1 if there is none.
+// Returns an address of this host that other hosts can reach. This is named_address() if it is not "", or else the
+// first address that is not loopback, preferably IPv4. Returns 127.0.0.1 if there is none.
 std::string public_address();
 
 }  // namespace tessera::internal

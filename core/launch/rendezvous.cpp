@@ -73,7 +73,7 @@ StorePtr store_of_token(const StorePtr& store, const std::string& token) {
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
 
-// The text that a rank publishes for rank 0: "<world size> <address> <clock>", with the clock only if it is traced.
+// The text that a rank publishes for rank 0: "<world size> <address> <clock>". Only a traced rank publishes its clock.
 struct Arrival {
   int world_size = 0;
   std::string address;
@@ -93,7 +93,7 @@ struct ReachableRank {
   std::string address;
 };
 
-// A rank that joins the group.
+// The procedure by which one rank joins the group.
 class Joining {
  public:
   Joining(const LaunchEnvironment& environment, milliseconds timeout)

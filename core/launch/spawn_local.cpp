@@ -233,7 +233,7 @@ void Keeper::start(size_t rank, char** environment) const {
 }
 
 void Keeper::become(const Program& program, char** environment, pid_t keeper) const {
-  // Makes the kernel kill this process when its parent ends. If the parent has ended already, the check below ends it.
+  // The kernel kills this process when its parent ends. If the parent has ended already, the check below ends this one.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != keeper) ::_exit(127);
   ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
@@ -302,7 +302,7 @@ std::string describe_status(int status) {
 
 void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c_str()); }
 
-// The running local ranks.
+// The running local ranks, and the keeper that started them.
 class Ranks {
  public:
   Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket,
@@ -324,7 +324,7 @@ class Ranks {
   }
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
-  // Kills the ranks that are alive, if an exception was thrown.
+  // If an exception was thrown, kills the ranks that are alive.
   ~Ranks() {
     if (keeper_ > 0) {
       ::kill(keeper_, SIGUSR2);
@@ -333,8 +333,8 @@ class Ranks {
     ::close(reports_fd_);
   }
 
-  // Blocks until all ranks have ended; returns the exit code for main(). Calls `ended` when a rank has ended and the
-  // others continue.
+  // Blocks until all ranks have ended; returns the exit code for main(). If a rank ends and the others continue, calls
+  // `ended` with the number of the ended rank.
   int supervise(int signals_fd, std::function<void(int rank)> ended) {
     ended_ = std::move(ended);
     for (bool goes_on = true; goes_on;) {
@@ -387,7 +387,7 @@ class Ranks {
     ended_well_ += code == 0 ? 1 : 0;
     const auto rank = static_cast<size_t>(report.rank);
     const std::string text = c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status));
-    // If no other rank is alive, a restarted rank would have none to join.
+    // A restarted rank needs at least one living rank to join.
     if (code != 0 && !code_ && restarts_[rank] < survival_.restarts && alive() > 0 &&
         alive() + starting_ + ended_well_ + 1 >= survival_.least_ranks && survival_.may_restart()) {
       ++restarts_[rank];

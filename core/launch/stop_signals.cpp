@@ -34,7 +34,7 @@ int holders TESSERA_GUARDED_BY(catching) = 0;
 StopSignal stop_signals[] TESSERA_GUARDED_BY(catching) = {{SIGINT}, {SIGTERM}, {SIGUSR1}};
 bool is_held_for_groups TESSERA_GUARDED_BY(catching) = false;
 
-// Sets our handler, unless the program handles or ignores the signal.
+// Installs our handler, unless the program handles or ignores the signal.
 void catch_signal(StopSignal& stop) {
   ::sigaction(stop.signal, nullptr, &stop.before);
   struct sigaction action {};

@@ -50,7 +50,7 @@ void print_line(const std::string& text) {
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
-// Prints the error on one line, unless another rank has printed its own, and ends the process.
+// Prints the error on one line, unless another process of the group has published its end first. Ends the process.
 [[noreturn]] void end_with_one_line(const std::exception_ptr& error) noexcept {
   // If several threads terminate, the first one ends the process.
   if (!terminating.try_lock())
@@ -65,7 +65,7 @@ void print_line(const std::string& text) {
   std::_Exit(1);
 }
 
-// Whether `handler` is the C++ library's own. It prints in several calls, so texts of several ranks would mix.
+// Whether `handler` is libstdc++'s verbose one. It prints in several calls, so the texts of several ranks would mix.
 bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
 #ifdef __GLIBCXX__
   return handler == &__gnu_cxx::__verbose_terminate_handler;

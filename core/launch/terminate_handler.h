@@ -7,7 +7,7 @@ namespace tessera::internal {
 // without destructors, so the other ranks would not learn the reason. Thread-safe.
 void tell_when_terminated();
 
-// Restores the previous handler, unless the program has set another one since, which may call ours. Thread-safe.
+// Restores the previous handler, unless the program has set another handler, which may call ours. Thread-safe.
 void stop_telling_when_terminated();
 
 }  // namespace tessera::internal
