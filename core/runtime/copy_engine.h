@@ -70,12 +70,12 @@ class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Waits until the result can be used; throws the error of a failed copy. A copy to the host blocks the host. A copy
-  // to an accelerator does not: it only orders the work that this thread enqueues next after the copy.
+  // Makes the result usable; throws the error of a failed copy. If the copy is to the host, blocks the host. If the
+  // copy is to an accelerator, only orders the work that this thread enqueues later after the copy.
   void wait() {
     if (operation() != nullptr) operation()->order();
   }
-  // Lets work that this thread enqueues next reuse the device's tensor. Does not block the host on an accelerator.
+  // Lets later work of this thread reuse the device's tensor. Does not block the host on an accelerator.
   void wait_on_device() {
     if (operation() != nullptr) operation()->order_device();
   }

@@ -1,4 +1,4 @@
-// Built with TESSERA_CUDA.
+// Compiled only with TESSERA_CUDA.
 #include "core/runtime/graph_recorder.h"
 
 #include <ATen/cuda/CUDAGraph.h>
@@ -8,7 +8,7 @@ namespace {
 
 class CudaGraphRecorder final : public GraphRecorder {
  public:
-  // Restricts only this thread, because the watchdog's thread queries events of earlier operations meanwhile.
+  // Applies capture rules to this thread only, because the watchdog's thread queries events of earlier operations.
   void begin() override { graph_.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal); }
   void end() override { graph_.capture_end(); }
   void replay() override { graph_.replay(); }

@@ -41,9 +41,9 @@ void set_graph_recorder_factory(GraphRecorderFactory factory);
 // Returns null in a build without TESSERA_CUDA.
 std::unique_ptr<GraphRecorder> make_cuda_graph_recorder();
 
-// The host's part of a recorded step of an optimizer, which must outlive this object.
+// The host's part of an optimizer's recorded step. The optimizer must outlive this object.
 struct RecordedStep {
-  // Returns a change since the recording that replays would ignore, as words of an error; "" if there is none.
+  // Returns an error text about a change since the recording that replays would ignore; "" if there is no such change.
   std::function<std::string()> change;
   // Must be called before each replay, on its stream, with each `.grad` undefined or as recorded. Counts the step.
   // Writes step counts, learning rates and replaced states to the recorded memory, and does not wait for the device.
@@ -80,10 +80,10 @@ class CapturedWork {
   bool is_recordable(const torch::optim::Optimizer* optimizer) const { return recordable_.contains(optimizer); }
   std::vector<RecordedStep> take_steps() { return std::exchange(steps_, {}); }
 
-  // Sets memory for numbers that the host writes between replays. It must be allocated before the recording. Memory
-  // that is allocated during the recording may be shared with temporary tensors, which each replay writes.
+  // Sets memory for numbers that the host writes between replays. The memory must be allocated before the recording.
+  // Otherwise temporary tensors, which each replay writes, could share the memory.
   void give_numbers(at::Tensor numbers) { numbers_ = std::move(numbers); }
-  // Returns memory for `count` numbers. Throws if less is left.
+  // Returns memory for `count` numbers. Throws if fewer are left.
   at::Tensor take_numbers(int64_t count);
 
  private:

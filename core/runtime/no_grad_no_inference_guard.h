@@ -9,13 +9,13 @@
 namespace tessera::internal {
 
 // While this guard exists, operators of its thread make ordinary tensors, and autograd does not record them. Used by
-// hooks and fallbacks, which may run under InferenceMode or in a recorded forward.
+// hooks and fallbacks, which may run under InferenceMode or in a forward that autograd records.
 struct NoGradNoInferenceGuard {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
 };
 
-// While it exists, `target` may be written to. Writes to an inference tensor otherwise throw outside InferenceMode.
+// While this object exists, `target` may be written to. Without it, a write to an inference tensor may throw.
 class WritesTo {
  public:
   explicit WritesTo(const at::Tensor& target) {

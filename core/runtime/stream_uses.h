@@ -11,7 +11,7 @@ namespace tessera::internal {
 
 // Returns the stream on which this thread's next operator runs on the device, which must have streams.
 c10::Stream current_stream(c10::Device device);
-// Orders work that is enqueued on `then` from now on after the work of `first` so far. Does not block the host.
+// Makes later work of `then` wait for the current work of `first`. Does not block the host.
 void order_streams(const c10::Stream& first, const c10::Stream& then);
 
 // The streams that use one piece of device memory. Orders them with the fewest waits: readers run concurrently, and the
