@@ -29,9 +29,9 @@ int64_t named_value(const path& file, const std::string& wanted) {
   return 0;
 }
 
-// Visits the folders whose limits apply to this process: those of its group and all groups above, for this controller.
-// In a container, the group's name may refer to the host's tree, which is not visible. The topmost visible folder is
-// then the container's group. Visits none if the controller is not mounted.
+// Visits the folders whose limits of `controller` apply to this process: the folders of its group and of all groups
+// above. In a container, the group's name may refer to the host's tree, which is not visible. The topmost visible
+// folder is then the container's group. Visits none if the controller is not mounted.
 void visit(const ControlGroups& groups, const std::string& controller,
            const std::function<void(const path& folder, int version)>& visitor) {
   std::istringstream lines(groups.of_process);

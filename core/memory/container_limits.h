@@ -8,7 +8,7 @@
 namespace tessera::internal {
 
 // The limits of Linux control groups (of a container, a Slurm job, systemd) for this process, in versions 1 and 2. A
-// group's limit also applies to the groups inside it, so the smallest limit up to the root holds. Thread-safe.
+// group's limit also applies to inner groups, so the smallest limit from this group to the root applies. Thread-safe.
 struct ControlGroups {
   std::string of_process;  // text in the format of /proc/<pid>/cgroup
   std::filesystem::path mounted_at = "/sys/fs/cgroup";
@@ -16,10 +16,10 @@ struct ControlGroups {
   static ControlGroups of_this_process();
 };
 
-// Returns the CPU time of the group in cores (cpu.max; cpu.cfs_quota_us); nullopt if it is unlimited or unknown.
+// Returns the limit of CPU time, in cores (cpu.max; cpu.cfs_quota_us); nullopt if the time is unlimited or unknown.
 std::optional<double> cpu_quota(const ControlGroups& groups);
 
-// Returns how many threads of this process can run concurrently: its cores, at most its quota rounded up, at least 1.
+// Returns the number of threads that can run concurrently: the cores of this process, but at most its quota rounded up.
 int available_cores();
 
 // The smallest memory limit that applies to this process.

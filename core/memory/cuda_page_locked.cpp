@@ -1,4 +1,4 @@
-// Built with TESSERA_CUDA.
+// Compiled only with TESSERA_CUDA.
 #include "core/memory/cuda_page_locked.h"
 
 #include <cuda_runtime_api.h>

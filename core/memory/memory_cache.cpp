@@ -45,7 +45,7 @@ void* map_pages(size_t bytes, int protection = PROT_READ | PROT_WRITE) {
   return begin + before_bytes;
 }
 
-// Resizes a mapping and keeps its contents; may move it. Returns null, with nothing changed, if the system refuses.
+// Resizes a mapping and keeps its contents; may move the mapping. If refused, returns null and changes nothing.
 void* resize_pages(void* memory, size_t bytes, size_t new_bytes) {
   auto* const begin = static_cast<std::byte*>(memory);
   if (new_bytes <= bytes) {

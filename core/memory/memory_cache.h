@@ -20,13 +20,13 @@
 
 namespace tessera::internal {
 
-// Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. Every training step requests the
-// same blocks, which glibc handles badly. A freed gradient of 16 MB leaves a hole that is a few alignment bytes too
-// small for the next one. Memory that glibc returns to the system costs 4,000 page faults to get again.
+// Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. Every training step requests blocks
+// of the same sizes, for which glibc is slow. A freed gradient of 16 MB leaves a hole that is a few alignment bytes too
+// small for the next gradient. Memory that glibc returns to the system costs 4,000 page faults to reallocate.
 //
 // Blocks are in huge pages if the system grants them (transparent_hugepage: madvise or always). A block of at least a
 // huge page has its own mapping. Smaller blocks share mappings, and are unmapped separately. A request takes the
-// smallest idle block that is at most 1/8 too large: of several, the one freed last, which a processor may have cached.
+// smallest idle block that is at most 1/8 too large; of equal blocks, the last freed (perhaps still in a CPU cache).
 //
 // Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the blocks
 // that have been idle longest are unmapped, and one of them is resized to become the new block (mremap). If the
@@ -54,8 +54,8 @@ class MemoryCache {
   // Sets whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the thread.
   void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // the rank of a thread that has none
-  // Returns idle blocks to the system: all, or those freed by threads of this rank and of no rank. The peak of live
-  // bytes restarts from the live bytes and the idle bytes that are left.
+  // Returns idle blocks to the system: all of them, or with `rank` only blocks freed by threads of that rank or of no
+  // rank. The peak of live bytes restarts from the live bytes and the idle bytes that are left.
   void release(int rank = kNoRank);
   Stats stats() const;
 

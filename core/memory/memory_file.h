@@ -23,8 +23,8 @@ class MemoryFile {
   static MemoryFile create(const char* name);
   // Creates a file of zeros of fixed size, so that no reader faults. Not open if the system or `ulimit -f` refuses.
   static MemoryFile create_fixed(const char* name, int64_t bytes);
-  // Opens the file of a notice, with the flags of ::open(). The result is not open if this fails or finds another file,
-  // because process ids differ between PID namespaces.
+  // Opens the file of a notice(), with the flags of ::open(). The result is not open if this fails, or if the notice
+  // leads to another file: process ids differ between PID namespaces.
   static MemoryFile open(const std::string& notice, int flags);
   MemoryFile duplicate() const;  // not open if it fails
 

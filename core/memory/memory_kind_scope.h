@@ -6,7 +6,7 @@
 
 namespace tessera::internal {
 
-// While it exists, tensors that this thread makes have this kind, for record_run(). Scopes nest.
+// While this object exists, tensors that its thread makes have this kind, for record_run(). Scopes nest.
 class MemoryKindScope {
  public:
   // Sets the kind until this object is destroyed.

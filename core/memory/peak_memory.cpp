@@ -39,7 +39,7 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// The allocations of counted threads, by address. oneDNN's kernels free by raw_deleter(), which gets only the address.
+// Allocations of counted threads, by address. oneDNN's kernels free by raw_deleter(), which receives only the address.
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
@@ -70,7 +70,7 @@ Ledger& ledger() {
 c10::Allocator* counted_allocator = nullptr;  // the allocator whose memory is counted
 
 void free_counted(void* memory) {
-  ledger().strike(memory);  // struck before it is freed, because another thread may then get this address
+  ledger().strike(memory);  // first, because another thread may reuse the address after the free
   counted_allocator->raw_deleter()(memory);
 }
 

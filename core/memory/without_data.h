@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// While it exists, this thread runs a training program on tensors without data (dry_run()). Code that moves or computes
-// data by pointer, which no operator sees, must be skipped.
+// While this object exists, its thread runs a training program on tensors without data (dry_run()). Code that accesses
+// data by pointer instead of operators must be skipped.
 class WithoutDataScope {
  public:
   WithoutDataScope();
@@ -15,8 +15,8 @@ class WithoutDataScope {
 };
 bool is_without_data();  // whether this thread is in a WithoutDataScope
 
-// While it exists, this thread waits for every asynchronous transfer that it starts, so that memory use does not depend
-// on the speed of a disk (record_run()).
+// While this object exists, its thread waits for every asynchronous transfer that it starts. So memory use does not
+// depend on the speed of a disk (record_run()).
 class WaitForTransfersScope {
  public:
   WaitForTransfersScope();
