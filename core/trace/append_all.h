@@ -12,7 +12,7 @@ struct Appended {
 };
 
 // Appends bytes to a file of `before_bytes` bytes that is open for appending. If a write fails, removes the written
-// bytes, so that readers never find a truncated record. `is_whole` tells whether that succeeded.
+// bytes, so that readers never find a truncated record. If the removal also fails, `is_whole` is false.
 Appended append_all(int descriptor, std::string_view bytes, int64_t before_bytes) noexcept;
 
 }  // namespace tessera::internal

@@ -42,7 +42,7 @@ struct TracedRank {
 
 struct Input {
   fs::path path;
-  std::map<int64_t, TracedRank> sources;  // by "pid" of the events
+  std::map<int64_t, TracedRank> sources;  // indexed by the "pid" of the events
 };
 
 TracedRank source_of(const ordered_json& event) {
@@ -180,7 +180,7 @@ class Merge {
   }
 
   void describe(const Input& input) {
-    std::map<std::tuple<int64_t, std::string, int64_t>, MergedClock> clocks;  // by run and clock
+    std::map<std::tuple<int64_t, std::string, int64_t>, MergedClock> clocks;  // indexed by run and clock
     for (const auto& [pid, source] : input.sources) {
       const int64_t run = number_of(source.run);
       auto& clock = clocks[{run, source.clock, source.offset_ns}];
@@ -206,7 +206,7 @@ class Merge {
   }
 
   std::vector<Input> inputs_;
-  std::map<RankOfRun, std::string> holders_;  // the file of each rank
+  std::map<RankOfRun, std::string> holders_;  // the file that contains each rank
   std::map<std::string, int64_t> unix_minus_reference_ns_, begin_of_run_;
   int64_t begin_ns_ = std::numeric_limits<int64_t>::max();
   bool is_first_ = true;

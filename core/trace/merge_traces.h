@@ -30,8 +30,8 @@ struct MergedTrace {
 // measured, and runs by the Unix clocks of their reference ranks. Reads the inputs three times, line by line.
 //
 // Writes `out` atomically at the end; an existing file must be a merged trace, and is replaced. Throws
-// std::runtime_error, with file and line, if an input cannot be read, is no trace, is damaged other than by a missing
-// end, or has a rank that another input also has. Also throws if `out` is another kind of file or cannot be written.
+// std::runtime_error, with file and line, if an input cannot be read, is no trace, or is damaged (except for a missing
+// end). Also throws if two inputs have the same rank, or if `out` is another kind of file or cannot be written.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
 }  // namespace tessera::internal

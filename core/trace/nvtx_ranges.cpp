@@ -1,4 +1,4 @@
-// Built with TESSERA_CUDA. NVTX 3 is header-only, and calls the profiler that has started the process.
+// Compiled only with TESSERA_CUDA. NVTX 3 is header-only, and calls the profiler that has started the process.
 #include <nvtx3/nvToolsExt.h>
 
 #include "core/trace/ranges.h"

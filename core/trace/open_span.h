@@ -8,7 +8,7 @@
 
 namespace tessera::internal {
 
-// A span and its range, which begin and end in different calls. The destructor ends an open range.
+// A trace span and its profiler range, which begin and end in different calls. The destructor ends an open range.
 class OpenSpan {
  public:
   // Returns whether a trace or a profiler is active.

@@ -85,7 +85,7 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
 
 std::string make_clock_id() {
   const std::string boot = boot_id();
-  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // no boot id, so assumed unique to the process
+  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // without a boot id, assumes one clock per process
   // A container may have its own steady clock.
   std::error_code error;
   const auto space = std::filesystem::read_symlink("/proc/self/ns/time", error);

@@ -31,8 +31,8 @@ enum class SpanKind {
 // A timeline of the ranks of this process for Perfetto or chrome://tracing, enabled by TESSERA_TRACE=file. Recorded
 // spans are appended to the file every second and when the process ends, so a killed process loses at most one second.
 // Processes with the same file, such as the ranks of one host, and consecutive runs append in turn. trace_file.h
-// describes the format, docs/benchmarks.md how to read a trace. Times are the host's: with device streams, the times at
-// which work is enqueued. Thread-safe.
+// describes the format; docs/benchmarks.md describes the use of a trace. Times are measured on the host. With device
+// streams, a span shows when its work is enqueued. Thread-safe.
 class Trace {
  public:
   using Clock = std::chrono::steady_clock;
@@ -43,7 +43,7 @@ class Trace {
     return trace;
   }
 
-  // The group of this process's ranks, and the clock of its spans.
+  // The run to which this process's ranks belong, and the offset of this host's clock.
   struct Run {
     std::string id;  // equal on all ranks, and unique among runs
     // `offset_ns` must be added to this host's steady clock to get the reference rank's clock; 0 on the reference's
@@ -81,8 +81,8 @@ class Trace {
   };
   // The state of the file after this process's last write().
   struct Written {
-    int64_t run_number = -1;                                 // of the run in the file; -1: unknown
-    std::map<std::pair<int, int>, Clock::time_point> lines;  // by rank and line: the time from which it is free
+    int64_t run_number = -1;                                 // number of the run in the file; -1 if unknown
+    std::map<std::pair<int, int>, Clock::time_point> lines;  // time from which a display line is free, by rank and line
     std::set<int> ranks;
   };
   explicit Trace(std::string path);
