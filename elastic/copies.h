@@ -50,8 +50,8 @@ struct CopiedPart {
   int world = 0;            // number of ranks of the group
   std::string description;  // the part's entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
-  // The memories with most bytes of the files; none if another host has sent the files. Successive parts share the
-  // memory with the unchanged tensors.
+  // Memories that hold most bytes of the files; empty if another host has sent the files. Successive parts share the
+  // memory of unchanged tensors.
   std::vector<std::shared_ptr<const CopyMemory>> memories;
 };
 
@@ -64,9 +64,9 @@ struct HeldStep {
 nlohmann::json to_json(const std::vector<HeldStep>& held);
 std::vector<HeldStep> held_from_json(const nlohmann::json& entries);
 
-// newest_complete_step() returns the newest step of which the members hold every part, and the members that hold each
-// part. `held` is indexed by member. Returns a world of 0 if there is no such step. Each step of a later generation is
-// newer: steps that were not continued are void.
+// newest_complete_step() returns the newest step for which the members together hold every part, and the holders of
+// each part. `held` is indexed by member. Returns a world of 0 if there is no such step. A step of a later generation
+// counts as newer, because the later group did not continue from the last steps of the earlier group.
 struct CompleteStep {
   int64_t generation = -1, step = -1;
   int world = 0;
@@ -106,7 +106,7 @@ class CopiedFileWriter {
   explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared = nullptr)
       : memory_(std::move(memory)), shared_(std::move(shared)) {}
   void append(const void* data, int64_t count);
-  // Returns the file. `start`: its first bytes, which precede the appended bytes.
+  // Returns the file, which consists of the bytes `start` followed by the appended bytes.
   CopiedFile finish(std::string_view start);
 
  private:

@@ -53,7 +53,7 @@ char* CopyMemory::reserve(int64_t bytes) {
 
 std::shared_ptr<CopyMemory> CopyMemories::take(int64_t bytes) {
   std::unique_ptr<CopyMemory> memory;
-  std::vector<std::unique_ptr<CopyMemory>> outgrown;  // memory of other sizes, which the group needs no more
+  std::vector<std::unique_ptr<CopyMemory>> outgrown;  // memory of other sizes, which the group no longer needs
   {
     const std::lock_guard lock(unused_->mutex);
     for (auto& one : unused_->all)

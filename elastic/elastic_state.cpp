@@ -35,7 +35,7 @@ namespace {
 
 using nlohmann::json;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;  // the clock of reports
+using Clock = std::chrono::steady_clock;  // measures the times in reports
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 constexpr milliseconds kEntryPause{5};
@@ -49,7 +49,7 @@ std::string random_text() {
   return text;
 }
 
-// If all ranks fail again after the same step, this many times and without a loss, regroup() throws.
+// regroup() throws after this many repeated failures after one step, if no rank was lost.
 constexpr int kMostFailuresAtStep = 2;
 
 std::string ranks_text(const std::vector<int>& ranks) {
@@ -70,7 +70,7 @@ std::string describe(const ElasticChange& change, const Decision& decision) {
                                           : std::string("without a step that is complete in memory"));
 }
 
-// Throws unless the sampler is for the current group: one for the first group would omit the items of lost ranks.
+// Throws unless the sampler is for the current group. A sampler of the first group would omit the items of lost ranks.
 void require_of_group(const DistributedSampler& sampler, const Communicator& comm) {
   require(sampler.world_size() == 1 || (sampler.world_size() == comm.size() && sampler.rank() == comm.rank()),
           "ElasticRun::restore(): a DistributedSampler is for rank ", sampler.rank(), " of ", sampler.world_size(),
@@ -106,7 +106,7 @@ void check(const ElasticOptions& options, int size) {
             " ms; expected more than 0 and at most a year");
 }
 
-// On rank 0, waits for the last reads of the other ranks, because its process may serve the store only until the
+// On rank 0, waits for the last reads of the other ranks, because rank 0's process may serve the store only until the
 // constructor returns. If a rank has died, waits until the timeout; the group then finds the loss.
 void await_readers(const StorePtr& store, int rank, int size, milliseconds timeout) {
   if (size == 1) return;
@@ -306,8 +306,8 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   const int size = static_cast<int>(group_.members.size());
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
-  // Uses a client also in the process that serves the store: a group that serves its store waits for all ranks at its
-  // end. A rank that waits longer than stopped_after for a stopped process is left out by the others.
+  // The process that serves the store also uses a client: a group that serves its own store waits for all ranks at its
+  // end. The other ranks leave out a rank that waits for a stopped process longer than stopped_after.
   const auto patience = std::min(options_.stopped_after, options_.group.timeout);
   const auto wrapped = c10::make_intrusive<StoreClient>(
       c10::make_intrusive<GroupStore>(group_.store, group_.generation, patience), patience);
@@ -402,7 +402,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
     throw;
   }
   lost_at_ = Clock::now();
-  // Makes members fail that have not noticed the loss yet.
+  // Ends the operations of members that have not noticed the loss yet.
   if (comm) comm->abort(c10::str("rank ", rank_, " leaves the group: ", reason));
   if (comm) SaveJob::hurry_save_of(comm);
   change_ = ElasticChange{.reason = first_line_of(reason), .world_before = static_cast<int>(group_.members.size())};

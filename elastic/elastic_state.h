@@ -28,7 +28,7 @@ class ElasticState {
   // Starts a run: meets the other ranks in the store. Is collective.
   ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                const std::string& address);
-  // Prepares to join the run of this file. run() joins it.
+  // Prepares to join the run that `file` describes. run() then joins the run.
   ElasticState(ElasticOptions options, const RunFile& file, const std::string& address);
   ~ElasticState();
 
@@ -63,7 +63,7 @@ class ElasticState {
   // Makes this process a member of group_.
   void enter_group();
   void leave_run();
-  // Records the decision on a group with joined processes. Returns false if that fails: this rank then admits none.
+  // Records the decision on a group with joined processes. If that fails, returns false, and this rank admits none.
   bool record_joined();
   // On rank 0, writes the file by which other processes find the run.
   void publish(bool has_ended);
@@ -73,7 +73,7 @@ class ElasticState {
   void await_members();
   std::shared_ptr<Communicator> make_group();
   void serve_store(Decision& decision);
-  // Runs the body with the current group. Rethrows an exception unless it is a CommError, or a member is lost.
+  // Runs the body. Returns kLost after a CommError, or after another error if a member is lost. Rethrows other errors.
   Outcome attempt(const std::function<void(ElasticRun& run)>& body,
                   const std::function<ElasticRun(ElasticRunState&)>& make);
   // Returns whether a member of the group has ended, is silent, or has left the group.
@@ -100,7 +100,7 @@ class ElasticState {
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
-  int failures_at_step_ = 0;            // failures in succession after one step, without the loss of a rank
+  int failures_at_step_ = 0;            // successive failures after one step, without the loss of a rank
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
 };
 

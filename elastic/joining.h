@@ -23,9 +23,9 @@ namespace tessera::internal {
 // members repeatedly, and they note its request. In commit() the ranks agree that a process waits, complete a copy of
 // the step, and leave the group. The loss of a rank also ends a group. In both cases the members decide on the next
 // group as in [Note: how survivors decide], and the decision contains the waiting processes, which have no vote. A
-// member records the decision in the folder before it sends it in its answer to the next request. So a rank that counts
-// the other ranks as proven dead finds the group that they have formed with the process. If a waiting process dies, its
-// group has lost a member.
+// member records the decision in the folder before it answers a joining process with the decision. So a rank that
+// counts the other ranks as proven dead finds the group that those ranks have formed with the process. If a waiting
+// process dies, its group has lost a member.
 //
 // Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their own.
 

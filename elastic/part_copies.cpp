@@ -64,8 +64,8 @@ std::set<std::string> frozen_parameters(const ModelShards& model) {
   return names;
 }
 
-// Returns the manifest's entries for this rank's part. Those of rank 0 also have the values that belong to no rank, in
-// a manifest of rank 0's tensors only.
+// Returns the manifest's entries for this rank's part. Rank 0's entries also contain the values that belong to no rank,
+// in a manifest that lists only rank 0's tensors.
 std::string describe_part(SavedTensors saved, const SavePlan& plan, int rank, int world, uint64_t id) {
   SavedPart part(world);
   part.set(std::move(saved), plan.optimizers);

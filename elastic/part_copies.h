@@ -49,7 +49,7 @@ class PartReceiver {
 class PartCopy {
  public:
   // Captures the state. Device data is copied after the work of the current stream. `staging` is memory for such data,
-  // reused by HostCopies. `unchanged` has the memory that earlier parts share.
+  // reused by HostCopies. `unchanged` holds the memory that successive parts share.
   PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name, int world,
            uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);
@@ -77,7 +77,7 @@ class PartCopy {
   const at::Device device_;
   const std::vector<Member> partners_;
   const std::chrono::milliseconds patience_;
-  const std::set<std::string> frozen_;  // names of parameters
+  const std::set<std::string> frozen_;  // names of the frozen parameters
   SavePlan plan_;
   const std::shared_ptr<CopyMemory> memory_;  // has room for all pieces; only written pages use memory
   std::vector<Piece> shared_;                 // pieces in the memory of unchanged_

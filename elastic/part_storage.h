@@ -20,9 +20,9 @@ namespace tessera::internal {
 // this object exists. Several objects may exist at once.
 class PartFolder {
  public:
-  // For writing one part to `memory`. `shared` may have some of the part's bytes already, and may be null.
+  // Creates a folder to write one part to `memory`. `shared` may already hold some of the part's bytes; may be null.
   PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared);
-  // For reading a step. `holders`: for each owner, the members that hold the owner's part.
+  // Creates a folder to read a step. `holders`: for each owner, the members that hold the owner's part.
   PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
              std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience);
   ~PartFolder();

@@ -22,7 +22,7 @@ namespace tessera::internal {
 namespace {
 
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;  // the clock of stops, which RunClock omits
+using Clock = std::chrono::steady_clock;  // measures stops of this process, which RunClock omits
 using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;

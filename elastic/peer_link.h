@@ -16,8 +16,8 @@
 
 namespace tessera::internal {
 
-// Requests between the processes of an elastic run, over TCP. Each process serves requests on threads of its own, also
-// while it computes. Like those of gloo, the connections carry no secrets and are not encrypted.
+// Requests between the processes of an elastic run, over TCP. Each process serves requests on its own threads, also
+// while it computes. Like gloo's connections, these connections carry no secrets and are not encrypted.
 
 // A request or an answer: JSON fields, and bytes that are not converted to JSON.
 struct PeerMessage {

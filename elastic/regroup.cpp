@@ -160,7 +160,7 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
     try {
       json answer = pending.get();
       seen.is_gone = answer.contains("retired");
-      // A process that has joined but does not know it yet must not count as the leader.
+      // A process that has joined, but has not learned this yet, must not count as the leader.
       seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
       seen.has_arrived = answer.at("arrived").get<bool>();
       if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
@@ -211,7 +211,7 @@ Decision Regroup::run() {
   const int size = static_cast<int>(seen_.size());
   const auto start = RunClock::now();
   std::minstd_rand random(static_cast<unsigned>(rank_) + 1);
-  bool has_waited = false;  // whether it has waited long enough for members that have not arrived
+  bool has_waited = false;  // whether this rank has waited long enough for members that have not arrived
   int leader = rank_;       // the first rank that answers
   while (!found_) {
     const auto waited = RunClock::now() - start;

@@ -31,7 +31,7 @@ struct Decision {
   int64_t generation = 0;       // number of the new group
   std::vector<Member> members;  // indexed by rank
   Member store;                 // serves the group's store; may have left the group
-  CompleteStep step;  // to continue from; holders are indices in `sources`. A world of 0: no step is complete.
+  CompleteStep step;  // the step to continue from; holders are indices in `sources`; its world is 0 without a step
   std::vector<Member> sources;  // the members that hold the step
   // world_before: size of the old group. lost: its ranks that are no members. joined: ranks of members that joined.
   int world_before = 0;
@@ -68,11 +68,11 @@ class Acceptor {
   nlohmann::json held_ TESSERA_GUARDED_BY(mutex_) = nlohmann::json::array();
   int64_t promised_ TESSERA_GUARDED_BY(mutex_) = 0, accepted_ballot_ TESSERA_GUARDED_BY(mutex_) = 0;
   nlohmann::json accepted_ TESSERA_GUARDED_BY(mutex_);
-  std::map<int64_t, nlohmann::json> decisions_ TESSERA_GUARDED_BY(mutex_);  // by generation of the old group
+  std::map<int64_t, nlohmann::json> decisions_ TESSERA_GUARDED_BY(mutex_);  // by generation of the replaced group
 };
 
 struct RegroupOptions {
-  std::chrono::milliseconds stopped_after{0};  // a member that is silent, or does not arrive, for that long is left out
+  std::chrono::milliseconds stopped_after{0};  // a member that is silent, or does not arrive, for this time is left out
   std::chrono::milliseconds timeout{0};        // limit of the whole regroup
   int least_ranks = 1;
   int most_ranks = 0;  // 0: no limit
@@ -80,11 +80,11 @@ struct RegroupOptions {
   std::function<std::vector<Member>()> joiners = nullptr;
   // Returns the decision that a member has recorded to let a process in, or nullopt. Null: no process joins.
   std::function<std::optional<nlohmann::json>()> recorded = nullptr;
-  // Returns whether the run's file names a later group or says that the run has ended. Proofs of death do not count
-  // then. Null: there is no file.
+  // Returns whether the run's file names a later group or says that the run has ended. If so, proofs of death do not
+  // count. Null: there is no file.
   std::function<bool()> has_gone_on = nullptr;
-  // Returns whether this process was stopped. Proofs of death do not count then, because the other members may have
-  // gone on without it and ended. Null: it was not stopped.
+  // Returns whether this process was stopped. If so, proofs of death do not count, because the other members may have
+  // continued without this process and ended. Null: this process was not stopped.
   std::function<bool()> was_stopped = nullptr;
 };
 
@@ -116,9 +116,9 @@ class Regroup {
   std::optional<nlohmann::json> propose();
   // Returns a decision for a group of the agreeing members and the processes that join.
   Decision compose(const std::set<int>& agreeing);
-  // Returns whether these members are a quorum. If they need proofs of death, first reads a recorded decision: members
-  // that have ended may have formed a group with a process unknown to this rank. Throws CommError if such members have
-  // gone on without this rank, which could not reach them, and have ended.
+  // Returns whether these members are a quorum. If the quorum needs proofs of death, first reads a recorded decision:
+  // ended members may have formed a group with a process unknown to this rank. Throws CommError if the run's file shows
+  // that these members have continued without this rank.
   bool may_decide(const std::set<int>& agreeing);
   // Sends a request to members and updates their states. Returns the answers of the members that answer.
   std::map<int, nlohmann::json> request(const std::vector<int>& members, nlohmann::json fields);

@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// Returns the memory as a tensor, which is no inference tensor even if the caller is in inference mode.
+// Returns the memory as an ordinary tensor, even if the caller is in inference mode.
 at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory);
 
 // The memory of frozen parameters and of buffers, which successive parts of a group share. Serves one part at a time.
