@@ -33,7 +33,7 @@ struct GlooOptions {
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
-// Returns how many descriptors, mostly sockets, a gloo rank opens if peer memory does not reach all of the ranks.
+// Returns the number of descriptors, mostly sockets, that a gloo rank opens if peer memory does not reach all ranks.
 int64_t tcp_descriptors(int size);
 
 struct NcclOptions {

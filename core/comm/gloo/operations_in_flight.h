@@ -47,7 +47,7 @@ class OperationsInFlight {
   bool begin_message_wait(const std::shared_ptr<TransportMessage>& message);
   void end_wait();
   void interrupt() noexcept;
-  // Returns why the current wait cannot complete; "" if it can, or if there is no wait.
+  // Returns the reason that the current wait cannot complete; "" if the wait can complete, or if there is no wait.
   std::string why_disconnected();
 
   // Ends all operations and disconnects the transports. A second call is a no-op. No pipeline may be running.

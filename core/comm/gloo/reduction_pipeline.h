@@ -94,7 +94,7 @@ class PipelineThread : public InterruptibleWait {
 
   // Permanently stops all pipelines before their next message, and makes wait() return. Thread-safe.
   void interrupt() noexcept override;
-  // Returns why the message that the thread waits for cannot arrive; "" if it can. Thread-safe.
+  // Returns the reason that the thread's awaited message cannot arrive; "" if the message can arrive. Thread-safe.
   std::string why_disconnected() override;
   // Calls interrupt(), and blocks until the thread runs no pipeline. Blocks at most for the sum of one chunk.
   void stop() noexcept;

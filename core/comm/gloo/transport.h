@@ -39,7 +39,7 @@ class InterruptibleWait {
   virtual ~InterruptibleWait() = default;
   // Makes the current wait return, or the next one if there is none. Thread-safe.
   virtual void interrupt() noexcept = 0;
-  // Returns why the awaited data can never arrive; "" if it can. Called by the watchdog's thread during a long wait.
+  // Returns the reason that the awaited data can never arrive, or "". The watchdog's thread calls this in a long wait.
   virtual std::string why_disconnected() { return ""; }
 };
 

@@ -18,8 +18,8 @@ using TextExchange = std::function<std::vector<std::string>(const std::string& o
 TextExchange exchange_through(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
                               int size, std::chrono::milliseconds timeout);
 
-// Runs `own` on each rank and exchanges the results. If `own` throws on a rank, throws on all ranks, with that rank and
-// its error: std::invalid_argument if `own` threw one, otherwise CommError. So no rank waits for a failed rank.
+// Runs `own` on each rank and exchanges the results. If `own` throws on a rank, all ranks throw, with that rank and its
+// error: std::invalid_argument if `own` threw one, otherwise CommError. So no rank waits for a failed rank.
 std::vector<std::string> exchange_or_fail(const TextExchange& exchange, const std::string& who,
                                           const std::function<std::string()>& own);
 

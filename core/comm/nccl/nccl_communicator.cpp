@@ -360,7 +360,7 @@ void NcclCommunicator::end_by(const std::string& error) {
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   uint64_t waits_for = static_cast<uint64_t>(-1);
   std::optional<RunClock::time_point> lost_since;  // time of a peer's loss, after which the watchdog may name the peer
-  int silent_looks = 0;                            // successive looks; a single one may be a delay of this machine
+  int silent_looks = 0;                            // successive looks without an answer; one alone may be a short delay
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
     const bool waits = look.oldest && !look.ends;

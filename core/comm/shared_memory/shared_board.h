@@ -58,7 +58,7 @@ class SharedBoard {
   // The messages from one rank to another.
   struct alignas(64) Channel {
     static constexpr size_t kSlots = 1024;
-    pthread_mutex_t mutex;  // robust: its owner may die
+    pthread_mutex_t mutex;  // a robust mutex, because its owner may die
     uint32_t used;          // slots from here on were never used
     Slot slots[kSlots];
   };
@@ -102,7 +102,7 @@ class SharedBoard {
   static constexpr int kAnyone = -1;
   static constexpr uint64_t kNoOperation = UINT64_MAX;
   static void notify(Member& member, int from, uint64_t operation = kNoOperation);
-  // Blocks until an awaited event has changed `events` from `seen`, at most for that time; may return spuriously. The
+  // Blocks until an awaited event has changed `events` from `seen`, for at most `most`; may return spuriously. The
   // caller must set `awaited` before it reads `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 

@@ -26,8 +26,8 @@ class StallSearch {
     std::string text;  // "" if no reason was found
     bool is_published = false;
   };
-  // Returns a failure that another rank has published. Without one, compares operations with those of the first rank to
-  // stall, and returns the first difference. If this rank is the first to stall, publishes its own operations instead.
+  // Returns a failure that another rank has published. Otherwise compares operations with the first rank to stall, and
+  // returns the first difference. If this rank is the first to stall, publishes its own operations instead.
   Reason find_failure_or_divergence(const std::deque<StartedOperation>& own);
   // Returns an error text if a rank has left before an operation that this rank has started, otherwise "". Reads the
   // store at most once a second, and returns "" in between.
@@ -46,7 +46,7 @@ class StallSearch {
   GroupNews& news_;
   const WaitRegistry::Place& place_;
   bool is_active_ = false;
-  std::string published_;  // this rank's operations as published; "" unless it was the first to stall
+  std::string published_;  // this rank's operations as published; "" unless this rank was the first to stall
   std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
 };
 

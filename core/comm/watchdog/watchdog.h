@@ -25,7 +25,7 @@ class WatchdogLoop;
 // - A rank has failed: it has published its reason in the store.
 // - The ranks have diverged, that is, started different operations. The first rank to stall publishes its last
 //   operations, and the others compare them with their own.
-// - A rank has left: it has published how many operations it started.
+// - A rank has left: it has published the number of operations that it started.
 // - The transport reports that the data cannot arrive.
 // - Ranks wait for each other in different groups, such as the group of all ranks and a group that was split from it.
 //   Every rank of split groups publishes its waits, and the rank that publishes its operations searches for a cycle
@@ -56,7 +56,7 @@ class Watchdog {
   // The watchdog's thread calls these functions every quarter of a second during a stall.
   struct Callbacks {
     std::function<void()> interrupt;  // ends a wait that cannot complete: see explanation()
-    // Returns why the transport cannot complete the wait; "" if it can.
+    // Returns the reason that the transport cannot complete the wait; "" if the wait can complete.
     std::function<std::string()> why_disconnected = {};
   };
 
@@ -115,7 +115,7 @@ class Watchdog {
   // Returns a list of the waiting and the other ranks, for the error of a timeout; "" if the store does not answer.
   std::string waiting_ranks();
 
-  // Returns how long the thread's current call of the store has been unanswered; 0 if there is no call.
+  // Returns the time for which the thread's current call of the store has been unanswered; 0 if there is no call.
   std::chrono::milliseconds unanswered();
 
   // Returns the reason that the store did not answer; "" if the store answered.
