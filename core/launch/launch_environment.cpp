@@ -277,7 +277,7 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
 }
 
 // Returns an id of the process that serves PMI to the ranks of this host, equal on all of them. Hydra makes a pair of
-// sockets for each rank, and the kernel knows the process that made it. Returns "" if that process is unknown.
+// sockets for each rank, and the kernel records the creating process. Returns "" if that process is unknown.
 std::string pmi_server(const Variables& variables) {
   if (const auto port = variables.text("PMI_PORT")) return *port;
   const auto descriptor = variables.number("PMI_FD", 0, INT32_MAX);

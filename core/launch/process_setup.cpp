@@ -29,7 +29,7 @@ std::mutex effects_mutex;
 Effect effects[] = {
     {&ProcessSetup::cache_memory, "cache_memory", &start_caching_memory, &stop_caching_memory},
     {&ProcessSetup::terminate_handler, "terminate_handler", &tell_when_terminated, &stop_telling_when_terminated},
-    {&ProcessSetup::permit_tracing, "permit_tracing", nullptr, nullptr},  // TracerPermission makes and undoes it
+    {&ProcessSetup::permit_tracing, "permit_tracing", nullptr, nullptr},  // TracerPermission applies and undoes it
     {&ProcessSetup::raise_descriptor_limit, "raise_descriptor_limit", nullptr, &restore_descriptor_limit},
     {&ProcessSetup::open_standard_descriptors, "open_standard_descriptors", &internal::open_standard_descriptors,
      &close_standard_descriptors},

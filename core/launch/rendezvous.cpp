@@ -32,7 +32,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // The timeout of the first call. A store answers within milliseconds, or later if many ranks call it at once.
 std::chrono::milliseconds first_answer(int world) { return milliseconds(8000) + world * milliseconds(5); }
 
-// A rank that waits longer prints the missing ranks, so that the user sees why the launch hangs.
+// A rank that waits longer than this prints the missing ranks, to explain the hang to the user.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
 constexpr milliseconds kConnectRetry{50};
 constexpr milliseconds kShortestPoll{2};

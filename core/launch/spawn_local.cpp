@@ -183,9 +183,9 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 // have one. The keeper never calls exec. Other threads of this process may have held any lock when clone() made the
 // keeper, so the keeper must not allocate or lock. It only makes system calls.
 //
-// The keeper starts the ranks and reports how each one ends. It forwards signals from this process to the ranks, but
-// sends SIGKILL for SIGUSR2. SIGRTMIN, which is queued, carries the number of a rank to restart. The keeper ends after
-// the ranks. If it is killed, the kernel kills the ranks.
+// The keeper starts the ranks and reports the exit status of each rank. It forwards signals from this process to the
+// ranks, but sends SIGKILL for SIGUSR2. SIGRTMIN, which is queued, carries the number of a rank to restart. The keeper
+// ends after the ranks. If it is killed, the kernel kills the ranks.
 
 struct Program {
   const char* path;
