@@ -65,8 +65,8 @@ class CapturedWork {
   // Returns the device's CapturedWork if it is recording; otherwise null.
   static CapturedWork* recording_on(c10::Device device);
   bool is_recording() const { return is_recording_; }
-  // If the device has a CapturedWork, throws std::invalid_argument, because `what` cannot be captured. `instead` tells
-  // the user what to do.
+  // If the device has a CapturedWork, throws std::invalid_argument, because `what` cannot be captured. The error
+  // advises the user to do `instead`.
   static void refuse(c10::Device device, const std::string& what, const std::string& instead);
 
   // Adds a description to the recorded collectives, which are compared over the ranks.

@@ -97,7 +97,7 @@ void run() {
     }
     limit = kNoLimit;
     is_ticking() = false;
-  } while (is_used && !is_ticking().exchange(true));  // a reader may have found the thread just before it ended
+  } while (is_used && !is_ticking().exchange(true));  // a reader may have found the thread just before the thread ended
 }
 
 void start_ticking() noexcept {

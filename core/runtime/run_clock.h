@@ -22,7 +22,7 @@ struct RunClock {
   static time_point now() noexcept;
 };
 
-// The largest error of a wait for a deadline of RunClock. The system's waits use another clock, so they are cut into
+// The largest error of a wait until a RunClock deadline. System calls wait by another clock, so a wait consists of
 // slices of at most this length.
 inline constexpr std::chrono::milliseconds kLongestSlice{100};
 inline std::chrono::nanoseconds next_slice(RunClock::time_point until) {
