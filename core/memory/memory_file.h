@@ -26,7 +26,7 @@ class MemoryFile {
   // Opens the file of a notice(), with the flags of ::open(). The result is not open if this fails, or if the notice
   // leads to another file: process ids differ between PID namespaces.
   static MemoryFile open(const std::string& notice, int flags);
-  MemoryFile duplicate() const;  // not open if it fails
+  MemoryFile duplicate() const;  // the result is not open if the call fails
 
   bool is_open() const { return descriptor_ >= 0; }
   int descriptor() const { return descriptor_; }
