@@ -31,7 +31,7 @@ struct MergedTrace {
 //
 // Writes `out` atomically at the end; an existing file must be a merged trace, and is replaced. Throws
 // std::runtime_error, with file and line, if an input cannot be read, is no trace, or is damaged (except for a missing
-// end). Also throws if two inputs have the same rank, or if `out` is another kind of file or cannot be written.
+// end). Also throws if two inputs have one rank of a run, or if `out` is another kind of file or cannot be written.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
 }  // namespace tessera::internal
