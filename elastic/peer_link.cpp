@@ -229,7 +229,7 @@ PeerServer::PeerServer(const std::string& address, std::string id, std::function
   }
   port_ = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&own)->sin6_port
                                           : reinterpret_cast<const sockaddr_in*>(&own)->sin_port);
-  const SigpipeBlock no_sigpipe;  // the server's threads inherit this
+  const SigpipeBlock no_sigpipe;  // the server's threads inherit the blocked signal
   acceptor_ = std::thread([this] { accept_connections(); });
 }
 

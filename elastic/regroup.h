@@ -51,7 +51,7 @@ class Acceptor {
   // Notes that this rank has left the group of the generation, and holds these parts. A no-op for other generations.
   void arrive(int64_t generation, const std::vector<HeldStep>& held);
 
-  // Ends this process's part in decisions: the other members treat it as ended.
+  // Withdraws this process from decisions. The other members then treat the process as ended.
   void retire();
 
   // Returns the answer to a request: {"op": "look" | "prepare" | "accept" | "decided", "generation": ...}.
@@ -108,7 +108,7 @@ class Regroup {
  private:
   struct Seen {
     bool is_gone = false;
-    bool has_answered = false;  // whether it has answered the last request as a member of this group
+    bool has_answered = false;  // whether the member has answered the last request as a member of this group
     bool has_arrived = false;
     std::vector<HeldStep> held;
     RunClock::time_point ask_again{};  // a silent member is asked less often
