@@ -68,7 +68,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;
   uint64_t first = 0;
-  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // most completed and fewest begun forwards of a rank
+  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // most completed, fewest begun forwards of any rank
   std::vector<std::string> kept;
   for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
     std::istringstream words(of_rank);
@@ -86,7 +86,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   require_same_gradients(kept);
 }
 
-// Throws if a parameter of any pass kept a gradient on one rank and none on another. kUnknown matches both.
+// Throws if a parameter kept a gradient on one rank but not on another, in any pass. kUnknown matches both.
 void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::string>& of_ranks) const {
   for (size_t i = 0; i < of_ranks[0].size(); ++i) {
     const auto rank_with = [&](char kept) {
@@ -102,8 +102,8 @@ void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::str
   }
 }
 
-// Returns the numbers whose maxima over ranks are exchanged. By parameter: 1 if used. By bucket: 1 if it had recomputed
-// gradients. With refuse_uneven_use, by parameter: 0 if used, else size - rank, which is largest for the lowest rank.
+// Returns this rank's numbers; ranks exchange their maxima. By parameter: 1 if used. By bucket: 1 if recomputed. With
+// refuse_uneven_use, again by parameter: 0 if used, else size - rank, so that the maximum identifies the lowest rank.
 std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
   numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());

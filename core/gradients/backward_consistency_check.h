@@ -13,29 +13,29 @@
 
 namespace tessera::internal {
 
-// Compares the work of all ranks at the end of a backward pass. One small all-reduce exchanges the used parameters, and
-// a fingerprint of the collectives since the last check. Its size does not depend on the number of ranks. The
-// fingerprints must be equal. With a static graph only the first pass is exchanged, and each rank compares its later
-// passes with that pass.
-// On a device, the host blocks only for results that it needs now. A rank that lacks a gradient blocks for the result.
-// A rank with all gradients reads the result in a later pass. No rank then learns of the others' recomputed gradients,
-// so all ranks must have them for the same buckets. While work is recorded for replays (CapturedWork), nothing is
-// exchanged, and every parameter must have a gradient. Used by one thread at a time.
+// Checks at the end of each backward pass that all ranks did the same work. One small all-reduce exchanges the used
+// parameters, and a fingerprint of the collectives since the last check. The fingerprints must be equal. The size of
+// the message does not depend on the number of ranks. With a static graph (Options::is_static), only the first pass is
+// exchanged. Each rank then compares its later passes with its first pass.
+// On a device, a rank that lacks a gradient blocks until the result arrives. A rank with all gradients reads the result
+// in a later pass. On a device, no rank reads the other ranks' recomputed buckets, so all ranks must recompute the same
+// buckets. While work is recorded for replays (CapturedWork), the check exchanges nothing, and every parameter must
+// have a gradient. Used by one thread at a time.
 class BackwardConsistencyCheck {
  public:
   struct Options {
     bool refuse_uneven_use = false;  // see FsdpOptions::refuse_uneven_use
     bool is_static = false;          // see ReducerOptions::is_static
   };
-  // All references must outlive the check. After the buckets change, forget_first_pass() must be called.
+  // All references must outlive the check. Callers must call forget_first_pass() after they change the buckets.
   BackwardConsistencyCheck(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
                            const Mesh& mesh, const CollectiveLog& log, Options options)
       : parameters_(parameters), buckets_(buckets), mesh_(mesh), log_(log), options_(options) {}
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the parameters and buckets that any rank used. Calls `meanwhile` once, during the exchange. `meanwhile`
-  // returns whether this rank needs the other ranks' use now; if not, the result on a device has this rank's use only.
+  // Returns the parameters and buckets that any rank used. Calls `meanwhile` once during the exchange. If `meanwhile`
+  // returns false on a device, the result contains only this rank's own use.
   // Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives differ, or if
   // refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
@@ -54,7 +54,7 @@ class BackwardConsistencyCheck {
   const Mesh& mesh_;
   const CollectiveLog& log_;
   const Options options_;
-  LateReports late_reports_;  // on a device: reports of earlier passes, not read yet
+  LateReports late_reports_;  // on a device: unread reports of earlier passes
   PassUse first_;             // with a static graph: the use in the first pass; else empty
 };
 

@@ -52,7 +52,7 @@ void BackwardPass::fail_backward() const noexcept {
   if (!inside_backward()) return;
   try {
     at_end_of_backward([gone = gone_text(name())] { throw std::logic_error(gone); });
-  } catch (const std::exception& error) {  // no memory for the callback
+  } catch (const std::exception& error) {  // the callback could not be allocated
     warn(error.what());
   }
 }

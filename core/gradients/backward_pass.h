@@ -10,40 +10,40 @@
 
 namespace tessera::internal {
 
-// Base class of the part of a wrapper that handles gradients. Each backward() is a pass, with these calls:
+// Base class for the gradient reduction of a wrapper. Each backward() is one pass, which makes these calls:
 //
 //   not running -- enter(), by the first of our hooks --> begin() -- the engine's callback --> end()
 //                                                             \--- an exception ends it ---> fail() ... abandon()
 //
-// If a pass fails, the engine destroys the callbacks of the pass. Their destruction calls fail(), before backward()
-// throws. Until then, all hooks belong to the running pass, even on threads that are not the engine's (a custom
-// backward may start one). fail() does not block. recover() blocks; a subclass must call it before its next collective.
+// If a pass fails, autograd's engine destroys the callbacks of the pass before backward() throws. Their destructors
+// call fail(). Until then, all hooks belong to the running pass, even on threads that a custom backward started. fail()
+// does not block. recover() blocks, and a subclass must call recover() before its next collective.
 //
-// Must be owned by a std::shared_ptr. On a device the engine calls back on its own threads, while the user's thread
-// waits in backward(). The mutex orders these calls, and is not recursive. Callbacks to the user (visitors, observers)
-// and operators on the user's tensors may call this object, so they must run without the mutex.
+// Must be owned by a std::shared_ptr. On a device, the engine makes these calls on its own threads, while the user's
+// thread waits in backward(). The mutex serializes the calls, and is not recursive. User callbacks (visitors,
+// observers) and operators on the user's tensors may call this object, so they must run while the mutex is unlocked.
 class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
  public:
   virtual ~BackwardPass() = default;
 
-  // While a returned scope exists, passes do not reduce. Opening or closing one in a backward throws std::logic_error.
+  // While a returned scope exists, passes do not reduce. Opening or closing it in a backward throws std::logic_error.
   ScopeExit no_sync();
   bool reduces() const { return no_sync_scopes_ == 0; }
-  // Sets the number by which sums over ranks are divided, from the next pass on.
+  // Sets the number by which sums of gradients over ranks are divided, from the next pass on.
   virtual void set_divisor(double divisor) = 0;
   virtual std::optional<double> divisor() const = 0;  // empty: the number of ranks
-  // Prepares passes whose work is recorded for replays (CapturedStep). Must be called just before a recording, on the
-  // stream that will record. Throws std::invalid_argument, naming the option, if an option makes the host join a pass.
+  // Prepares passes that will be recorded for replays (CapturedStep). Must be called just before the recording, on the
+  // recording stream. Throws std::invalid_argument, naming the option, if an option makes the host take part in a pass.
   virtual void prepare_capture() = 0;
-  // Must be called before each replay. Abandons a failed pass, and takes over changes of parameters as a forward does.
-  // Throws like prepare_capture(), and throws std::logic_error for changes that a forward would refuse.
+  // Must be called before each replay. Abandons a failed pass, and applies the user's changes of parameters as a
+  // forward does. Throws the errors of prepare_capture(), and std::logic_error for changes that a forward would refuse.
   virtual void prepare_replay() = 0;
 
  protected:
   BackwardPass();
   virtual void begin() = 0;
-  // Called on the engine's thread. backward() rethrows its exceptions. After an exception other than CommError, the
-  // pass has failed and is abandoned at once. A CommError ends the group, so nothing is left to wait for.
+  // Called on the engine's thread. backward() rethrows exceptions of end(). An exception other than CommError fails the
+  // pass, which is abandoned at once. A CommError aborts the group, so no operation is left in flight.
   virtual void end() = 0;
   virtual void fail() = 0;     // called before backward() throws: must not be collective, must not throw
   virtual void abandon() = 0;  // blocks until no operation of the failed pass is in flight
@@ -51,16 +51,16 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void after_end() {}
   // Returns the wrapper's name and rank, for errors.
   virtual std::string name() const = 0;
-  // If this thread runs a backward, makes that backward throw at its end. For the destructor of a subclass: gradients
-  // that the backward has yet to compute would not be reduced.
+  // If this thread runs a backward, makes that backward throw at its end. Destructors of subclasses call this function,
+  // because nothing would reduce the later gradients of that backward.
   void fail_backward() const noexcept;
   // Called for every exception of a pass, before backward() throws, without the mutex. Must not throw.
   virtual void after_failure() {}
 
-  // begin(), end(), fail() and abandon() run with the mutex locked. Callers of enter() and recover() must lock it.
+  // begin(), end(), fail() and abandon() run with `mutex_` locked. Callers of enter() and recover() must lock `mutex_`.
 
-  // Begins a pass unless one is running. Must be called in a backward. The pass ends with the backward that began it,
-  // so of nested backwards the outermost must call enter() first.
+  // Begins a pass; a no-op if a pass is running. Must be called in a backward. The pass ends when this backward ends,
+  // so the outermost of nested backwards must call enter() first.
   void enter();
   bool is_running() const { return !token_.expired(); }
   void recover();  // abandons the last pass if it failed; else a no-op

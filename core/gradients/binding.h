@@ -15,8 +15,8 @@
 
 namespace tessera::internal {
 
-// Returns a callback that may outlive the object of `weak`. The callback calls `call(object, ...)`, or `gone(...)` once
-// the object was destroyed.
+// Returns a callback that may outlive the object of `weak`. The callback calls `call(object, ...)` while the object
+// exists, and `gone(...)` after the object's destruction.
 template <class Object, class Call, class Gone>
 auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
   return [weak = std::move(weak), call = std::move(call), gone = std::move(gone)](const auto&... arguments) {
@@ -25,14 +25,14 @@ auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
   };
 }
 
-// The parameters of a wrapped module, and the autograd nodes that carry the wrapper's hooks. Finds changes that the
-// user made to the parameters since they were wrapped. Used by one thread at a time.
+// The parameters of a wrapped module, and the autograd nodes that carry the wrapper's hooks. Detects changes that the
+// user makes to the parameters after wrapping. Used by one thread at a time.
 //
-// torch::load(), module.to(), set_data() and changes of dtype make autograd drop a parameter's gradient accumulator,
-// and the hook with it. hook() hooks such a parameter again, so it must be called before each graph is recorded.
+// torch::load(), module.to(), set_data() and changes of dtype make autograd drop a parameter's gradient accumulator
+// with its hook. hook() then adds a new hook. So hook() must be called before each forward that records a graph.
 class Binding {
  public:
-  // `who` and `rank` are for errors. require_nothing_new() accepts all parameters that the module has now.
+  // `who` (the wrapper's name) and `rank` are for errors. Later, require_nothing_new() accepts only present parameters.
   Binding(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters, std::string who,
           int rank);
 
@@ -40,16 +40,16 @@ class Binding {
   const at::Tensor& tensor(size_t parameter) const { return parameters_[parameter].tensor; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
 
-  // A callback that gets each gradient before autograd accumulates it, on the engine's thread. Returns the gradient
-  // that autograd must accumulate instead; undefined if it must accumulate none.
+  // A callback that receives each gradient on the engine's thread, before autograd accumulates the gradient. Returns
+  // the tensor that autograd must accumulate instead, or an undefined tensor if autograd must accumulate nothing.
   using Take = std::function<at::Tensor(size_t parameter, const at::Tensor& gradient)>;
   void set_take(Take take) { take_ = std::move(take); }
 
-  // Hooks a parameter that requires a gradient and has no hook of this object. Must not be called in a backward.
+  // Adds a hook if the parameter requires a gradient and has no hook of this object. Must not be called in a backward.
   void hook(size_t parameter);
   void hook_all();
-  // Makes autograd run the hooks on the current stream of the parameters' devices. By default a hook runs on the stream
-  // on which it was made; the default stream cannot be captured. Must not be called in a backward.
+  // Makes autograd run the hooks on the current stream of each parameter's device. By default a hook runs on the stream
+  // of its creation. The default stream cannot be captured. Must not be called in a backward.
   void move_hooks_to_current_stream();
 
   // Throws std::logic_error, naming the parameter, if a parameter was added to the module after it was wrapped.
@@ -58,8 +58,8 @@ class Binding {
   // Throws std::logic_error if the parameter's dtype, shape or device has changed since it was wrapped.
   void require_same_kind(size_t parameter) const;
 
-  // Throws std::logic_error if the parameter has a hook that runs after its gradient is accumulated: one of
-  // set_post_acc_grad_hooks(), or of its accumulator's add_post_hook(). Such a hook would run before ranks average.
+  // Throws std::logic_error if the user added a hook that runs after the gradient is accumulated, with
+  // set_post_acc_grad_hooks() or add_post_hook(). Such a hook would run before the gradient is averaged over ranks.
   void require_no_hook_after(size_t parameter) const;
 
   // Returns the wrapper and the rank, for errors: "DistributedDataParallel on rank 1".
@@ -69,7 +69,7 @@ class Binding {
 
   // Records the version of each parameter, to detect operators in forward that change a parameter.
   void note_versions();
-  // Throws std::logic_error with the name of a parameter that changed since note_versions() (by Embedding's max_norm).
+  // Throws std::logic_error, naming a parameter that changed since note_versions() (by Embedding's max_norm, say).
   void require_same_versions(const char* during) const;
 
  private:
@@ -82,7 +82,7 @@ class Binding {
   std::vector<TensorSignature> kinds_;
   std::unordered_set<const c10::TensorImpl*> known_;
   Take take_;
-  std::vector<Accumulator> accumulators_;  // autograd itself has only weak references
+  std::vector<Accumulator> accumulators_;  // keeps them alive, since autograd has only weak references
   std::vector<int64_t> versions_;
 };
 

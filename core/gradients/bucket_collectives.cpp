@@ -14,12 +14,12 @@ namespace tessera::internal {
 
 namespace {
 
-// Returns a complex tensor as a flat view of real numbers, which collectives can send; any other tensor unchanged.
+// Returns a complex tensor as a flat tensor of real numbers, which collectives can send; other tensors unchanged.
 at::Tensor travelling(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
 }
 
-// Returns the first part in the dtype in which the collective sums. Encodes it into `wire` if the codec requires it.
+// Returns the first part in the dtype that the collective sums, encoded into `wire` unless the codec is the identity.
 at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   const at::Tensor& full = reduction.content.parts[0].values;
   if (codec.is_identity()) return travelling(full);
@@ -28,7 +28,7 @@ at::Tensor encoded(PendingReduction& reduction, const WireCodec& codec) {
   return reduction.wire.view(*codec.sum_dtype());
 }
 
-// Returns memory for the result: that of the first part if it was allocated for the result, else new memory.
+// Returns memory for the result: the first part's memory if it was allocated for the result, otherwise new memory.
 at::Tensor room_for(const PendingReduction& reduction, const GradientBucket& plan) {
   const BucketContent::Part& first = reduction.content.parts[0];
   return first.memory == BucketContent::Memory::kResult ? first.values : plan.result->room(plan.dtype);
@@ -85,7 +85,7 @@ Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const Gra
   return reduce_scatter_pieces(*mesh_.shard, travelling(reduction.target()), std::move(pieces), op(), plan.name);
 }
 
-// Exchanges encoded values by an all-to-all. A rank gets the values of its shard; with owners, the owner gets all.
+// Exchanges encoded values by an all-to-all. Each rank receives its shard, or the bucket's owner receives all values.
 Pending BucketCollectives::exchange_encoded(PendingReduction& reduction, const GradientBucket& plan) {
   const int world = mesh_.shard->size(), rank = mesh_.shard->rank();
   const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;

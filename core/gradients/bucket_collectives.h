@@ -23,8 +23,8 @@ struct ReducerOptions {
   bool is_static = false;           // all passes use the same parameters, so only the first exchanges the use
   size_t in_flight = 2;             // limit of reductions in flight: one is sent while the next bucket fills
   size_t max_lazy_in_flight = 2;    // limit of lazy reductions in flight, which progress only in wait()
-  // A gradient of at least this many bytes may be reduced from autograd's memory. Copying a smaller one into its bucket
-  // costs less than one more message.
+  // A gradient of at least this many bytes may be reduced directly from autograd's memory. For a smaller gradient, a
+  // copy into the bucket costs less than a separate message.
   int64_t zero_copy_bytes = int64_t{256} << 10;
   // Copies reduced gradients to the host. Null if they stay on the device.
   CopyEngine* to_host = nullptr;

@@ -109,7 +109,7 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
   if (parts[0].values.is_cpu()) {
     for (at::Tensor& gap : gaps) gap.zero_();
   } else if (!gaps.empty()) {
-    at::_foreach_zero_(gaps);  // one launch
+    at::_foreach_zero_(gaps);  // one kernel launch for all gaps
   }
 }
 

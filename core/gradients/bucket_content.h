@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// Allocates buffers for buckets, and counts their bytes together with borrowed gradients. Used by one thread at a time.
+// Allocates buffers for buckets. Counts the bytes of buffers and of borrowed gradients. Used by one thread at a time.
 class BucketMemory {
  public:
   explicit BucketMemory(at::Device device) : buffers_(device, MemoryKind::kBuckets) {}
@@ -59,8 +59,8 @@ struct BucketContent {
   };
   std::vector<Part> parts{};   // empty before the first gradient
   std::vector<bool> filled{};  // by member: whether it has a gradient
-  StreamUses uses{};           // the streams that use the memory, because hooks run on the streams of their operators
-  // A small gradient on a device, which waits for others to be copied together with them in one launch.
+  StreamUses uses{};           // streams that use the memory, since each hook runs on the stream of its operator
+  // A small gradient on a device that waits for other small gradients, so that one kernel launch copies them all.
   struct Waiting {
     size_t member;
     at::Tensor gradient;
@@ -80,15 +80,15 @@ struct BucketContent {
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 
-  // Whether wait_for_more() may keep the gradient, to copy it together with others. True for small gradients on a
-  // device, where a launch costs more than the copy.
+  // Whether wait_for_more() may keep the gradient for a later copy together with others. True for small gradients on a
+  // device, where a kernel launch costs more than the copy.
   static bool may_wait(const at::Tensor& gradient);
-  // Keeps a gradient for copy_waiting().
+  // Keeps a gradient until copy_waiting().
   void wait_for_more(size_t member, const at::Tensor& gradient);
-  // Copies a gradient to its place if `is_first`; otherwise adds it to the gradient that is there.
+  // If `is_first`, copies a gradient to its place in the bucket; otherwise adds it to the gradient in that place.
   void put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first);
-  // Copies the waiting gradients. Throws std::logic_error, naming parameter and rank, if one was changed since it was
-  // added. `parameters` is the reducer's list.
+  // Copies the waiting gradients to their places. Throws std::logic_error, naming parameter and rank, if a gradient was
+  // changed after wait_for_more(). `parameters` is the reducer's list of parameters.
   void copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters, int rank);
   // Zeros the places of absent members. If `between_members`, also zeros the padding between and after members. All
   // parts must be allocated.

@@ -13,8 +13,8 @@
 
 namespace tessera::internal {
 
-// Logs the collectives of one rank since the last backward, to compare them with other ranks. Keeps a rolling
-// fingerprint, and for errors the texts of the latest collectives.
+// Logs the collectives of one rank since the last backward, for a comparison with the logs of other ranks. Keeps a
+// rolling fingerprint of all collectives. For errors, also keeps the names of the latest collectives.
 class CollectiveLog {
  public:
   // `operation` must be a string literal; `unit` must outlive the log. An empty `divisor` means the world size.
@@ -25,16 +25,16 @@ class CollectiveLog {
   }
   // Adds an operation on the whole model.
   void add(const char* operation) { add(operation, model(), -1); }
-  // Adds a forward whose backward will reduce. This entry detects a rank that skips a backward. Undetected, it would
-  // from then on average its gradients with those of the other ranks' previous step.
+  // Adds a forward whose backward will reduce gradients. This entry detects a rank that skips a backward. Without the
+  // entry, later reductions would average that rank's gradients with gradients of the other ranks' previous step.
   void add_forward() {
     add_entry({"forward", &model(), -1});
     ++uncompared_.forwards;
   }
-  // Adds a forward that threw on this rank. Other ranks may have completed it, or this rank may have to repeat it.
+  // Adds a forward that threw on this rank. Other ranks may have completed the forward, or this rank may repeat it.
   void add_failed_forward() { ++uncompared_.failed_forwards; }
-  // Adds whether the next parameter has a gradient to which backward will add. If that gradient is empty, the entry
-  // matches any other, because an optimizer may not clear the gradients of empty parameters.
+  // Adds whether the next parameter has a gradient to which backward will add. The entry of an empty gradient matches
+  // any entry, because an optimizer may not clear the gradients of empty parameters.
   void add_kept(bool is_kept, bool is_empty) {
     uncompared_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
@@ -79,7 +79,7 @@ class CollectiveLog {
   }
   void add_entry(Entry entry) {
     entries_.push_back(entry);
-    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // drops the oldest entry, in a long evaluation
+    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation drops its oldest entries
   }
 
   Fingerprint fingerprint_;

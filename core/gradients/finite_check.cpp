@@ -35,7 +35,7 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
     const std::vector<at::Tensor> alike(gradients.begin(), others);
     const at::Tensor largest = at::stack(at::_foreach_norm(alike, std::numeric_limits<double>::infinity()));
     flag = at::maximum(flag, at::isfinite(largest).all().logical_not().to(device, at::kByte));
-    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // this norm does not scale the gradients
+    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // nothing scales the gradients by this norm
     gradients.erase(gradients.begin(), others);
   }
   return flag;
@@ -54,7 +54,7 @@ void require_finite(const std::vector<GradientBucket>& buckets, const std::vecto
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket)
     if (reduced[bucket]) add_gradients(buckets[bucket], gradients);
   if (!of_all_ranks(flag_of(std::move(gradients), comm.device()), comm).any().item<bool>()) return;
-  // All ranks know now that a gradient of some bucket is not finite. A second exchange finds the bucket and ranks.
+  // Some rank has a gradient that is not finite. A second exchange finds the buckets and ranks.
   std::vector<at::Tensor> flags;
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     std::vector<at::Tensor> own;

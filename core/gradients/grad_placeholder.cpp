@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// Attached to a placeholder. Its destructor notifies the owner. libtorch copies the reference in detach().
+// Attached to a placeholder. Its destructor notifies the owner. detach() copies the reference to the attached Notice.
 struct GradPlaceholder::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : placeholder(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}

@@ -14,21 +14,21 @@
 
 namespace tessera::internal {
 
-// The content of a tensor's `.grad`, as the wrapper knows it.
+// The state of a tensor's `.grad`, as the wrapper tracks it.
 enum class GradState {
   kOrdinary,      // undefined, or the average over ranks
-  kPlaceholder,   // FSDP, in a parameter of the module: the gradient is in the shard's `.grad`
+  kPlaceholder,   // FSDP, on a parameter of the module: the gradient is in the shard's `.grad`
   kAccumulating,  // this rank's own sum, made under no_sync(); a step must not use it
-  kLost,          // a failed backward lost it: a step must not run before zero_grad()
+  kLost,          // a failed backward lost the gradient: a step must not run before zero_grad()
   kUsers          // a tensor that the user has assigned
 };
 
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
-// A placeholder has the shape, dtype and device of a gradient, but no data. Any operator on it, except zero_(), throws
-// std::logic_error with the reason. zero_grad() may reset `.grad` or zero it. Both notify the owner at once; a reset
-// does so by destroying the last reference to the placeholder. So a step before zero_grad() throws, and a step after
-// zero_grad() does the same as on ordinary tensors.
+// A placeholder has the shape, dtype and device of a gradient, but no data. Any operator on a placeholder, except
+// zero_(), throws std::logic_error with the reason. zero_grad() either resets `.grad` or calls zero_(). Both notify the
+// owner at once; a reset destroys the last reference to the placeholder. So an optimizer's step throws before
+// zero_grad(), and works as with ordinary tensors after zero_grad().
 //
 // Events are called on the thread that clears the gradient.
 class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
@@ -44,9 +44,9 @@ class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPl
   // Returns the reason for a gradient that a failed backward has lost. `label`: see Binding::label().
   static std::string lost(const std::string& label);
 
-  // Replaces leaf.grad by a placeholder; a no-op if it is one of this object. `name` is for errors.
+  // Replaces leaf.grad by a placeholder; a no-op if leaf.grad already is this placeholder. `name` is for errors.
   void put(size_t index, const std::string& name, const at::Tensor& leaf);
-  // Whether leaf.grad is the placeholder of this object.
+  // Whether leaf.grad is this object's placeholder with this index.
   bool is_in(size_t index, const at::Tensor& leaf) const;
   // Throws std::logic_error with the reason.
   [[noreturn]] void refuse_step(size_t index) const { throw std::logic_error(events_.reason(index)); }

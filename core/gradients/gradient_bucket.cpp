@@ -51,10 +51,10 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
     at::Tensor& grad = members_[i].leaf.mutable_grad();
     if (grad.defined()) {
       add_to(grad, part_of(values, i));
-      if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user has assigned this gradient
+      if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user assigned this gradient
       forget_norm(grad);
     } else {
-      // Detaches the part, because zero_grad() cannot detach a view that autograd knows.
+      // Detaches the part, because zero_grad() cannot detach a view that autograd tracks.
       const at::Tensor part = part_of(values, i);
       grad = as_gradient(becomes_gradient ? part.detach() : part.clone(), i);
     }
@@ -116,7 +116,7 @@ BucketRoute route_of(const GradientBucket& bucket, const Mesh& mesh, int64_t zer
       route.codec->is_identity() && bucket.layout.full_numel() > 0 && exchanges_pieces(*mesh.shard);
   const bool is_large = sends_pieces && has_one_member && bucket.bytes() >= zero_copy_bytes;
   route.reduces_apart = is_large && cut == Cut::kByOwner;
-  // On a device, adopts none: autograd's gradient may belong to another stream than the one that uses `.grad`.
+  // Never adopts on a device, where autograd's gradient and `.grad` may belong to different streams.
   route.adopts = is_large && cut == Cut::kWhole && mesh.world->device().is_cpu();
 
   if (cut == Cut::kEvenly && sends_pieces) {

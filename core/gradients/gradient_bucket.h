@@ -18,18 +18,18 @@
 
 namespace tessera::internal {
 
-// Makes reduced values the gradients of several leaf tensors. A value becomes `.grad` if `.grad` is undefined;
-// otherwise it is added to `.grad`.
+// Makes reduced values the gradients of several leaf tensors. If a leaf's `.grad` is undefined, its values become
+// `.grad`; otherwise they are added to `.grad`.
 //
-// A leaf is a tensor of an optimizer: a shard (FSDP), or a whole parameter (DDP, and its owner under SDP). The
-// gradients of one pass are views of one allocation, and its only owners. So zero_grad() frees the allocation, and the
-// allocator (on a CPU the MemoryCache) reuses it for the next pass. Used by one thread at a time, with autograd off.
+// A leaf is a tensor that an optimizer steps: a shard (FSDP), or a whole parameter (DDP, and on the owner under SDP).
+// The gradients of one pass are views of one allocation, and nothing else references the allocation. So zero_grad()
+// frees it, and the allocator (on a CPU, MemoryCache) reuses its memory for the next pass.
 class GradientBuffer {
  public:
   struct Member {
     at::Tensor leaf;
     ParameterGeometry geometry;  // sizes and strides of the leaf's gradient
-    int64_t offset = 0;          // of the gradient in the buffer, in elements
+    int64_t offset = 0;          // offset of the gradient in the buffer, in elements
     // The label for as_part_of_gradient() if other ranks hold the rest of the gradient; otherwise "".
     std::string part_label = {};
   };
@@ -46,14 +46,14 @@ class GradientBuffer {
   // Allocates memory for values, [numel()] of `dtype`.
   at::Tensor room(at::ScalarType dtype) const { return memory_(numel_, dtype); }
 
-  // Makes `values`, [numel()], the gradients of the leaves in `used`, or adds them to existing gradients. If is_free(),
-  // the gradients may share the memory of `values`, to which the caller must hold the only reference.
+  // Makes `values`, [numel()], the gradients of the leaves whose entry in `used` is true, or adds them to existing
+  // gradients. If is_free(), the gradients may share the memory of `values`; the caller must hold the only reference.
   void accept(const at::Tensor& values, const std::vector<bool>& used);
 
   // Returns the leaves whose entry in `used` is true; all leaves if `used` is empty.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 
-  // Returns the bytes of the shared allocation and of gradients that are not views of it, without placeholders.
+  // Returns the bytes of the shared allocation and of all gradients outside this allocation, without placeholders.
   int64_t bytes() const;
   // Returns the shared allocation if every leaf's gradient is a view of it; otherwise an undefined tensor.
   at::Tensor whole_gradient() const;
@@ -73,7 +73,7 @@ class GradientBuffer {
   const at::ScalarType dtype_;
   const Memory memory_;
   const bool as_views_;
-  c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // the last allocation
+  c10::weak_intrusive_ptr<c10::StorageImpl> shared_{c10::intrusive_ptr<c10::StorageImpl>()};  // the latest allocation
 };
 
 // How a bucket's gradients are sent to the other ranks.
@@ -81,12 +81,12 @@ struct BucketRoute {
   std::vector<BucketPiece> pieces;         // the tensors that make up the buffer, in order, at least one
   std::vector<size_t> piece_of;            // by member: the index of its piece
   std::shared_ptr<const WireCodec> codec;  // encodes the values to send
-  bool adopts = false;                     // the only gradient is reduced in its own memory, which becomes `.grad`
-  bool reduces_apart = false;              // the owner sends from one memory and receives into another
+  bool adopts = false;                     // the bucket's only gradient is reduced in place, and becomes `.grad`
+  bool reduces_apart = false;              // the owner sends from one buffer and receives into another
 };
 
-// Gradients that share one buffer and one collective. The layout defines how the buffer is cut: evenly (a
-// reduce-scatter: FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
+// Gradients that share one buffer and one collective. The layout cuts the buffer in one of three ways: evenly for a
+// reduce-scatter (FSDP), by owner for a reduce to one owner (SDP), or whole for an all-reduce (DDP).
 struct GradientBucket {
   std::string name;                           // for errors: "unit 'blocks.3'"
   std::vector<size_t> members;                // parameters, as indices of the reducer's list, in the layout's order
@@ -96,7 +96,7 @@ struct GradientBucket {
   at::ScalarType dtype = at::kFloat;         // dtype in which this rank accumulates gradients
   std::optional<at::ScalarType> wire_dtype;  // dtype in which floating-point gradients are sent; empty: `dtype`
   WireFormat wire = WireFormat::kDtype;      // ignored for buckets that are cut whole
-  GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if this rank gets none
+  GradientBuffer* result = nullptr;          // makes this rank's part `.grad`; null if this rank receives no part
 
   BucketRoute route{};  // set by GradientReducer
 

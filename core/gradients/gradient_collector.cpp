@@ -8,15 +8,15 @@
 namespace tessera::internal {
 namespace {
 
-// Whether the caller has the only reference to a gradient and to its memory. If the gradient is a view (as a linear
-// layer's weight gradient, a transposed product), its base must have no other reference either.
+// Whether the caller holds the only reference to a gradient and to its memory. The gradient may be a view: a linear
+// layer's weight gradient is a transposed product. The base of a view must have no other reference either.
 bool is_held_once(const at::Tensor& gradient) {
   const bool has_base = gradient.is_view() && gradient._base().use_count() == 1;
   return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);
 }
 
-// Whether a gradient can be sent from its own memory. A gradient with other references must be copied: a hook that
-// holds one may write through data(), which does not change the version. Autograd also copies such gradients.
+// Whether a gradient can be sent from its own memory. A gradient with other references must be copied, as in autograd:
+// a hook that holds a reference may write through data(), which does not change the version.
 bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.route.pieces[plan.route.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
@@ -65,7 +65,7 @@ void GradientCollector::begin_pass() {
 }
 
 void GradientCollector::note_arrival(size_t parameter) {
-  if (std::exchange(places_[parameter].has_arrived, true)) return;  // a second gradient, of a recomputed part
+  if (std::exchange(places_[parameter].has_arrived, true)) return;  // a second gradient, from a recomputed part
   arrivals_.push_back(parameter);
   if (size_t& missing = slots_[places_[parameter].bucket].missing; missing > 0) --missing;
 }
@@ -111,7 +111,7 @@ void GradientCollector::collect(BucketContent& content, size_t bucket, size_t me
   content.put(plan, member, gradient, is_first);
 }
 
-// Allocates a piece. If this rank gets the whole bucket, places the gradients in the result's memory if possible.
+// Allocates a piece. Uses the result's memory if this rank receives the whole bucket and the result has no gradient.
 void GradientCollector::make_room(BucketContent& content, size_t bucket, size_t piece) {
   const GradientBucket& plan = buckets_[bucket];
   const int64_t numel = plan.route.pieces[piece].range.numel();
@@ -155,13 +155,13 @@ BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
     if (!content.parts[piece].values.defined()) make_room(content, bucket, piece);
   copy_waiting(content, bucket);
   content.uses.join();
-  // Padding must be zero in encoded blocks, whose scale it affects, and initialized in the gradient of a shard.
+  // Padding must be zero in encoded blocks, because it affects their scale, and initialized in a shard's gradient.
   content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || !plan.route.codec->sum_dtype());
   if (plan.route.adopts) adopt(content, bucket);
   return content;
 }
 
-// Turns a borrowed gradient into the bucket's own memory. The reduction writes to this memory, which becomes `.grad`.
+// Makes a borrowed gradient the bucket's own memory. The reduction writes to this memory, which becomes `.grad`.
 void GradientCollector::adopt(BucketContent& content, size_t bucket) {
   BucketContent::Part& part = content.parts[0];
   if (part.memory != BucketContent::Memory::kBorrowed) return;

@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Places the gradients of a pass in buckets, and tracks which buckets are full. Does not communicate: ReductionQueue
-// reduces the contents. Used by one thread at a time, with autograd off.
+// Places the gradients of a pass in buckets, and counts the missing gradients of each bucket. Does not communicate:
+// ReductionQueue reduces the contents. Used by one thread at a time, with autograd off.
 class GradientCollector {
  public:
   struct Options {
@@ -32,10 +32,10 @@ class GradientCollector {
   bool has_content(size_t bucket) const { return slots_[bucket].content.is_begun(); }
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
 
-  // Places a gradient of any layout. `is_recomputed`: the reduction of the parameter's bucket has already begun, for
-  // example because backward recomputes a part of the model.
+  // Places a gradient of any layout. `is_recomputed` must be true if the reduction of the parameter's bucket has begun,
+  // for example because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
-  // Must be called when the parameter has its gradient or gets none. A bucket is full when all members have arrived.
+  // Must be called when a parameter's gradient was placed or is absent. A bucket is full when all members have arrived.
   void note_arrival(size_t parameter);
 
   // Removes and returns the content of a bucket, with zeros for absent gradients.
@@ -63,7 +63,7 @@ class GradientCollector {
   };
   struct Slot {
     BucketContent content, recomputed;
-    size_t expected = 0, missing = 0;  // numbers of gradients of this pass: all, and not yet arrived
+    size_t expected = 0, missing = 0;  // gradients of this pass: all of them, and those that have not arrived
   };
 
   void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);

@@ -16,7 +16,7 @@ namespace {
 #define TESSERA_PART_KEY DeferredInit
 constexpr auto kPartKey = c10::DispatchKey::TESSERA_PART_KEY;
 
-// The mark of a view by as_part_of_gradient(). libtorch copies the reference to results of data() and detach().
+// Marks a view from as_part_of_gradient(). libtorch copies the reference to results of data() and detach().
 struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;

@@ -6,16 +6,16 @@
 
 namespace tessera::internal {
 
-// Returns a view of `gradient` for the `.grad` of a leaf of which other ranks hold the rest. On such a view,
-// torch::nn::utils::clip_grad_norm_ would compute the norm of this rank's part only, and scale each part differently.
-// So after a norm of the view was computed, scaling the view in place by a tensor [] throws std::logic_error, naming
-// `label` ("parameter 'fc.weight' on rank 1"). Other operators behave as on `gradient`.
+// Returns a view of `gradient` for the `.grad` of a leaf that is one rank's part of a parameter. On such a view,
+// torch::nn::utils::clip_grad_norm_ would compute the norm of this rank's part only, and each rank would scale its part
+// differently. So after an operator computed a norm of the view, scaling the view in place by a scalar tensor throws
+// std::logic_error with `label` ("parameter 'fc.weight' on rank 1"). Other operators behave as on `gradient`.
 at::Tensor as_part_of_gradient(const at::Tensor& gradient, const std::string& label);
 
-// Whether `gradient` is a result of as_part_of_gradient(), or was detached from one.
+// Whether `gradient` is a view from as_part_of_gradient(), or was detached from such a view.
 bool is_part_of_gradient(const at::Tensor& gradient);
 
-// Permits scaling again: the gradient has new values, or its norm over all ranks is known. A no-op on other tensors.
+// Permits scaling again, after new values or after the norm over all ranks was computed. A no-op on other tensors.
 void forget_norm(const at::Tensor& gradient);
 
 }  // namespace tessera::internal

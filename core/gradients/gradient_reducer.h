@@ -28,12 +28,12 @@ enum class BucketState : uint8_t {
   kReduced,  // its reduction has begun; later gradients need a second reduction
 };
 
-// Reduces the contents of buckets in one order on all ranks. Each reduction passes through these stages, each with
-// a limit of reductions in flight:
+// Reduces the contents of buckets in the same order on all ranks. Each reduction passes through these stages. Each
+// stage limits its number of reductions in flight:
 //
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
-// A result becomes `.grad` if this rank has a gradient for each member. If not, the result waits for accept_waiting():
+// If this rank has all members' gradients, the result becomes `.grad`. Otherwise the result waits for accept_waiting():
 // a member without a gradient on any rank keeps its `.grad`. Used by one thread at a time, with autograd off.
 class ReductionQueue {
  public:
@@ -51,7 +51,7 @@ class ReductionQueue {
   // See BucketCollectives::set_divisor().
   void set_divisor(std::optional<double> divisor) { collectives_.set_divisor(divisor); }
   const std::optional<double>& divisor() const { return collectives_.divisor(); }
-  // A callback that gets the leaves of a bucket when their gradients are final.
+  // A callback that receives the leaves of a bucket when their gradients are final.
   using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
   void set_observer(Observer observer) { observer_ = std::move(observer); }
   bool has_observer() const { return observer_ != nullptr; }
@@ -74,7 +74,7 @@ class ReductionQueue {
   void discard();
 
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
-  // Makes the waiting results `.grad`. `used`: by parameter, whether any rank has a gradient.
+  // Makes the waiting results `.grad`. `used` has a flag for each parameter: whether any rank has a gradient.
   void accept_waiting(const std::vector<bool>& used);
 
  private:
@@ -105,10 +105,10 @@ class ReductionQueue {
 //
 //   gradients -> GradientCollector -> full buckets -> ReductionQueue -> GradientBuffer -> .grad
 //
-// A full bucket waits for the buckets before it in the pass's order. At the end of backward, gradients that this rank
-// does not have count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds parameters without a gradient
-// on any rank; these keep their `.grad`. The all-reduce also finds buckets that got gradients after their reduction
-// began, because backward recomputed a part of the model. Such gradients are reduced at the end.
+// A full bucket waits for the buckets before it in the pass's order. At the end of backward, absent gradients of this
+// rank count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds parameters without a gradient on any
+// rank; these parameters keep their `.grad`. The all-reduce also finds buckets that received gradients after their
+// reduction began, because backward recomputed a part of the model. Such gradients are reduced at the end.
 //
 // Under no_sync() buckets keep their sums for a later pass. Used by one thread at a time, with autograd off.
 class GradientReducer {
@@ -127,15 +127,15 @@ class GradientReducer {
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
   // Begins a pass that reduces the buckets in `order` first, then others as their gradients arrive. Skips buckets
-  // without trained parameters, unless `frozen_too` is set because some ranks may add kept sums to such buckets.
+  // without trained parameters. Set `frozen_too` to keep such buckets, if some ranks may add kept sums to them.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
-  // Adds a gradient of any layout; undefined if the parameter has none. Returns whether its bucket is full now.
+  // Adds a parameter's gradient of any layout; undefined means none. Returns whether its bucket is full now.
   bool add(size_t parameter, const at::Tensor& gradient);
-  // Starts reducing full buckets, as far as the order allows. Must not be called in a pass that does not reduce. The
-  // caller should first free memory that buckets may reuse.
+  // Starts reducing full buckets, up to the first bucket in the order that is not full. Must not be called in a pass
+  // that does not reduce. The caller should first free memory that buckets may reuse.
   void start_full_ones();
-  // Adds the sum of earlier passes. The reducer may keep a reference to `sum`. Must be called after begin(). add() must
-  // still be called for the parameter in this pass.
+  // Adds a parameter's sum of earlier passes. The reducer may keep a reference to `sum`. Must be called after begin().
+  // add() must still be called for the parameter in this pass.
   void add_kept(size_t parameter, const at::Tensor& sum) { place(parameter, sum); }
   // Ends the pass, and adds each result to `.grad`. Collective. Throws CommError; std::invalid_argument on all ranks if
   // their reductions differ; and the errors of BackwardConsistencyCheck and require_finite().
