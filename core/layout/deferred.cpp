@@ -20,12 +20,12 @@
 
 namespace tessera::internal {
 
-// The dispatch key of recording, which no other file names. libtorch reserves this key for modes with a boxed fallback,
-// and does not use it.
+// The dispatch key of recording; no other file names this key. libtorch reserves the key for modes with a boxed
+// fallback, and does not use it.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
-// Records the calls of constructors, in order. The tape holds descriptions of tensors; the tensors own the tape.
+// Records the calls of constructors, in order. The tape refers to tensors by views; the tensors own the tape.
 class Tape {
  public:
   // A view of one of the tape's storages.
@@ -41,7 +41,7 @@ class Tape {
   };
   struct Call {
     c10::OperatorHandle op;
-    torch::jit::Stack arguments;  // with undefined tensors in the place of the views
+    torch::jit::Stack arguments;  // with undefined tensors in place of the views
     std::vector<Argument> views;
     std::vector<std::optional<size_t>> made;  // by result: the index of the new storage, if any
   };
@@ -115,8 +115,8 @@ void take_views(Tape& tape, Tape::Call& call) {
   }
 }
 
-// Replaces ordinary tensors, which cannot be mixed with meta tensors, by meta tensors of their shapes. Keeps index
-// tensors, which can be mixed, because the shape of a masked result depends on the mask's values.
+// Replaces ordinary tensors by meta tensors of the same shape, because operators cannot mix the two kinds. Keeps index
+// tensors, which may be mixed: the shape of a masked result depends on the mask's values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -164,7 +164,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (!is_factory && !concerns) return op.callBoxed(stack);  // all tensors are ordinary
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // Replaces the device in options that were copied from a deferred tensor, which is meta.
+    // Replaces the meta device, which the options may have copied from a deferred tensor.
     if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }
@@ -173,7 +173,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
     call.made.push_back(adopt(recording, result));
   const auto dtype = schema.argumentIndexWithName("dtype");
-  if (is_factory && dtype && call.arguments[*dtype].isNone())  // the default may change before the replay
+  if (is_factory && dtype && call.arguments[*dtype].isNone())  // the default dtype may change before the replay
     call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
   tape.calls.push_back(std::move(call));
 }
@@ -182,7 +182,7 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Held while operators without a generator argument run. The default generator then has the tape's state.
+// Locked while an operator without a generator argument runs. The default generator then has the tape's state.
 std::mutex default_generator_mutex;
 
 // Runs the calls of a tape.
@@ -192,7 +192,7 @@ class Replay {
     generator_.set_state(tape_->generator_state);
   }
   bool done() const { return next_ == tape_->calls.size(); }
-  // Runs the next call. Then calls final(index, tensor) for each storage that no later call needs, and frees it.
+  // Runs the next call. Then calls final(index, tensor) for each storage without a later use, and frees the storage.
   template <class Final>
   void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];
@@ -246,7 +246,7 @@ class Replay {
   const std::shared_ptr<Tape> tape_;
   at::Generator generator_;
   size_t next_ = 0;
-  std::map<size_t, at::Tensor> real_;  // by index of a storage: a tensor on the storage
+  std::map<size_t, at::Tensor> real_;  // by storage index: a tensor that owns the storage
 };
 
 }  // namespace
@@ -344,7 +344,7 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
   }
 }
 
-// Changes the TensorImpl directly, because set_data() refuses to change the kind of device.
+// Replaces the data through the TensorImpl, because set_data() cannot change the device type.
 void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }

@@ -29,27 +29,27 @@ class OrdinaryScope {
 // Reads the elements [begin, end) of a tensor, in memory order, into host memory.
 using ReadElements = std::function<void(Range elements, void* target)>;
 
-// Makes a deferred tensor whose values `read` can load in any part, from a file for example. FullyShardedDataParallel
-// lets each rank read its own part, regardless of FsdpOptions::sync_module_states. The filled tensor is on `device`.
+// Makes a deferred tensor. `read` can load any range of its values, for example from a file. FullyShardedDataParallel
+// lets each rank read its own range, regardless of FsdpOptions::sync_module_states. The filled tensor is on `device`.
 // Strides must have no holes or overlaps. In deferred(), an operator on such a tensor throws std::logic_error, because
-// the operator could not be replayed for a part.
+// the operator could not be replayed for a range.
 at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, at::ScalarType dtype,
                          at::Device device, ReadElements read);
 
 // Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// Returns the device of a tensor's values, or of a deferred tensor's future values (the CPU for recorded ones).
+// Returns the device of a tensor's values. A deferred tensor's values will be on this device (the CPU if recorded).
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed
 // together. Calls ready(batch, values) once for each batch, as soon as its values are final. Values have the shapes and
-// strides of the given tensors, on the device that the constructor named. Frees memory as soon as no later call or
-// batch needs it. A batch without recorded tensors is ready at the start. May be called again.
+// strides of the given tensors, and the device of the recorded constructor call. Frees memory after its last use. A
+// batch without recorded tensors is ready at the start. May be called again.
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
                      const std::function<void(size_t batch, const std::vector<at::Tensor>& values)>& ready);
 
-// Gives a deferred tensor the data of `values`. Keeps its TensorImpl.
+// Makes a deferred tensor share the data of `values`. Keeps the tensor's TensorImpl.
 void fill_deferred(const at::Tensor& tensor, const at::Tensor& values);
 
 }  // namespace tessera::internal

@@ -29,7 +29,7 @@ at::Tensor copy_on(const at::Tensor& tensor, at::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
 }
 
-// Fills integers with zeros, which are valid indices, and others with ones, which are valid weights of multinomial().
+// Returns a CPU tensor of valid values: zeros for integers (valid indices), else ones (valid weights of multinomial()).
 at::Tensor example_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_meta()) return tensor;
   return copy_on(tensor, at::kCPU).fill_(at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) ? 0 : 1);

@@ -8,8 +8,8 @@
 
 namespace tessera::internal {
 
-// The offsets of parameters that share a flat buffer, and the part of the buffer that each rank gets. Uses only
-// integers, so it can be tested without tensors or ranks.
+// The offsets of parameters in a shared flat buffer, and each rank's part of the buffer. Uses only integers, so tests
+// need no tensors or ranks.
 //
 //   | p0 ..... pad | p1 .. pad | p2 ........ | pad |
 //   |   rank 0     |    rank 1     |    rank 2     |   kEvenly: FSDP's shards and reduce-scatters
@@ -17,8 +17,8 @@ namespace tessera::internal {
 //   |          every rank                          |   kWhole: DDP
 //
 // Parameters start at multiples of `alignment_numel`. So a parameter in the buffer is aligned like an ordinary tensor,
-// and kernels give the same bits. If the cut is even, the end is padded to a multiple of the world size. (Like FSDP1's
-// FlatParameter, but padding is not part of a parameter's view.)
+// and kernels compute the same bits. If the cut is even, the buffer's end is padded to a multiple of the world size.
+// (Like FSDP1's FlatParameter, but padding is not part of a parameter's view.)
 class FlatLayout {
  public:
   enum class Cut { kEvenly, kByOwner, kWhole };
@@ -30,7 +30,7 @@ class FlatLayout {
   static FlatLayout whole(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
     return {std::move(parameter_numels), Cut::kWhole, world_size, alignment_numel};
   }
-  // `owners` must have a rank for each parameter, in ascending order. Otherwise also throws std::invalid_argument.
+  // `owners` must have a rank for each parameter, in ascending order; otherwise throws std::invalid_argument.
   static FlatLayout by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
                              int64_t alignment_numel);
 
@@ -46,7 +46,7 @@ class FlatLayout {
   int64_t parameters_numel() const { return parameters_numel_; }  // number of elements without padding
   int64_t full_numel() const { return full_numel_; }
 
-  // Returns the part of the flat buffer that `rank` gets.
+  // Returns the part of the flat buffer that belongs to `rank`.
   Range shard(int rank) const;
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
   // Returns the size of every rank's shard, if the cut is even.
@@ -54,7 +54,7 @@ class FlatLayout {
   // Returns the shard sizes by rank, for collectives; empty if all shards have one size.
   std::vector<int64_t> counts() const;
 
-  // Returns the part of the parameter that `rank` gets, in elements of the parameter; {0, 0} if there is none.
+  // Returns the part of a parameter that belongs to `rank`, in elements of the parameter; {0, 0} if there is none.
   Range owned(int64_t parameter, int rank) const;
 
   // Returns the offset of owned(parameter, rank) in the rank's shard; 0 if that part is empty.
@@ -69,7 +69,7 @@ class FlatLayout {
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
   int64_t full_numel_ = 0;
-  std::vector<int64_t> begins_;  // kByOwner: the beginning of each rank's shard, and the end of the last
+  std::vector<int64_t> begins_;  // kByOwner: the begin of each rank's shard, then the end of the last shard
 };
 
 }  // namespace tessera::internal

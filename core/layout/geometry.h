@@ -11,7 +11,7 @@ namespace tessera::internal {
 // The shape of a parameter, and the order of its elements in a flat buffer.
 struct ParameterGeometry {
   std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;  // the parameter's own strides if it is dense, else row-major ones
+  std::vector<int64_t> strides;  // the parameter's own strides if it is dense, else row-major strides
 };
 
 inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
@@ -20,7 +20,7 @@ inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
   return {parameter.sizes().vec(), {row_major.begin(), row_major.end()}};
 }
 
-// Returns the view of a 1-D flat buffer with this geometry, beginning at element `offset`.
+// Returns a view of a 1-D flat buffer with this geometry. The view begins at element `offset` of the buffer.
 inline at::Tensor view_in(const at::Tensor& flat, const ParameterGeometry& geometry, int64_t offset) {
   return flat.as_strided(geometry.sizes, geometry.strides, flat.storage_offset() + offset);
 }

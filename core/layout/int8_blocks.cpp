@@ -17,10 +17,10 @@ namespace {
 constexpr int64_t kLevels = 127;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int64_t kGrainBlocks = 128;
-// Smaller scales are rounded so coarsely that a quotient may not fit into 8 bit. Such blocks become zeros.
+// Smaller scales are subnormal and inexact, so a quotient may not fit into 8 bits. Such blocks are encoded as zeros.
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 
-// Compares absolute values as integers, which is vectorized. As an integer, a NaN exceeds infinity.
+// Compares absolute values as integers, because that loop vectorizes. As an integer, a NaN exceeds infinity.
 float scale_of(const float* values, int64_t numel) {
   int32_t largest = 0;
   for (int64_t i = 0; i < numel; ++i) largest = std::max(largest, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);
@@ -31,14 +31,14 @@ float scale_of(const float* values, int64_t numel) {
 void encode_block(const float* values, int64_t numel, float& scale, int8_t* codes) {
   scale = scale_of(values, numel);
   if (!(scale >= kSmallestScale)) return static_cast<void>(std::fill_n(codes, numel, int8_t{0}));
-  // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. The low bits of the sum then have that integer.
+  // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. The low bits of the sum then hold the integer.
   constexpr float kRounds = 12582912.0F;
   for (int64_t i = 0; i < numel; ++i)
     codes[i] =
         static_cast<int8_t>(std::bit_cast<int32_t>(values[i] / scale + kRounds) - std::bit_cast<int32_t>(kRounds));
 }
 
-// Returns the blocks as rows, [blocks, block_numel], with the last one padded with zeros.
+// Returns the blocks as rows, [blocks, block_numel]. Pads the last row with zeros.
 at::Tensor in_rows(const at::Tensor& flat, int64_t block_numel) {
   const int64_t rest = flat.numel() % block_numel;
   return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, block_numel - rest})).view({-1, block_numel});

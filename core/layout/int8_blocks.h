@@ -11,14 +11,14 @@ namespace tessera::internal {
 // Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
 // its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, with an
 // error of at most half a scale. Decoding gives the same bits everywhere. A block with a subnormal scale decodes to
-// zeros. A block with an infinite or NaN element decodes to NaN, so that checks find it. A value that fp32 cannot hold
-// counts as infinite.
+// zeros. A block with an infinite or NaN element decodes to NaN, so that later checks find it. Values beyond the range
+// of fp32 count as infinite.
 //
-// Encoded bytes are the fp32 scales, one for each block, then the int8 codes. They must start at a multiple of 4. CPUs
-// encode on intra-operator threads, other devices by torch's operators. The results have the same bits.
+// Encoded bytes hold one fp32 scale for each block, then the int8 codes. They must start at a multiple of 4. CPUs
+// encode on intra-operator threads, and other devices by torch operators. Both compute the same bits.
 class Int8Blocks final : public WireCodec {
  public:
-  static constexpr int64_t kWireBlockNumel = 256;  // the scales add 1.6 %
+  static constexpr int64_t kWireBlockNumel = 256;  // the scales add 1.6 % to the bytes
 
   // `block_numel` is the number of elements that share a scale.
   explicit Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}

@@ -24,7 +24,7 @@ Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy, int rank
     mesh.shard = world->split_by([=](int rank) { return rank / copy_ranks; });
     mesh.replicas = world->split_by([=](int rank) { return rank % copy_ranks; });
   }
-  // The ranks of a copy are consecutive, so that no secondary copy spans two copies.
+  // No secondary copy spans two copies, because the ranks of a copy are consecutive.
   if (ranks_per_secondary_copy != 0 && ranks_per_secondary_copy != copy_ranks)
     mesh.secondary = world->split_by([=](int rank) { return rank / ranks_per_secondary_copy; });
   return mesh;

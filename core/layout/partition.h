@@ -15,9 +15,9 @@ struct Partition {
 };
 
 // Assigns each parameter, largest first, to the rank with the fewest bytes (the lowest such rank). `already_bytes` has
-// the bytes that each rank owned before. If it is empty, no rank exceeds the mean by more than one parameter. (Like
-// FairScale's OSS and torch.distributed's ZeroRedundancyOptimizer; Graham's longest-processing-time rule.) Throws
-// std::invalid_argument for world_size < 1.
+// the bytes that each rank owns before the call. If `already_bytes` is empty, no rank exceeds the mean by more than one
+// parameter. Throws std::invalid_argument for world_size < 1. (Graham's longest-processing-time rule, as in FairScale's
+// OSS and torch.distributed's ZeroRedundancyOptimizer.)
 Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int world_size,
                              const std::vector<int64_t>& already_bytes = {});
 

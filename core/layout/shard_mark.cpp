@@ -6,7 +6,7 @@ namespace tessera {
 namespace internal {
 namespace {
 
-// libtorch lets a backend attach one value to a tensor. The CPU and CUDA backends attach none, so a mark fits there.
+// libtorch lets a backend attach one object to a tensor. The CPU and CUDA backends attach none, so the slot is free.
 struct ShardMark : c10::BackendMeta {
   ShardMark(std::string name, std::vector<int64_t> whole, LowPrecisionPart part)
       : label(std::move(name)), whole_sizes(std::move(whole)), low_precision(std::move(part)) {}

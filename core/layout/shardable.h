@@ -21,9 +21,9 @@ namespace tessera::internal {
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 
-// For a wrapper that moves parameters to other memory. `others` are tensors that keep their memory; `kind` names them
-// in errors ("buffer"). Throws std::invalid_argument, naming both tensors and the rank, if one of them shares memory
-// with a parameter.
+// Checks `others`: the tensors that keep their memory when a wrapper moves the parameters to new memory. `kind` names
+// them in errors ("buffer"). Throws std::invalid_argument, naming both tensors and the rank, if one of `others` shares
+// memory with a parameter.
 void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, const std::string& kind,
                    const std::vector<PlannedParameter>& parameters, const std::string& who, int rank);
 

@@ -13,8 +13,8 @@ std::string join_names(const std::string& module, const std::string& name) {
 
 namespace {
 
-// Walks the module tree three times: in registration order to find each parameter's first name, bottom-up to call the
-// policy, and in registration order to assign the parameters.
+// Walks the module tree three times: to find each parameter's first name, to call the policy (children before parents),
+// and to assign the parameters to units.
 class Planner {
  public:
   explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
@@ -41,9 +41,9 @@ class Planner {
     for (const auto& child : module.named_children()) find_first_modules(*child.value());
   }
 
-  // Returns the number of elements below the module that no unit has claimed.
+  // Calls the policy on the module and its children. Returns the number of elements below that no unit has claimed.
   int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
-    if (!asked_.insert(&module).second) return 0;  // the module was counted under its first name
+    if (!asked_.insert(&module).second) return 0;  // visited before, under its first name
     int64_t unclaimed_numel = 0;
     for (const auto& child : module.named_children())
       unclaimed_numel += claim(*child.value(), join_names(fqn, child.key()), false);
@@ -67,7 +67,7 @@ class Planner {
       auto& parameters = units_[unit].parameters;
       const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), unit, parameters.size());
       if (is_new) parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
-      const auto [owner, index] = known->second;  // a tied weight is in the unit of its first name
+      const auto [owner, index] = known->second;  // a tied weight belongs to the unit of its first name
       if (!is_new) units_[owner].parameters[index].aliases.push_back(name);
     }
     for (const auto& child : module.named_children()) collect(*child.value(), join_names(fqn, child.key()), unit);
@@ -78,7 +78,7 @@ class Planner {
   std::unordered_set<const c10::TensorImpl*> ignored_;
   std::unordered_set<const torch::nn::Module*> asked_, claimed_;
   std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> first_modules_;
-  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // the unit, and the index in the unit
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // {unit, index in the unit}
   std::vector<PlannedUnit> units_;
 };
 

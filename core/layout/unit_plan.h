@@ -28,21 +28,21 @@ struct PlannedParameter {
 struct PlannedUnit {
   static constexpr const char* kRoot = "(root)";
 
-  std::string name;                          // the module's dotted name; kRoot for parameters that no policy claims
-  std::vector<PlannedParameter> parameters;  // each once, in order of registration
+  std::string name;                          // the module's dotted name; kRoot for parameters outside wrapped modules
+  std::vector<PlannedParameter> parameters;  // without duplicates, in registration order
   bool is_root() const { return name == kRoot; }
 };
 
 // Policies that select modules whose parameters, at any depth, get special treatment. They are called for the same
-// modules as unit policies, never for the root. An empty policy selects none.
+// modules as the wrap policy, but not for the root. An empty policy selects no module.
 struct ParameterPolicies {
-  WrapPolicy ignored;         // the parameters are not in the plan, under any name
+  WrapPolicy ignored;         // the plan omits the parameters, under all their names
   WrapPolicy full_precision;  // sets full_precision of parameters whose first name is below the module
 };
 
-// Assigns each parameter of `root` to one unit. Parameters are in registration order, units in the order of their first
-// module, with the root's unit first if it has parameters. Units without parameters are omitted. A tied parameter
-// belongs to the unit of its first name. A pure function: allocates no tensor.
+// Assigns each parameter of `root` to one unit. Parameters are in registration order. Units are in the order of their
+// first modules; the root's unit comes first. A unit without parameters is omitted. A tied parameter belongs to the
+// unit of its first name. A pure function that allocates no tensor.
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters = {});
 

@@ -18,10 +18,10 @@ class WireCodec {
  public:
   virtual ~WireCodec() = default;
 
-  // Returns whether values are sent from their own memory, so that a caller need not encode or decode.
+  // Returns whether values are sent from their own memory. If true, a caller need not encode or decode.
   virtual bool is_identity() const { return false; }
-  // Returns the dtype of encoded values if a collective can sum them. If nullopt, ranks exchange encoded parts, and the
-  // receiver sums them with add().
+  // Returns the dtype of encoded values if a collective can sum them. Otherwise returns nullopt: ranks exchange encoded
+  // parts, and the receiver sums the parts with add().
   virtual std::optional<at::ScalarType> sum_dtype() const { return std::nullopt; }
 
   virtual int64_t encoded_bytes(int64_t numel) const = 0;
