@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns the wrapper's group. Throws std::invalid_argument if the group's work on its device cannot be recorded.
+// Returns the wrapper's group. Throws std::invalid_argument if the collectives of this group cannot be recorded.
 RecordableGroup& recordable(const DataParallel& wrapper, int rank) {
   const at::Device device = wrapper.comm()->device();
   const std::string where = c10::str("CapturedStep on rank ", rank, ": ");
@@ -59,7 +59,7 @@ struct CapturedStep::State {
 
   const std::shared_ptr<Communicator> comm = wrapper.comm();
   RecordableGroup& group = recordable(wrapper, comm->rank());
-  // All work of steps runs on this stream, because the default stream cannot be recorded.
+  // Steps run on this stream, because the default stream cannot be recorded.
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device().type()).getStreamFromGlobalPool(device());
   const std::unique_ptr<GraphRecorder> recorder = make_graph_recorder();
   bool is_captured = false, has_failed = false;
@@ -80,7 +80,7 @@ struct CapturedStep::State {
     bool is_on;
     at::ScalarType dtype;
   };
-  // The memory that replays read and write, and the state of the model and the optimizer when the step was captured.
+  // The memory that replays read and write. Also the state of the model and the optimizer at the capture.
   struct Recorded {
     std::vector<at::Tensor> inputs;  // tensors that replays read; before the capture, inputs of the first call
     std::vector<Gradient> gradients;
@@ -128,7 +128,7 @@ size_t CapturedStep::State::optimizer_parameters() const {
   return count;
 }
 
-// Whether a graph may contain the step. Excludes fp64, because recorded kernels read the learning rate in fp32.
+// Whether a graph may contain the optimizer's step. Excludes fp64: recorded kernels read the learning rate in fp32.
 bool CapturedStep::State::has_recordable_parameters() const {
   return std::ranges::all_of(optimizer.param_groups(), [&](const torch::optim::OptimizerParamGroup& of_group) {
     return std::ranges::all_of(of_group.params(), [&](const at::Tensor& parameter) {
@@ -180,7 +180,7 @@ std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
   return "a parameter of the optimizer";
 }
 
-// Throws std::logic_error if the state differs from that of the capture, because replays ignore such changes.
+// Throws std::logic_error if the state changed since the capture, because replays ignore such changes.
 void CapturedStep::State::require_as_recorded() const {
   const auto fail = [this](const auto&... parts) {
     throw std::logic_error(c10::str(where(), parts...,
@@ -229,11 +229,11 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
   return result;
 }
 
-// Captures the step. A failure aborts the group, because the collectives that were recorded will never run.
+// Captures the step. Any failure aborts the group, because the recorded collectives will never run.
 void CapturedStep::State::capture() {
   wrapper.backward_pass().prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);
-  // Memory for the most numbers that an optimizer's step can need: learning rates and step counts of its parts.
+  // Memory for the numbers of the optimizer's step. The bound covers all learning rates and step counts.
   const auto room = static_cast<int64_t>((optimizer_parameters() + 1) * (optimizer.param_groups().size() + 1));
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();
@@ -250,7 +250,7 @@ void CapturedStep::State::capture() {
       const std::exception_ptr reason = std::current_exception();
       try {
         recorder->end();
-      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the first error is thrown below
+      } catch (const std::exception&) {  // rethrows the first error below
       }
       std::rethrow_exception(reason);
     }
@@ -277,7 +277,7 @@ at::Tensor CapturedStep::State::replay(const std::vector<at::Tensor>& given) {
   for (const Gradient& gradient : recorded.gradients)
     if (!gradient.leaf.grad().is_same(gradient.value)) gradient.leaf.mutable_grad() = gradient.value;
   if (recorded.has_optimizer) {
-    // Raises versions as an eager step would, so that autograd refuses the backward of graphs with the old values.
+    // Raises versions like an eager step. So autograd refuses the backward of a graph that saved the old values.
     for (const Gradient& gradient : recorded.gradients)
       if (gradient.trains) gradient.leaf.unsafeGetTensorImpl()->bump_version();
   } else {

@@ -27,7 +27,7 @@ void DataParallel::set_gradient_divide_factor(double factor) {
 }
 
 int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
-  // Also counts the ranks that pass a negative number, so that all ranks throw.
+  // Also sums the number of ranks that passed a negative number, so that all ranks throw.
   const at::Tensor own_counts = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   own_counts[0].fill_(own);
   own_counts[1].fill_(own < 0 ? 1 : 0);

@@ -24,7 +24,7 @@ void require_at_least_one(int64_t value, const char* name) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
 }
 
-// The maximum number of items in a step. Positions are sums over steps, and must not overflow.
+// Limit for the items of a step. Positions are sums over steps, and must not overflow.
 constexpr int64_t kMostItems = int64_t{1} << 40;
 
 void require_at_most(int64_t value, int64_t most, const char* name) {
@@ -77,15 +77,15 @@ struct DistributedSampler::Position {
   int64_t rank, world_size;
   DistributedSamplerOptions options;
   Cursor received, requested;
-  std::optional<int64_t> loop_end;  // the end of the epoch that a loader reads; empty: no loader reads now
-  int64_t first_requests = 0;       // number of requests that a loader makes before the loop receives a batch
+  std::optional<int64_t> loop_end;  // end of the epoch that a loader reads; empty: no loader reads now
+  int64_t first_requests = 0;       // remaining requests of a loader before the loop receives a batch
   std::optional<torch::data::FullDataLoaderOptions> loader;
 
   int64_t of_step() const { return world_size * options.batch_numel * options.accumulation; }
   int64_t end_of_epoch(int64_t place) const { return (place / order.items_numel() + 1) * order.items_numel(); }
 
-  // Returns this rank's items of the step that begins at `first`, relative to `first`. `end` is the end of the epoch;
-  // it is empty if steps continue in the next epoch.
+  // Returns this rank's range of the step that begins at `first`, relative to `first`. `end` is the end of the epoch,
+  // or empty if steps continue in the next epoch.
   Run run_of(int64_t first, std::optional<int64_t> end) const {
     const int64_t of_rank = options.batch_numel * options.accumulation;
     if (!end || *end - first >= of_step()) return {rank * of_rank, of_rank};
@@ -119,7 +119,7 @@ struct DistributedSampler::Position {
     return found;
   }
 
-  // Begins a loop, and returns the end of its epoch. With drop_last, skips the rest of an epoch that has no full step.
+  // Begins a loop, and returns the end of its epoch. With drop_last, skips the remaining items if they fill no step.
   int64_t begin_loop(Cursor& cursor) const {
     int64_t end = end_of_epoch(cursor.first);
     if (options.drop_last && cursor.micro_batch == 0 && end - cursor.first < of_step()) {
@@ -138,7 +138,7 @@ struct DistributedSampler::Position {
     first_requests = 0;
   }
 
-  // Called for each request of a loader. After the initial requests, each one shows that the loop received a batch.
+  // Called for each request of a loader. Each request after the initial ones means that the loop has received a batch.
   void count_received(bool request_is_served) {
     if (!loader || loader->workers == 0) {
       received = requested;

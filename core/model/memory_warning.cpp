@@ -36,7 +36,7 @@ std::string text_of(int64_t bytes) {
 }
 
 struct RanksOnHost {
-  int ranks, rank;  // the number of ranks on this host; this rank's number among them
+  int ranks, rank;  // the number of ranks on this host, and this rank's index among them
 };
 
 // Without a launcher, all ranks are threads of this process.

@@ -8,22 +8,22 @@
 
 namespace tessera::internal {
 
-// The memory that a wrapper needs on this rank, without the optimizer's state and activations.
+// The bytes that a wrapper needs on this rank, without optimizer state and activations.
 struct MemoryNeed {
   int64_t parameter_bytes = 0;
   int64_t gradient_bytes = 0;
-  int64_t in_use_bytes = 0;   // units that are unsharded at the same time
+  int64_t in_use_bytes = 0;   // parameters of units that are unsharded at the same time
   int64_t freed_bytes = 0;    // parameters that are in memory now and will be freed
   int64_t present_bytes = 0;  // parameters that are in memory now and stay there
 };
 
-// Returns a warning if `ranks` ranks need more memory than the `free_bytes` that they share; otherwise "". In a
-// PlannedMemoryScope the planned bytes replace the sum of parameters, gradients and units in use.
+// Returns a warning if `ranks` ranks together need more than `free_bytes`; otherwise "". In a PlannedMemoryScope, the
+// planned bytes replace the sum of parameters, gradients and units in use.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
-// Warns if memory is short, before a wrapper allocates. Linux kills a process that runs out of memory without a
-// message. On the CPU the first rank of each host warns for all its ranks; on accelerators each rank warns for itself.
-// A no-op in a dry run, or if the free memory is unknown. Not collective; does not throw.
+// Warns, before a wrapper allocates, if its memory need exceeds the free memory. Linux kills a process that runs out of
+// memory without a message. On the CPU, the first rank of each host warns for all ranks of the host. On accelerators,
+// each rank warns for itself. A no-op in a dry run, or if the free memory is unknown. Not collective; does not throw.
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm);
 
 }  // namespace tessera::internal

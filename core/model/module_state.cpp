@@ -19,7 +19,7 @@ constexpr int64_t kSmallBytes = 1 << 20;
 
 bool is_expanded(const at::Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
 
-// Returns a view of each distinct element once, because an expanded tensor cannot be written as a whole.
+// Returns a view without the repeated elements of expanded dimensions, because an expanded tensor cannot be written.
 at::Tensor distinct_elements(at::Tensor tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     if (is_expanded(tensor, dim)) tensor = tensor.narrow(dim, 0, 1);
@@ -48,7 +48,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {
     if (!given.defined() || given.numel() == 0) continue;
-    const at::Tensor tensor = distinct_elements(given.data());  // writes through data() do not invalidate saved tensors
+    const at::Tensor tensor = distinct_elements(given.data());  // writes to data() keep saved tensors valid
     if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && !has_lazy_values(tensor) &&
         tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // as bytes: any dtype can be sent

@@ -13,28 +13,28 @@
 namespace tessera::internal {
 
 // Copies rank 0's tensors to all ranks. The tensors may have any dtype, strides and device. Small tensors of one dtype
-// share a message. Tensors on other devices are copied through the communicator's device. Collective; shapes must be
-// equal on all ranks. Not recorded by autograd.
+// share a message. Tensors on another device are copied through the communicator's device. Collective: shapes must be
+// equal on all ranks. Autograd does not record the copies.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what);
 
-// Returns the module's parameters, each once, in registration order.
+// Returns the module's parameters without duplicates, in registration order.
 std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module);
 
 // Returns the parameters by name. A tied parameter is listed under its first name.
 torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
 
-// Throws std::invalid_argument with `label` if a tensor has no strides (a sparse one).
+// Throws std::invalid_argument with `label` if a tensor has no strides (for example a sparse tensor).
 void require_strided(const std::string& label, const at::Tensor& tensor);
 
-// Return a line for each parameter (name, dtype, shape, memory layout, frozen, full precision, ties) or buffer (name,
+// Return one line for each parameter (name, dtype, shape, memory layout, frozen, full precision, ties) or buffer (name,
 // dtype, shape, expanded dimensions), for require_agreement(). describe_buffers() throws like require_strided().
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
-// Whether `grad` is a gradient from before wrapping, which wrappers keep: it is defined and no placeholder.
+// Whether `grad` is a gradient from before wrapping. Wrappers keep such gradients. Excludes placeholders.
 bool is_earlier_gradient(const at::Tensor& grad);
-// Returns a line with a checksum for each earlier gradient. Each rank keeps its own earlier gradients. If unequal
-// gradients would make ranks diverge, the wrapper compares these lines over the ranks.
+// Returns a line with a checksum for each earlier gradient. Each rank keeps its own earlier gradients. If different
+// gradients would make ranks diverge, the wrapper compares these lines over ranks.
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
 
 }  // namespace tessera::internal

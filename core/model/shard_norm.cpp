@@ -30,7 +30,7 @@ bool has_rows(const at::Tensor& shard, int64_t row_numel) {
   return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel;
 }
 
-// Returns a CPU tensor's norm from norms of its rows: libtorch computes one norm on one thread, many on all threads.
+// Returns a CPU tensor's norm. Combines norms of rows, because libtorch computes a single norm on only one thread.
 at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_numel) {
   const at::Tensor flat = shard.view({-1});
   const int64_t rows = flat.numel() / row_numel, in_rows = rows * row_numel;
@@ -43,7 +43,7 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// Returns the p-th power of this rank's norm, or the largest absolute value, as [1] double on `device`. Keeps NaN.
+// Returns this rank's norm to the p-th power (or largest absolute value), [1] double on `device`. Keeps NaN.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
                               int64_t row_numel) {
   std::vector<at::Tensor> others, norms;
@@ -61,8 +61,8 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
 }
 
-// All-reduces local contributions. A NaN of any rank must win, but NCCL's maximum drops NaN. So the maximum compares
-// the doubles' bits as integers: no double is negative, and NaN is above infinity.
+// All-reduces local contributions. A NaN on any rank must make the result NaN, but NCCL's maximum ignores NaN. So the
+// maximum compares the doubles' bits as integers: no double is negative, and NaN exceeds infinity.
 at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Communicator& comm,
                            const std::string& what) {
   if (norm_type == kInfinity) {
@@ -74,7 +74,7 @@ at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Com
   return contribution.pow(1.0 / norm_type);
 }
 
-// Scales in place. A foreach operator needs one dtype and device, and cannot write to lazy tensors. Skips lazy zeros.
+// Scales in place. Foreach operators need one dtype and device, and cannot write to lazy tensors. Skips lazy zeros.
 void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
   std::vector<at::Tensor> rest;
   for (const at::Tensor& shard : shards) {
@@ -91,7 +91,7 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
     const std::vector<at::Tensor> alike(rest.begin(), others);
     const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
     const at::Tensor there = factor.to(first.device(), dtype).squeeze();
-    // Skips a pass over offloaded gradients if the factor is 1. item() does not block, because `there` is on the host.
+    // If the factor is 1, skips offloaded gradients. item() does not block, because `there` is on the host.
     const bool is_one = !factor.is_cpu() && there.is_cpu() && there.item<double>() == 1;
     if (!is_one) at::_foreach_mul_(alike, there);
     rest.erase(rest.begin(), others);

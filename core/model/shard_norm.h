@@ -15,26 +15,26 @@ void require_clip_arguments(double max_norm, double norm_type);
 // Throws std::runtime_error for infinity and NaN.
 void require_finite_norm(double norm, int rank);
 
-// torch::nn::utils::clip_grad_norm_ over ranks. Scales `shards` in place so that the norm of the whole set is at most
-// max_norm, and returns the norm before scaling. `shards` are this rank's parts of a set of tensors. Each element of
-// the set must be on exactly one rank; a rank's list may be empty. If `scaled` is given, scales its tensors in place of
-// `shards`. If the norm is NaN, all elements become NaN.
+// Computes torch::nn::utils::clip_grad_norm_ over ranks. Scales `shards` in place so that the norm of the whole set of
+// tensors is at most max_norm. Returns the norm before scaling. `shards` are this rank's parts of the tensors, maybe
+// none. Each element must be on exactly one rank. If `scaled` is given, scales its tensors instead of `shards`. If the
+// norm is NaN, all elements become NaN.
 //
-// Collective: an all-reduce of one number. The host blocks for its result if error_if_nonfinite is set or the returned
-// norm is read. Throws like require_clip_arguments(). Throws std::runtime_error, before scaling, if error_if_nonfinite
-// is set and the norm is not finite. On the host, the norm of a large shard is computed in rows of `row_numel`
-// elements, on all intra-operator threads.
+// Collective: an all-reduce of one number. The host blocks for the result if error_if_nonfinite is set, or when the
+// returned norm is read. Throws the errors of require_clip_arguments(). Throws std::runtime_error, before scaling, if
+// error_if_nonfinite is set and the norm is not finite. On the host, the norm of a large shard is computed in rows of
+// `row_numel` elements, on all intra-operator threads.
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
                              bool error_if_nonfinite, Communicator& comm,
                              const std::vector<at::Tensor>* scaled = nullptr, int64_t row_numel = int64_t{1} << 16);
 
-// Whether clipping changes gradients of this norm. True if the norm is infinite or NaN. As in torch, the factor is
-// max_norm / (norm + 1e-6), but at most 1; a factor of 1 changes no bit.
+// Whether clipping changes gradients whose norm is `norm`. True if the norm is infinite or NaN. As in torch, the factor
+// is max_norm / (norm + 1e-6), but at most 1. A factor of 1 changes no bits.
 bool clips_gradients(double norm, double max_norm);
 
-// Returns the 2-norm of each tensor of which `parts` has this rank's part, for layer-wise optimizers (LAMB, LARS,
-// Adafactor). An undefined or empty part counts as 0. Sums in double. Collective: one all-reduce; all ranks must pass
-// equally many parts. If `comm` is null, the parts are whole tensors and the call is not collective.
+// Returns the 2-norm of each whole tensor, for layer-wise optimizers (LAMB, LARS, Adafactor). `parts` are this rank's
+// parts of the tensors. An undefined or empty part counts as 0. Sums in double. Collective: one all-reduce. All ranks
+// must pass equally many parts. If `comm` is null, the parts are whole tensors and the call is not collective.
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
 
 }  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// Attached to a parameter, in a slot that libtorch has for backends. The CPU and CUDA backends do not use the slot.
+// Attached to a parameter, in libtorch's slot for metadata of backends. The CPU and CUDA backends do not use the slot.
 struct StepCheck::Mark : c10::BackendMeta {
   explicit Mark(std::function<void()> of_wrapper) : check(std::move(of_wrapper)) {}
   const std::function<void()> check;

@@ -8,14 +8,14 @@
 namespace tessera::internal {
 
 // Checks a wrapper's gradients before an optimizer's step. The check is attached to the parameters, because an
-// optimizer such as OSS does not know the wrapper. The check of a later wrapper replaces an earlier one. set_data()
-// removes the check, so each forward attaches it again.
+// optimizer such as OSS has no reference to the wrapper. The check of a later wrapper replaces that of an earlier
+// wrapper. set_data() removes the check, so each forward attaches it again.
 class StepCheck {
  public:
   // `check` throws if a step must not use the gradients. It may be called after the wrapper was destroyed.
   explicit StepCheck(std::function<void()> check);
 
-  // Attaches the check to the parameter. A no-op if it is attached.
+  // Attaches the check to the parameter. A no-op if already attached.
   void attach(const at::Tensor& parameter) const;
 
  private:
@@ -24,7 +24,7 @@ class StepCheck {
   const c10::intrusive_ptr<c10::BackendMeta> mark_;  // of type Mark
 };
 
-// Calls each check that is attached to one of these parameters once. Throws the checks' exceptions.
+// Calls each check that is attached to any of the parameters, once. Check functions may throw.
 void check_before_step(const std::vector<at::Tensor>& parameters);
 
 }  // namespace tessera::internal
