@@ -7,8 +7,8 @@
 #include <optional>
 #include <utility>
 
-// Functions on the tensors among an operator's boxed arguments and results. These are single tensors, lists, and lists
-// of optional tensors (the indices of an indexing operator).
+// Functions on the tensors among an operator's boxed arguments and results. A boxed value may be a tensor, a list of
+// tensors, or a list of optional tensors (the indices of an indexing operator).
 namespace tessera::internal {
 
 // Whether the operator writes to the tensors of an argument.
@@ -30,7 +30,7 @@ void for_each_boxed_tensor(const c10::IValue& value, Visit&& visit) {
 }
 
 // Replaces each tensor in `value` by of(tensor), in order. `of` is also called with undefined tensors, and may return
-// undefined tensors. Replaces a list by a new one, because other values may share the list.
+// undefined tensors. Makes a new list instead of changing a list, because other values may share the list.
 template <class Of>
 void replace_boxed_tensors(c10::IValue& value, Of&& of) {
   if (value.isTensor()) {

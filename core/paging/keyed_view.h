@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// Returns a tensor of `like`'s dtype on `storage`, with the dispatch keys of `like` and, in addition, `key`.
+// Returns a tensor on `storage` with the dtype and dispatch keys of `like`, and the additional dispatch key `key`.
 inline at::Tensor keyed_view(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like, int64_t storage_offset,
                              at::IntArrayRef sizes, at::IntArrayRef strides) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), like.key_set() | c10::DispatchKeySet(key),

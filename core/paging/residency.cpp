@@ -19,7 +19,7 @@ namespace tessera::internal {
 
 namespace {
 
-// The deleter of a page's storage, by which pages are recognized. The context is a std::shared_ptr<State>.
+// The deleter of a page's storage. It identifies storages of pages. The context is a std::shared_ptr<State>.
 void delete_state(void* context) { delete static_cast<std::shared_ptr<Page::State>*>(context); }
 
 }  // namespace
@@ -117,7 +117,7 @@ bool note_write_if_empty(const at::Tensor& parameter) {
 
 namespace {
 
-// Calls visit(state, tensor, is_written) for each argument that is a view of a page.
+// Calls visit(state, tensor, is_written) for each view of a page among the arguments.
 template <class Visit>
 void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Visit visit) {
   const auto& arguments = schema.arguments();
@@ -129,7 +129,7 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
     });
 }
 
-// Calls Pager::use() once for each pager, with those of its pages that are among the arguments.
+// Calls Pager::use() once for each pager, with all of the pager's pages that are among the arguments.
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
@@ -146,7 +146,7 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
 }
 
 struct PagedIn {
-  at::ScalarType from{}, to{};  // dtypes of activations to convert; equal: no conversion
+  at::ScalarType from{}, to{};  // dtypes of the conversion of activations; equal: no conversion
   bool is_done = false;         // whether the pager did the operator's work
   bool has_stand_ins = false;
 };
@@ -199,10 +199,10 @@ bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::Sc
   return any;
 }
 
-// Called above autograd for every operator with a view of a page among its arguments.
+// Called above autograd for every operator that has a view of a page among its arguments.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
-  // Operators that a metadata-only operator calls reach this fallback themselves.
+  // A metadata-only operator may call other operators, which reach this fallback themselves.
   if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
   if (sets_another_dtype(op, *stack)) {
     const at::Tensor source = torch::jit::pop(*stack).toTensor();
@@ -210,12 +210,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
   const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
   if (has_stand_ins) return call_with_stand_ins(op, stack);
-  if (is_done) return;  // the result of zero_() is its argument, which is on the stack
+  if (is_done) return;  // zero_() returns its argument, which is on the stack
   const bool converts =
       from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
   {
-    // The arguments of torch's own operators stay resident until the operator returns, so nested operators need no
-    // check. A user's kernel may use parameters that are not among its arguments, so its nested operators are checked.
+    // During an operator of torch, its arguments stay attached, so nested operators need no check. A user's kernel may
+    // use parameters that are not among its arguments, so its nested operators are checked.
     std::optional<c10::impl::ExcludeDispatchKeyGuard> once;
     if (op.schema().getNamespace() == "aten") once.emplace(kPagedKey);
     op.redispatchBoxed(below, stack);

@@ -16,16 +16,16 @@ namespace tessera::internal {
 class Pager;
 class StandIn;
 
-// A storage that can be emptied and filled again, and the tensors that are views of it.
+// A storage whose memory can be freed and attached again, and the tensors that view the storage.
 //
 // While the page is detached, its storage object stays but has 0 bytes, so module members and saved tensors stay valid.
 // attach() fills the storage in place, for all views. Each view carries an additional dispatch key. Views of views and
-// saved tensors inherit the key; results of operators do not. Before every operator that gets a view, a boxed fallback
-// for the key runs above autograd and calls the Pager. Other operators are not affected.
+// saved tensors inherit the key, but results of operators do not. The key's boxed fallback runs above autograd, before
+// each operator that has a view as an argument, and calls the Pager. Other operators are not affected.
 class Page {
  public:
-  // `pager` must exist until detach_pager() is called. `id` identifies the page to the pager; `name` is for errors:
-  // "unit 'blocks.3'".
+  // `pager` must exist until detach_pager() is called. `id` identifies the page in calls to the pager. `name` is for
+  // errors: "unit 'blocks.3'".
   Page(Pager* pager, int id, std::string name, at::Device device);
   ~Page();
   Page(const Page&) = delete;
@@ -36,45 +36,45 @@ class Page {
   Pager* pager() const { return state_->pager.load(); }
   bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
 
-  // Returns a view of the storage, which may be empty now. Autograd does not record the view.
+  // Returns a view of the storage, also while the storage is empty. Autograd does not record the view.
   at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;
 
-  // Gives the storage the memory of `buffer`. The page owns the buffer until detach().
+  // Makes the storage use the memory of `buffer`. The page owns the buffer until detach().
   void attach(at::Tensor buffer);
-  // Empties the storage, and returns the buffer.
+  // Empties the storage, and returns its buffer.
   at::Tensor detach();
   bool is_attached() const { return buffer_.defined(); }
   const at::Tensor& buffer() const { return buffer_; }
 
-  // After this call, uses of a view throw std::logic_error, unless the page is attached permanently. Must be called
-  // before the pager is destroyed.
+  // Later uses of a view throw std::logic_error, unless the page is attached permanently. Must be called before the
+  // pager is destroyed.
   void detach_pager() { state_->pager = nullptr; }
 
-  // Sets whether operators may write to the views. If not, Pager::refuse() is called before a write.
+  // Sets whether operators may write to the views. If false, a write calls Pager::refuse() first.
   void set_writable(bool writable) { state_->writable = writable; }
   bool is_writable() const { return state_->writable; }
   // Makes each later write call pager.before_write(id) first. `pager` must live until detach_pager() is called.
   void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
 
-  // Returns the number of writes: writes by operators, and writes by pointer (note_write()).
+  // Returns the number of writes by operators and by note_write(), which counts a write by pointer.
   uint32_t writes() const { return state_->writes.load(); }
   void note_write() { ++state_->writes; }
 
-  // How autograd treats an operator: see current_grad_mode(). An operator whose mode equals the page's mode does not
-  // call the pager: the page is attached, and its last use was in this mode. Most operators take this path.
+  // How autograd treats an operator: see current_grad_mode(). If an operator's mode equals the mode of the page's last
+  // use, the page is attached, and the operator does not call the pager. Most operators take this path.
   enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
   // Sets the mode of the page's last use. On a device, the mode holds only for operators on the current stream.
   void set_current(GradMode mode);
 
-  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and convert their
-  // results back. For a unit that is not cast, in a model with mixed precision.
+  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and convert results
+  // back. Used for units in full precision, in a model with mixed precision.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
-  // Gives the storage memory permanently, also for views that outlive the page. Then the pager is told of writes only.
+  // Attaches memory permanently, also for views that outlive the page. From then on, only writes call the pager.
   void attach_permanently(at::Tensor buffer);
 
-  // Marks this page as a copy of `source`. The next write to `source` makes the copy stale, and the next use of a stale
-  // page calls the pager. Version counters would miss writes through .data(), as by torch's SGD.
+  // Marks this page as a copy of `source`. A write to `source` makes the copy stale, and the next use of a stale page
+  // calls the pager. Version counters would miss writes through .data(), for example by torch's SGD.
   void watch_writes(const Page& source) {
     state_->source.state = source.state_;
     accept_writes();
@@ -84,7 +84,7 @@ class Page {
     if (auto& source = state_->source; source.state) source.seen_writes = source.state->writes.load();
   }
 
-  // The context of the deleter of the page's storage. It may outlive the page.
+  // The state behind the page's storage, owned also by the storage's deleter. It may outlive the page.
   struct State {
     std::atomic<Pager*> pager;
     Page* page = nullptr;
@@ -104,8 +104,8 @@ class Page {
       int id = 0;
     } write_listener;
     struct Substitute {
-      std::shared_ptr<StandIn> values;  // set by stand_in_view(), for a storage without a page
-      bool is_transposed = false;       // the tensor is the transpose of the values
+      std::shared_ptr<StandIn> values;  // set by stand_in_view(); the storage then has no page
+      bool is_transposed = false;       // whether the tensor is the transpose of `values`
     } stand_in;
     struct Source {
       std::shared_ptr<State> state;
@@ -126,23 +126,23 @@ class Page {
   at::Tensor buffer_;
 };
 
-// Attaches pages. The fallback calls it, on the thread that runs the operator.
+// Attaches pages when operators need them. The boxed fallback calls the pager, on the thread that runs the operator.
 class Pager {
  public:
   virtual ~Pager() = default;
-  // Attaches all of `pages`, which one operator needs. Exceptions propagate to the operator's caller, in forward() and
+  // Must attach `pages`, the pages that one operator needs. The operator's caller receives exceptions, in forward() and
   // in backward().
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Called before a write to a page that is not writable. Throws std::logic_error, naming the parameter, if it refuses.
-  // Returns true if it did the operator's work (zero_()), and false if set_() replaces the view's storage.
+  // Called before a write to a page that is not writable. Throws std::logic_error, naming the parameter, to refuse.
+  // Returns true if it did the operator's work (zero_()), and false if the operator replaces the storage (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // Called before an operator, or a caller of internal::before_write(), writes to a page that was attached permanently
-  // or that reports writes (Page::tell_of_writes). Must block until no operation in flight reads the page.
+  // or was passed to tell_of_writes(). Must block until no operation in flight reads the page.
   virtual void before_write(int /*id*/) {}
 };
 
 // While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
-// record this forward. Backward recomputes the forward, and then needs gradients of its parameters.
+// record this forward. Backward recomputes the forward with recording, so that its parameters get gradients.
 class RecomputesLater {
  public:
   static bool in_effect() { return in_effect_; }
@@ -159,21 +159,21 @@ class RecomputesLater {
 //   kNotRecording  not recorded, outside backward: an evaluation, which may have used other values than forward
 Page::GradMode current_grad_mode();
 
-// Throws std::runtime_error if another library has registered a fallback for our dispatch key.
+// Throws std::runtime_error if another library has registered a fallback for Tessera's dispatch key.
 void require_residency();
 
 // Whether a tensor is a view of a page.
 bool is_paged(const at::Tensor& tensor);
-// Must be called before a write by pointer. Calls Pager::before_write() if the page of the tensor reports writes.
+// Must be called before a write by pointer. Calls Pager::before_write() if the tensor's page reports writes.
 void before_write(const at::Tensor& tensor);
 // Must be called after a write by pointer. If the tensor is a view of a page, copies of the page become stale.
 void note_write(const at::Tensor& tensor);
-// For an optimizer's step: if this rank has no element of the parameter, counts a write and returns true; else returns
-// false. Other ranks count a write when they step, and ranks compare whether they have stepped.
+// Used by an optimizer's step. If this rank has no element of the parameter, counts a write and returns true; otherwise
+// returns false. Other ranks count a write when they step, and ranks later compare whether a step took place.
 bool note_write_if_empty(const at::Tensor& parameter);
-// Whether the tensor is a view of a page that lost its pager and was not attached permanently.
+// Whether the tensor is a view of a page that has no pager and is not attached permanently.
 bool has_lost_its_pager(const at::Tensor& tensor);
-// Returns the page of a view; null for other tensors, and after detach_pager().
+// Returns the page of a view; null for other tensors, and after the page's detach_pager().
 Page* page_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

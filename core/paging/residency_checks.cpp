@@ -1,5 +1,5 @@
-// The parts of paging that do not run for each operator: lists of operators with special treatment, a probe of the
-// dispatch key, and a refusal to pickle empty views.
+// The parts of paging that do not run for each operator: lists of special operators, a probe of the dispatch key, and a
+// check that refuses to pickle empty views.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/neg.h>
@@ -17,8 +17,8 @@
 namespace tessera::internal {
 namespace {
 
-// Operators that return views are not listed (except detach and alias), because they check the storage's bounds.
-// _backward and set_data are listed: they call other operators, which reach the fallback themselves.
+// Excludes operators that return views (except detach and alias), because these check the storage's bounds. Includes
+// _backward and set_data, because the operators that they call reach the fallback themselves.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",
@@ -34,7 +34,7 @@ const Names kMetadataOnly = {"aten::detach",
                              "aten::is_same_size",
                              "aten::_has_compatible_shallow_copy_type"};
 
-// Called by the pickler for each tensor. Throws for a view of an empty page: torch::save() would omit its data.
+// Called by the pickler for each tensor. Throws for a view of an empty page, because torch::save() would omit the data.
 void refuse_to_pickle(const at::Tensor& tensor, std::unordered_map<std::string, bool>&) {
   const Page* page = page_of(tensor);
   if (page == nullptr || tensor.storage().nbytes() > 0 || tensor.numel() == 0) return;
@@ -54,7 +54,7 @@ void watch_pickling() {
 }  // namespace
 
 bool is_metadata_only(const c10::FunctionSchema& schema) {
-  // Only data() of the listed operators returns a tensor without alias information, so most operators need no look-up.
+  // Of the listed operators, only data() returns a tensor without alias information. So most operators need no look-up.
   const auto& returns = schema.returns();
   const bool makes_tensor =
       !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;

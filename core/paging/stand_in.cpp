@@ -31,7 +31,7 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
 
 namespace {
 
-// An operator that computes at::linear: the positions of its arguments, and whether it gets the transposed weight.
+// An operator that computes at::linear: the positions of its arguments, and whether its weight argument is transposed.
 struct LinearForm {
   std::string_view name;
   std::ptrdiff_t input, weight, bias;  // positions among the arguments; -1: none
@@ -42,7 +42,7 @@ constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
                                        {"aten::mm", 0, 1, -1, true},
                                        {"aten::addmm", 1, 2, 0, true}};
 
-// Returns the result if a stand-in computes the operator itself; otherwise an undefined tensor.
+// If a stand-in computes the operator itself, returns the result; otherwise returns an undefined tensor.
 at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
   if (schema.name() == "aten::t") {
     const at::Tensor& tensor = arguments[0].toTensor();

@@ -7,15 +7,15 @@
 
 namespace tessera::internal {
 
-// Represents a tensor without data. Computes the tensor's values anew for each operator that uses it.
+// Represents a tensor without data. Computes the tensor's values again for each operator that uses the tensor.
 class StandIn {
  public:
   virtual ~StandIn() = default;
-  // Returns the values that an operator gets in place of the tensor.
+  // Returns the values that `operation` receives in place of the tensor.
   virtual at::Tensor values_for(const std::string& operation) const = 0;
-  // Computes at::linear(input, tensor, bias) for the represented tensor; `bias` may be undefined. Also called for
-  // matmul, mm, and addmm (with beta = alpha = 1) of the tensor's t(), as in torch::nn::functional::linear. If the
-  // function returns an undefined tensor, the operator runs on values_for().
+  // Computes at::linear(input, tensor, bias) for the represented tensor; `bias` may be undefined. matmul, mm, and addmm
+  // (with beta = alpha = 1) of the tensor's t() also call it, as in torch::nn::functional::linear. If the function
+  // returns an undefined tensor, the operator runs on values_for().
   virtual at::Tensor linear(const at::Tensor& /*input*/, const at::Tensor& /*bias*/) { return {}; }
   // Computes at::batch_norm() of `input`, if the represented tensor is one of the operator's statistics or weights. If
   // the function returns an undefined tensor, the operator runs on values_for().
@@ -26,7 +26,7 @@ class StandIn {
   virtual const char* what_it_is() const = 0;
 };
 
-// Returns a tensor without data, of this dtype and shape, which owns `stand_in`. Operators that would write to the
+// Returns a tensor of this dtype and shape, without data. The tensor owns `stand_in`. Operators that would write to the
 // tensor throw std::logic_error with `name`.
 at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& name, at::Device device,
                          at::ScalarType dtype, at::IntArrayRef sizes);
