@@ -7,21 +7,21 @@
 
 namespace tessera::internal {
 
-// Decides the order in which a backward pass reduces the buckets of units, and tracks which units have all gradients.
-// The order is the reverse of the units' first uses in forward, so the order is equal on all ranks even if gradients
-// arrive in another order. A value type: units and buckets are numbers.
+// Decides the order in which a backward pass reduces the buckets of units. Tracks the buckets that lack gradients. The
+// order is the reverse of the units' first uses in forward. So it is equal on all ranks, even if gradients arrive in
+// another order. A value type: units and buckets are numbers.
 class BackwardProgress {
  public:
-  // `first_buckets` has the index of each unit's first bucket, then the number of all buckets.
+  // `first_buckets` has the index of each unit's first bucket; its last entry is the number of all buckets.
   void set_buckets(std::vector<size_t> first_buckets);
 
-  // Records a use of the unit with autograd recording, in forward or in a part of forward that backward recomputes.
+  // Records that the unit is used while autograd records, in forward or in a recomputed part of forward.
   void expect(size_t unit);
 
-  // Begins a pass, and returns the order of its buckets. If no unit is expected (a second backward of one graph), the
-  // order is that of the last pass. `trains`: whether any parameter of a bucket requires a gradient.
+  // Begins a pass, and returns the order of its buckets. Without expect() since the last pass (a second backward of one
+  // graph), repeats the last pass's order. `trains`: whether any parameter of a bucket requires a gradient.
   std::vector<size_t> begin(const std::function<bool(size_t bucket)>& trains);
-  // Records that the bucket has all gradients. A second call in a pass is a no-op.
+  // Records that the bucket has all its gradients. A second call in a pass is a no-op.
   void complete(size_t unit, size_t bucket);
   bool is_complete(size_t unit) const { return missing_[unit] == 0; }
   // Ends the pass. The next forward starts a new order.
@@ -29,7 +29,7 @@ class BackwardProgress {
 
  private:
   std::vector<size_t> first_buckets_;
-  std::vector<size_t> uses_, last_uses_;  // units in order of first use: for the next pass; for the last pass
+  std::vector<size_t> uses_, last_uses_;  // units in order of first use, in the next pass and in the last pass
   std::vector<bool> is_expected_;         // by unit: whether it is in `uses_`
   std::vector<int64_t> missing_;          // by unit: number of buckets that lack gradients of this pass
   std::vector<bool> is_done_;             // by bucket: whether it has all gradients of this pass

@@ -33,7 +33,7 @@ uint64_t BetweenPasses::writes() const {
   return writes;
 }
 
-// Whether a step writes on every rank. A rank without elements that have gradients may write nothing.
+// Whether an optimizer step writes on every rank. A rank may write nothing if its elements have no gradients.
 bool BetweenPasses::all_ranks_step() const {
   std::vector<bool> steps(model_.mesh().shard->size(), false);
   for (const Parameter& parameter : parameters_)
@@ -52,7 +52,7 @@ void BetweenPasses::pass_begins(bool is_observed) {
       parameter.trained = trains;
       has_changed = true;
     }
-    // On a device any difference of the logs throws, so parameters of which some rank has no element are not logged.
+    // On a device any difference between logs throws. So parameters without elements on some rank are not logged.
     if (comm.device().is_cpu() || parameter.ranks.numel() == comm.size())
       model_.log().add_kept(parameter.shard.grad().defined(), parameter.shard.numel() == 0);
   }

@@ -8,14 +8,14 @@
 
 namespace tessera::internal {
 
-// Logs actions between two backward passes that must be equal on all ranks: freezing, clearing gradients, a step. Ranks
-// compare their logs at the end of the pass. The error names a rank that omitted an action.
+// Logs actions between two backward passes: freezing, clearing gradients, a step. All ranks must run equal actions, and
+// they compare their logs at the end of the pass. The error names a rank that omitted an action.
 class BetweenPasses {
  public:
   // `model` must outlive this object.
   explicit BetweenPasses(ShardedModel& model);
 
-  // Must be called when a pass begins. `is_observed`: an observer takes the steps, during passes and not between them.
+  // Must be called when a pass begins. `is_observed`: an observer runs optimizer steps during passes, not between them.
   void pass_begins(bool is_observed);
   // Must be called after a pass that reduced gradients.
   void pass_ended(bool is_observed);
@@ -26,7 +26,7 @@ class BetweenPasses {
     at::Tensor shard;
     Range ranks;  // the ranks that have elements of the parameter
     bool trained = false;
-    bool has_gradient = false;  // whether the shard had a gradient after the last pass that reduced
+    bool has_gradient = false;  // whether the shard had a gradient after the last reducing pass
   };
   uint64_t writes() const;
   bool all_ranks_step() const;

@@ -9,18 +9,18 @@
 
 namespace tessera::internal {
 
-// The buffers that are cast to MixedPrecision::buffer_dtype, with their original dtypes. Checkpoints and state
-// dictionaries store the original dtypes.
+// The module's buffers that are cast to MixedPrecision::buffer_dtype, with their original dtypes. Checkpoints and state
+// dictionaries store buffers in the original dtypes.
 class CastBuffers {
  public:
   // Casts floating-point buffers in place, because module members refer to them. Skips exempt and ignored modules.
   void cast(const torch::nn::Module& module, const FsdpOptions& options);
 
-  // Returns the value in the buffer's original dtype; unchanged if the buffer is not cast.
+  // Returns `value` in the original dtype of buffer `name`; returns `value` unchanged if the buffer is not cast.
   at::Tensor own_value(const std::string& name, const at::Tensor& value) const;
 
-  // Throws std::logic_error, naming the buffer, if a cast buffer's storage has the size of the original dtype.
-  // torch::load() replaces the storage but keeps the dtype, which makes the values garbage. `rank` is for errors.
+  // Throws std::logic_error, naming the buffer, if the storage of a cast buffer has the size of the original dtype.
+  // torch::load() then replaced the storage but kept the cast dtype, so the values are garbage. `rank` is for errors.
   void require_no_foreign_bytes(const std::string& rank) const;
 
  private:

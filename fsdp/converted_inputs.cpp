@@ -11,7 +11,7 @@ using namespace internal;
 at::Tensor ConvertedInputs::convert(const at::Tensor& own, at::ScalarType dtype) {
   for (const Input& input : inputs_)
     if (input.own.is_same(own)) return input.given;
-  std::optional<NoGradNoInferenceGuard> ordinary;  // tensors of InferenceMode have no version
+  std::optional<NoGradNoInferenceGuard> ordinary;  // tensors made in InferenceMode have no version counter
   if (c10::InferenceMode::is_enabled()) ordinary.emplace();
   const at::Tensor given = own.to(dtype);
   if (!given.is_same(own)) inputs_.push_back({own, given, given._version()});

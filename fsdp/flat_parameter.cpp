@@ -1,4 +1,4 @@
-// Constructs flat parameters. Their use in a step is in other files.
+// Construction of flat parameters. Other files use them in steps.
 #include "fsdp/flat_parameter.h"
 
 #include <ATen/ops/empty.h>
@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns of(tensor) for the tensor of each parameter.
+// Returns a list of of(tensor), one for each parameter's tensor.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -25,7 +25,7 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   return values;
 }
 
-// Returns `chosen`; the parameter's own dtype if `chosen` is empty, or for full precision or non-floating-point dtypes.
+// Returns `chosen`, or the parameter's own dtype if `chosen` is empty or the parameter must not be cast.
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
@@ -37,8 +37,8 @@ std::string traits_of(const PlannedParameter& parameter) {
          (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
 }
 
-// Moves this rank's part of gradients from before wrapping into the shards' `.grad`, and clears the parameters'
-// `.grad`. Not collective: require_same_plan() has compared the gradients over ranks.
+// Moves this rank's part of gradients from before wrapping into the shards' `.grad`. Clears the parameters' `.grad`.
+// Not collective: require_same_plan() has compared the gradients over ranks.
 void take_earlier_gradients(FlatParameter& flat) {
   const NoGradNoInferenceGuard quiet;
   std::vector<bool> has(flat.parameters().size());
@@ -181,7 +181,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
     members.push_back({shard, {{shard.numel()}, {1}}, layout().offset_in_shard(static_cast<int64_t>(i), rank())});
     if (layout().world_size() > 1) members.back().part_label = shard_label(i);
   }
-  // Shard and gradient may be on different devices.
+  // The shard and its gradient may be on different devices.
   auto memory = [device, grad_memory](int64_t numel, at::ScalarType dtype) {
     const MemoryKindScope kind(MemoryKind::kGradients);
     return grad_memory ? grad_memory(numel, dtype)
@@ -190,7 +190,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout().shard_numel(), dtype(), std::move(memory));
 }
 
-// Optimizers update the low-precision copy only if the shards are fp32 and the copy has 16 bits.
+// Returns the part that optimizers update with the shard; empty unless shards are fp32 and the copy has 16 bits.
 LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
   const bool is_written = low_precision_ && dtype() == at::kFloat && c10::elementSize(gather_dtype()) == 2;
   return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};

@@ -21,31 +21,31 @@
 
 namespace tessera::internal {
 
-// How a flat parameter is stored, gathered and reduced. The dtypes apply to floating-point parameters.
+// How a flat parameter is stored, gathered and reduced. The dtypes below apply to floating-point parameters only.
 struct FlatParameterOptions {
-  // The dtype of unsharded parameters, and thus of computation and gradients. Shards keep the parameters' own dtype.
+  // The dtype of unsharded parameters, and so of computation and gradients. Shards keep their parameters' own dtype.
   // Ignored for full_precision parameters.
   std::optional<at::ScalarType> gather_dtype;
-  // The dtype of reductions. Empty: gather_dtype.
+  // The dtype in which gradients are reduced. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
-  // The wire format of all-gathers before use. Ignored for full_precision parameters, and if there are no other ranks.
+  // The wire format of all-gathers before use. Ignored for full_precision parameters, and in groups of one rank.
   WireFormat wire = WireFormat::kDtype;
-  // The group of the ranks that hold this shard in the copies of the model; null if there is one copy. Used in the
-  // constructor only: with `sync_module_states`, all copies get the values of the first copy's rank 0.
+  // The group of ranks that hold this shard in all copies of the model; null if there is one copy. Only the constructor
+  // uses it: with `sync_module_states`, all copies take the values of the first copy's rank 0.
   Communicator* replicas = nullptr;
-  // Allocates [numel] in host memory. If shard_memory or grad_memory is empty, its tensor is on the device instead.
+  // Allocates [numel] in host memory. If shard_memory or grad_memory is empty, that tensor is on the device instead.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Its before_write() is called before writes to the shard; its refuse(), for writes that set_shard_writable(false)
-  // forbids. For a shard on disk the DiskPager's refuse() is called. Must outlive the flat parameter.
+  // Receives before_write() before writes to the shard, and refuse() for writes that set_shard_writable(false) forbids.
+  // If the shard is on disk, DiskPager receives refuse(). Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
-  Memory low_precision_memory;  // allocates a host shard's copy in gather_dtype; empty: shard_memory
+  Memory low_precision_memory;  // allocates the gather_dtype copy of a host shard; empty: shard_memory
 };
 
-// The names, shapes and dtypes of the parameters that share one flat buffer, and this rank's part of it. A value type
-// that needs no other ranks. The parameters have one dtype, and all are trainable or all frozen.
+// The names, shapes and dtypes of parameters that share one flat buffer, and the layout of the buffer over ranks. A
+// value type: needs no other ranks. The parameters have one dtype, and all are trainable or all are frozen.
 class FlatSpec {
  public:
   FlatSpec(std::string name, std::vector<PlannedParameter> parameters, int rank, int world_size,
@@ -66,15 +66,15 @@ class FlatSpec {
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
-  // Returns the view of a parameter, in its shape, in a buffer [layout().full_numel()].
+  // Returns a parameter in its shape, as a view of a buffer [layout().full_numel()].
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
     return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
-  // Returns this rank's shard in a buffer [layout().full_numel()].
+  // Returns this rank's shard as a view of a buffer [layout().full_numel()].
   at::Tensor own_part_of(const at::Tensor& full) const {
     return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
   }
-  // Returns the part of a parameter that `shard`, [layout().shard_numel()], contains.
+  // Returns a parameter's part of `shard`, [layout().shard_numel()].
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
   std::string shard_label(size_t parameter) const;  // for errors: "parameter 'fc.weight' on rank 1"
 
@@ -94,36 +94,36 @@ class FlatSpec {
   const FlatLayout layout_;
 };
 
-// The parameters of a unit that share a flat buffer. Each rank keeps an equal part of the buffer, the shard, and its
-// gradient. Used by one thread at a time, without autograd.
+// The parameters of a unit that share one flat buffer. Each rank stores an equal part of the buffer (the shard) and the
+// part's gradient. Used by one thread at a time, without autograd.
 class FlatParameter : public FlatSpec {
  public:
-  // Copies this rank's part of the parameters' values. The values are this rank's own or, with `sync_module_states`,
-  // rank 0's (then collective). Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
+  // Copies this rank's part of the parameters' values into a shard. With `sync_module_states`, copies rank 0's values
+  // instead, and is collective. Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
   FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
                 const FlatParameterOptions& options = {});
 
-  // This rank's part of the flat buffer, [layout().shard_numel()].
+  // Returns this rank's part of the flat buffer, [layout().shard_numel()].
   const at::Tensor& shard() const { return shard_; }
-  // The page of the shard, which counts writes. After set_shard_writable(false), writes by operators throw.
+  // Returns the page of the shard. The page counts writes. After set_shard_writable(false), writes by operators throw.
   const Page& shard_page() const { return *shard_page_; }
   void set_shard_writable(bool writable) { shard_page_->set_writable(writable); }
-  // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
+  // Returns each parameter's part of the shard: 1-D leaf tensors, views of shard(), for users and optimizers.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether a parameter's shard is still a view of shard(). After set_data() it is not.
+  // Whether a parameter's shard is still a view of shard(). False after the user's set_data().
   bool is_shard_attached(size_t parameter) const;
 
-  // Returns the tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] of any dtype on the
-  // device. This is the shard or, if the shard must be cast or copied from the host, this rank's part of `full`.
+  // Returns the tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] on the device. If the
+  // shard must be cast or copied from the host, this is this rank's part of `full`; otherwise the shard itself.
   at::Tensor shard_for(const at::Tensor& full) const {
     if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
     return own_part_of(full).copy_(shard_);
   }
 
-  // The number of bytes of an encoded shard; 0 if shards are sent unencoded.
+  // Returns the number of bytes of an encoded shard; 0 if shards are sent unencoded.
   int64_t encoded_bytes() const { return encoded_bytes_; }
   // Starts an all-gather of encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of
-  // any dtype. Then decode() must be called; it also decodes this rank's shard, so that all ranks get equal values.
+  // any dtype. decode() must follow, and also decodes this rank's shard, so that all ranks get equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
     const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
     codec_->encode(shard, own);
@@ -135,8 +135,8 @@ class FlatParameter : public FlatSpec {
                      full.narrow(0, layout().shard(rank).begin, layout().shard_numel()));
   }
 
-  // For a shard in host memory, returns the tensor in gather_dtype() to copy to the device: the shard, or its
-  // low-precision copy, which is updated first if it is stale.
+  // For a shard in host memory, returns the tensor to copy to the device, in gather_dtype(): the shard or its
+  // low-precision copy. Updates a stale copy first.
   const at::Tensor& link_source() {
     if (!low_precision_) return shard_;
     if (const uint32_t writes = shard_page().writes(); low_precision_->writes != writes) {
@@ -146,10 +146,10 @@ class FlatParameter : public FlatSpec {
     return low_precision_->values;
   }
 
-  // The low-precision copy, which may be stale; undefined if there is none.
+  // Returns the low-precision copy, which may be stale; undefined if there is none.
   at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
 
-  // Turns reduced gradients into the `.grad` of parameter_shards().
+  // Returns the buffer that makes reduced gradients the `.grad` of parameter_shards().
   GradientBuffer& gradient() { return *gradient_; }
   const GradientBuffer& gradient() const { return *gradient_; }
 
@@ -165,44 +165,44 @@ class FlatParameter : public FlatSpec {
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // copy of a host shard in gather_dtype(); null if dtypes are equal
   std::vector<at::Tensor> parameter_shards_;
-  std::unique_ptr<Page> own_page_;  // page of the shard; null for a shard on disk, whose page the DiskPager owns
-  // Stored, because page_of(shard_) would race with another thread that evicts the shard.
+  std::unique_ptr<Page> own_page_;  // page of the shard; null if the shard is on disk: DiskPager owns that page
+  // Kept as a pointer, because page_of(shard_) would race with a thread that evicts the shard.
   Page* shard_page_ = nullptr;
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
-// A flat parameter, the pages that back the module's parameters, and the copy and all-gather in flight. Unit and the
-// classes of its members use the fields.
+// A flat parameter, the pages of its unsharded parameters, and its copy and all-gather in flight. Unit and the members
+// of Unit use these fields.
 struct PagedFlatParameter {
   FlatParameter flat;
   std::unique_ptr<Page> page;        // page of the unsharded parameters, in gather_dtype()
-  std::unique_ptr<Page> exact_page;  // page of summoned parameters, in dtype(); null if unsharded ones are not cast
-  std::unique_ptr<Page> host_page;   // page of parameters that are summoned to the host; null before the first time
-  uint32_t writes_before = 0;        // writes to the page in use, counted when the unit was summoned
-  size_t first_parameter = 0;        // index of its first parameter among the parameters of the model
+  std::unique_ptr<Page> exact_page;  // page of summoned parameters, in dtype(); null if no cast is needed
+  std::unique_ptr<Page> host_page;   // page of parameters summoned to the host; null before the first summon
+  uint32_t writes_before = 0;        // number of writes to the page in use when the unit was summoned
+  size_t first_parameter = 0;        // index of its first parameter among all parameters of the model
   at::Tensor staging{};              // device copy of a shard in host memory, [shard_numel] of gather_dtype()
   Copy fetching{};                   // the copy into `staging`
   DiskPager::Hold held{};            // keeps a shard on disk in memory while it is copied
   Pending gathering{};               // the all-gather in flight
-  at::Tensor wire{};                 // the encoded bytes of all ranks, in an all-gather of encoded shards
+  at::Tensor wire{};                 // the encoded bytes of all ranks, during an all-gather of encoded shards
 
-  // Returns the page of which the module's parameters are views now.
+  // Returns the page that the module's parameters view now.
   Page& page_in_use() const {
     if (host_page && host_page->is_attached()) return *host_page;
     return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
-  // Makes the parameters views of page `to`. Keeps the module's members, ties and requires_grad.
+  // Makes the parameters views of page `to`. Keeps the tensors of the module's members, their ties and requires_grad.
   void point_parameters(const Page& to, at::ScalarType dtype) const;
 };
 
 using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // the flat parameters of one unit
 
-// Splits a unit's parameters into groups, one for each flat parameter. Parameters of a group agree in dtype, in full
-// precision and in being frozen, so frozen ones cost no gradient memory. Groups are in order of first appearance.
+// Splits a unit's parameters into groups, one for each flat parameter. The parameters of a group agree in dtype, full
+// precision and requires_grad, so frozen parameters cost no gradient memory. Groups are in order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
-// Splits the unit, copies its values, and makes the module's parameters views of pages with the id `index`. `name` is
-// for errors. Collective if `sync_module_states`.
+// Splits the unit, copies its values to shards, and makes the module's parameters views of pages with id `index`.
+// `name` is for errors. Collective if `sync_module_states`.
 FlatParameters make_flat_parameters(const PlannedUnit& unit, const std::string& name, int index, Communicator& comm,
                                     bool sync_module_states, const FlatParameterOptions& options);
 

@@ -70,7 +70,7 @@ torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(
       options);
   torch::OrderedDict<std::string, at::Tensor> state;
   if (by_name.empty()) return state;
-  // Inserts in the module's order, as in its state dictionary.
+  // Inserts entries in the order of the module's own state dictionary.
   const torch::nn::Module& module = *scheduler_->model().module();
   for (const auto& entry : module.named_parameters()) state.insert(entry.key(), by_name.at(entry.key()));
   for (const auto& entry : defined_buffers(module)) state.insert(entry.key(), by_name.at(entry.key()));

@@ -1,4 +1,4 @@
-// The construction of ShardedGradients, the placeholders in `.grad`, and the checks of a forward. The passes are in
+// Construction of ShardedGradients, placeholders in `.grad`, and checks before a forward. The passes are in
 // sharded_gradients.cpp.
 #include <ATen/ops/zeros_like.h>
 
@@ -16,7 +16,7 @@ ReducerOptions reducer_options(ShardedModel& model) {
   options.refuse_uneven_use = model.options().refuse_uneven_use;
   options.check_finite = model.options().check_finite;
   options.zero_copy_bytes = model.options().zero_copy_bytes;
-  options.max_lazy_in_flight = 0;  // a reduction in flight holds a whole unit, and buffers for the peers' parts
+  options.max_lazy_in_flight = 0;  // a reduction in flight holds a whole unit and buffers for the peers' parts
   if (model.options().offload.grads) {
     options.to_host = model.offload().copies();
     options.staging = &model.offload().staging();
@@ -79,7 +79,7 @@ void ShardedGradients::make_placeholders(const Exclusively& exclusively) {
                " is in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and clip with "
                "fsdp.clip_grad_norm_()";
       },
-      locked([this](size_t parameter) {  // called when module->zero_grad() resets `.grad`
+      locked([this](size_t parameter) {  // called if module->zero_grad() resets `.grad`
         clear(parameter);
         states_[parameter].in_module = GradState::kOrdinary;
       }),
@@ -89,7 +89,7 @@ void ShardedGradients::make_placeholders(const Exclusively& exclusively) {
       locked([this](size_t parameter) { zero(parameter); })});
 }
 
-// Removes the placeholders: they may outlive this object, and must not call it then.
+// Removes the placeholders, because they may outlive this object and would then call it.
 ShardedGradients::~ShardedGradients() {
   for (size_t i = 0; i < states_.size(); ++i) {
     module_placeholders_->take_out(i, binding_.tensor(i));
@@ -156,7 +156,7 @@ void ShardedGradients::zero(size_t parameter) {
 void ShardedGradients::follow_freezing(size_t i) {
   const at::Tensor parameter = binding_.tensor(i);
   ParameterState& state = states_[i];
-  if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user has changed the shard's flag
+  if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user has changed the shard's requires_grad
     parameter.set_requires_grad(state.shard.requires_grad());
   } else if (parameter.requires_grad() != state.shard.requires_grad()) {
     state.shard.set_requires_grad(parameter.requires_grad());
@@ -182,7 +182,7 @@ void ShardedGradients::inspect(const Unit& unit) {
             binding_.label(i) +
             " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no step would "
             "take: gradients are in fsdp.parameters(), by backward(), as averages over the ranks");
-      // The placeholder did not report that the user cleared `.grad` if the user still holds a reference to it.
+      // If the user still holds a reference to the placeholder, it did not report that `.grad` was cleared.
       if (in_module == GradState::kOrdinary && states_[i].in_module == GradState::kPlaceholder) clear(i);
       place_in_module(i);
       binding_.hook(i);

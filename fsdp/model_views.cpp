@@ -1,4 +1,4 @@
-// ShardedModel's functions for checkpoints, state dictionaries and reports.
+// Functions of ShardedModel for checkpoints, state dictionaries and reports.
 #include "fsdp/sharded_model.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ void ShardedModel::name_shards() {
   }
 }
 
-// Relies on the order of ranks: the ranks of one copy of the model are consecutive (make_mesh()).
+// Relies on make_mesh(), which gives consecutive ranks to each copy of the model.
 std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<ModelShards::HeldPart> held;
@@ -68,7 +68,7 @@ void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOpti
   auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
     if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
   };
-  // Throws if an all-gather was aborted, before its result is shown.
+  // Throws if an all-gather was aborted, so that no invalid result is shown.
   auto settle = [&] {
     if (keep) mesh_.world->throw_if_aborted("full_state_dict");
   };
@@ -86,7 +86,7 @@ void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOpti
   }
   settle();
   for (const auto& parameter : module_->named_parameters())
-    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // in an ignored module
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // its module is ignored
   for (const auto& buffer : defined_buffers(*module_)) {
     show(buffer.key(), cast_buffers_.own_value(buffer.key(), buffer.value().detach()));
   }

@@ -23,8 +23,8 @@ void check_least(const char* field, int64_t value, int64_t least) {
 }
 
 // Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or an exported one. A batch norm needs
-// its parameters and statistics in one dtype, and running averages in 16 bits would stop changing. A module with
-// children is not a batch norm, even if it has such buffers.
+// one dtype for its parameters and statistics; in 16 bits, running averages would stop changing. A module with children
+// is not a batch norm, even if it has such buffers.
 bool keeps_running_statistics(const torch::nn::Module& module) {
   if (!module.children().empty()) return false;
   const auto buffers = module.named_buffers(/*recurse=*/false);

@@ -7,10 +7,10 @@
 
 namespace tessera::internal {
 
-// Predicts the next units from the order of the last pass (a forward or a backward). A value type.
+// Predicts the next units from the unit order of the last pass (a forward or a backward). A value type.
 class PrefetchOrder {
  public:
-  // Starts a pass. The uses of the previous pass, if any, become expected().
+  // Starts a pass. If the previous pass used units, its uses become expected().
   void begin_pass() {
     if (!current_.empty()) expected_ = std::move(current_);
     current_.clear();
@@ -21,14 +21,14 @@ class PrefetchOrder {
   // Sets the prediction for the first pass. Each later pass is expected to repeat the previous one.
   void expect(std::vector<int> order) { expected_ = std::move(order); }
 
-  // Records a use. Successive uses of one unit count once. If a pass does not end, because an evaluation calls modules
-  // instead of the wrapper, it starts over after kLongestPass uses.
+  // Records a use. Successive uses of one unit count once. A pass may never end, if an evaluation calls modules instead
+  // of the wrapper. So a new pass begins after kLongestPass uses.
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit) {
     if (!current_.empty() && current_.back() == unit) return;
     if (current_.size() >= kLongestPass) begin_pass();
     current_.push_back(unit);
-    // The unit is usually at next_. If not, the pass has skipped units, or started over.
+    // The unit is usually at next_. Otherwise the pass has skipped units or started over.
     auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
     if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
     on_path_ = found != expected_.end();
@@ -36,7 +36,7 @@ class PrefetchOrder {
   }
 
   // If the last uses repeat one sequence three times, removes the last repetition. Otherwise seen() would grow without
-  // limit while modules are called directly between passes.
+  // limit when the user calls modules directly between passes.
   void forget_repetition() {
     const size_t count = current_.size();
     for (size_t period = 1; 3 * period <= count; ++period) {
@@ -49,7 +49,7 @@ class PrefetchOrder {
     }
   }
 
-  // Predicts the next `count` different units, nearest first, from the last pass. Empty if the last use was unexpected.
+  // Predicts the next `count` different units, nearest first. Returns none if the last use was unexpected.
   std::vector<int> upcoming(int count) const {
     std::vector<int> units;
     if (!on_path_ || current_.empty()) return units;
@@ -60,14 +60,14 @@ class PrefetchOrder {
     return units;
   }
 
-  // The uses of this pass, in order.
+  // Returns the units used in this pass, in order.
   const std::vector<int>& seen() const { return current_; }
   const std::vector<int>& expected() const { return expected_; }
 
  private:
   std::vector<int> expected_;
   std::vector<int> current_;
-  size_t next_ = 0;      // the index in expected_ of the next use
+  size_t next_ = 0;      // index in expected_ of the next expected use
   bool on_path_ = true;  // whether the last use is in expected_
 };
 

@@ -12,7 +12,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the units of the pages, each once.
+// Returns the units of the pages, without duplicates.
 std::vector<Unit*> units_of(const std::vector<Page*>& pages, const ShardedModel& model) {
   std::vector<Unit*> units;
   for (const Page* page : pages)
@@ -34,14 +34,14 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
-  // is_running() includes threads that a custom backward started, which are not the engine's.
+  // is_running() is also true on threads that a custom backward started.
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
-    // Inspects units in each use, because forward() itself may freeze or replace parameters.
+    // Inspects units at each use, because forward() itself may freeze or replace parameters.
     for (Unit* unit : needed) {
       inspect(*unit);
       gradients_.show_version(*unit);
@@ -58,7 +58,7 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
-// Does not lock the mutex: optimizers write on their own threads, and phases write with the mutex locked.
+// Does not lock the mutex: optimizers write on their own threads, and some callers write while they hold the mutex.
 void Scheduler::before_write(int index) {
   const auto& units = model_.units();
   if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
@@ -68,7 +68,7 @@ void Scheduler::require_use(const std::string& use) const {
   if (!refusal_.empty()) throw std::logic_error(use + " on rank " + model_.rank_text() + ": " + refusal_);
 }
 
-// Must be called before a forward, and before a read of all values.
+// Must be called before each forward, and before each read of all values.
 void Scheduler::begin_look() {
   recover();
   gradients_.binding().require_nothing_new();
@@ -91,18 +91,18 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
     enter();
     if (gradients_.add(parameter, gradient)) {
       Unit& unit = gradients_.unit_of(parameter);
-      if (reduces()) unit.secondary().drop();  // becomes stale, because the next step changes the shards
+      if (reduces()) unit.secondary().drop();  // the next step changes the shards, so the secondary shard becomes stale
       unsharded_.reshard(unit);
     }
-    if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(), since buckets may reuse freed memory
+    if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(): buckets may reuse the freed memory
   }
   tell_observer();
-  return {};  // the module's own parameter gets no gradient
+  return {};  // the module's own parameter must get no gradient
 }
 
 ScopeExit Scheduler::pre_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return ScopeExit(nullptr);  // a recomputed part of the model
+  if (inside_backward()) return ScopeExit(nullptr);  // backward recomputes a part of the model
   require_use("forward()");
   if (summon_ == Summon::kOnHost)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
@@ -138,7 +138,7 @@ void Scheduler::end() {
   unsharded_.post_backward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
   unsharded_.reshard_all();
-  // The first step will allocate the optimizer's state, so frees idle memory now.
+  // The first step will allocate optimizer state. So frees idle memory now.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
 }

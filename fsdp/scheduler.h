@@ -17,8 +17,8 @@
 
 namespace tessera::internal {
 
-// Runs the phases of training on events: an operator is about to use parameters, autograd has computed a gradient, a
-// backward ends or fails.
+// Runs the phases of FSDP training on three events: an operator is about to use parameters, autograd has computed a
+// gradient, or a backward ends or fails.
 //
 //   use(unit)   unshard the unit, evict and prefetch other units (UnshardedUnits)
 //   gradient    pass it to the reducer; after the unit's last gradient, reshard the unit
@@ -37,17 +37,17 @@ class Scheduler : public Pager, public BackwardPass {
   void prepare_capture() override;
   void prepare_replay() override;
 
-  ScopeExit pre_forward();  // the returned scope must end with forward, before this object is destroyed
+  ScopeExit pre_forward();  // the returned scope must close after forward, before this object is destroyed
   void post_forward();      // called after a forward that did not throw
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
   void refuse_use(std::string reason);  // an empty reason permits use again
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // Must be called before a save: copies the module's parameters into the shards if they differ. Not collective.
+  // Must be called before a save. Copies changed values of the module's parameters into the shards. Not collective.
   void show_in_shards();
-  // Outside backward, first takes over replaced parameters and changes of requires_grad.
+  // Outside backward, first applies the user's replaced parameters and changes of requires_grad.
   const std::vector<NamedShard>& named_shards();
-  // Whether parameters have their own dtype now, despite mixed precision, because all units are summoned.
+  // Whether parameters have their own dtype now, despite mixed precision. True while all units are summoned.
   bool shows_exact_values() const;
 
   const ShardedModel& model() const { return model_; }
@@ -81,9 +81,9 @@ class Scheduler : public Pager, public BackwardPass {
   ShardedGradients gradients_;
   UnshardedUnits unsharded_;
   GradientReducer::Observer observer_;               // called without the mutex
-  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves whose gradients have become final
+  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves whose final gradients were not observed yet
   std::function<void()> observer_of_failures_;
-  std::string refusal_;  // the reason for refusing uses outside backward; empty: none are refused
+  std::string refusal_;  // the reason to refuse uses outside backward; empty: uses are permitted
   bool first_backward_ = true;
   Summon summon_ = Summon::kNone;
 };

@@ -1,4 +1,4 @@
-// The construction of Scheduler, its observers, and requests of the user. The phases of a step are in scheduler.cpp.
+// Construction of Scheduler, its observers, and calls by the user. The phases of a step are in scheduler.cpp.
 #include "fsdp/scheduler.h"
 
 #include <algorithm>
@@ -129,7 +129,7 @@ void Scheduler::prepare_capture() {
   require_capturable();
   NoGradNoInferenceGuard quiet;
   recover();
-  unsharded_.reshard_all();  // all-gathers of an evaluation would otherwise precede the recorded work
+  unsharded_.reshard_all();  // so that all-gathers of an earlier evaluation cannot precede the recorded work
   gradients_.binding().move_hooks_to_current_stream();
 }
 

@@ -10,24 +10,24 @@
 
 namespace tessera::internal {
 
-// The ranks that share a secondary copy (ranks_per_secondary_copy), and the allocator of secondary shards.
+// The group of ranks that share a secondary copy (ranks_per_secondary_copy), and the allocator of secondary shards.
 struct SecondaryGroup {
   Communicator* comm = nullptr;  // null: no secondary shards
   CountedBuffers* memory = nullptr;
 };
 
-// One unit's secondary shard: this rank's part of the unsharded parameters, kept for backward. Backward gathers it
-// among fewer and nearer ranks than the shard (hpZ of ZeRO++).
+// One unit's secondary shard: this rank's part of the unsharded parameters, kept for backward. Backward gathers
+// secondary shards among fewer and nearer ranks than shards (hpZ of ZeRO++).
 //
 //   kNone --keep()--> kWanted --cut()--> kHeld --evict()--> kWanted, drop() from any state --> kNone
 //
-// All ranks must keep, cut, evict and drop at the same points. Used by one thread at a time.
+// All ranks must call keep(), cut(), evict() and drop() at the same points. Used by one thread at a time.
 class SecondaryShard {
  public:
-  // The states, each with the memory that it costs.
+  // The states, with the memory that each state costs.
   enum class State : uint8_t {
     kNone,    // 0
-    kWanted,  // 0: the next reshard calls cut()
+    kWanted,  // 0; the next reshard calls cut()
     kHeld,    // 1/n of the unsharded parameters, in gather_dtype(), in a group of n ranks
   };
 

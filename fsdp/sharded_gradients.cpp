@@ -14,7 +14,7 @@ void ShardedGradients::show_version(const Unit& unit) {
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Raises versions before any operator uses parameters, because forward may save a parameter before its use.
+// Raises versions before the first operator of forward, because forward may save a parameter before using it.
 void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }
@@ -25,18 +25,18 @@ void ShardedGradients::begin() {
   for (const auto& unit : model_.units()) show_version(*unit);
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = states_[i];
-    // A shard that the user has frozen since the forward gets no gradient, as any frozen leaf.
+    // If the user froze the shard since the forward, it gets no gradient, like any frozen leaf.
     if (state.shard_requires_grad && !state.shard.requires_grad())
       binding_.tensor(i).set_requires_grad(state.shard_requires_grad = false);
     if (state_in_module(i) != GradState::kPlaceholder && state.in_module == GradState::kPlaceholder) clear(i);
     const GradState in_shard = state_in_shard(i);
-    if (in_shard == GradState::kLost) continue;  // add() throws the reason if a gradient arrives
+    if (in_shard == GradState::kLost) continue;  // if a gradient arrives, add() throws the reason
     if (in_shard == GradState::kAccumulating) {
       shard_placeholders_->take_out(i, state.shard);
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());
       state.in_shard = GradState::kOrdinary;
     } else {
-      forget(i);  // needed if the user cleared the gradient but holds the placeholder
+      forget(i);  // the user may have cleared `.grad` and kept a reference to the placeholder
     }
   }
   between_passes_.pass_begins(reducer_.has_observer());
@@ -47,7 +47,7 @@ void ShardedGradients::begin() {
 }
 
 bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient) {
-  if (!binding_.tensor(parameter).requires_grad()) return false;  // frozen since forward
+  if (!binding_.tensor(parameter).requires_grad()) return false;  // the parameter was frozen after forward
   if (shard_placeholders_->is_in(parameter, states_[parameter].shard)) throw std::logic_error(reason(parameter));
   const auto unit = static_cast<size_t>(states_[parameter].unit->index());
   if (reducer_.add(parameter, gradient)) progress_.complete(unit, reducer_.bucket_of(parameter));

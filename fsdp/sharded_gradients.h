@@ -16,7 +16,7 @@
 
 namespace tessera::internal {
 
-// FSDP's gradients: one bucket for each flat parameter, cut evenly, and the content of `.grad` (see GradState):
+// FSDP's gradients. Each flat parameter has one bucket, cut evenly. Contents of `.grad` (see GradState):
 //
 //   .grad of           after a backward     under no_sync()                  after a failed backward
 //   a shard            kOrdinary, its part  kAccumulating: a placeholder,    kLost: a placeholder,
@@ -26,7 +26,7 @@ namespace tessera::internal {
 // A placeholder throws if an operator uses it. Used by one thread at a time, without autograd; called by Scheduler.
 class ShardedGradients {
  public:
-  // Runs `change` while no other thread uses this object. Called by a placeholder that zero_grad() has cleared.
+  // Runs `change` while no other thread uses this object. Placeholders call this function when zero_grad() clears them.
   using Exclusively = std::function<void(const std::function<void()>& change)>;
   // `model` must outlive this object.
   ShardedGradients(ShardedModel& model, const Exclusively& exclusively);
@@ -39,14 +39,14 @@ class ShardedGradients {
   const GradientReducer& reducer() const { return reducer_; }
 
   // Must be called before each use of the unit outside backward. If the shards have changed, raises the versions of the
-  // unit's parameters, so that autograd refuses the backward of older graphs. Must be called even with autograd off: a
-  // custom autograd function computes with autograd off, and saves its arguments afterwards.
+  // unit's parameters, so that autograd refuses the backward of older graphs. Must be called even with autograd off,
+  // because a custom autograd function computes with autograd off, and saves its arguments afterwards.
   void show_version(const Unit& unit);
-  // Records a use of the unit with autograd recording, in forward or in a part of forward that backward recomputes.
+  // Records that the unit is used while autograd records, in forward or in a recomputed part of forward.
   void expect(const Unit& unit) { progress_.expect(static_cast<size_t>(unit.index())); }
-  // Must be called outside backward. Hooks parameters again that have lost their hook, and copies changes of
-  // requires_grad between shard and parameter. Throws std::logic_error for a hook on a shard, which would never be
-  // called. Also throws it for a gradient that the user put into a parameter's `.grad`, because no step would use it.
+  // Must be called outside backward. Restores lost hooks, and copies changes of requires_grad between shard and
+  // parameter. Throws std::logic_error for a hook on a shard, because autograd would never call the hook. Also throws
+  // if the user assigned a gradient to a parameter's `.grad`, because no step would use this gradient.
   void inspect(const Unit& unit);
   // Copies changes of requires_grad between all shards and their parameters.
   void follow_freezing();
@@ -57,11 +57,11 @@ class ShardedGradients {
   bool add(size_t parameter, const at::Tensor& gradient);
   void finish();
   void end_without_reducing();
-  // Must be called after a failed backward: marks its gradients as lost. Not collective.
+  // Must be called after a failed backward. Marks the gradients of this backward as lost. Not collective.
   void fail();
   void abandon();
 
-  // Returns the gradients of all shards, without padding. Padding may be NaN, after int8 blocks with an infinity.
+  // Returns the gradients of all shards, without padding, because an infinity in int8 blocks may make padding NaN.
   // Throws std::logic_error if a gradient is not ready for a step.
   std::vector<at::Tensor> ready() const;
   Unit& unit_of(size_t parameter) const { return *states_[parameter].unit; }
@@ -73,17 +73,17 @@ class ShardedGradients {
     bool shard_requires_grad;                    // requires_grad() of `shard` at the last check
     GradState in_shard = GradState::kOrdinary;   // kAccumulating or kLost while `.grad` is a placeholder
     GradState in_module = GradState::kOrdinary;  // kPlaceholder; kOrdinary if cleared since the last check
-    at::Tensor kept = {};                        // the shard's older gradient; only for kAccumulating
+    at::Tensor kept = {};                        // the shard's earlier gradient; only for kAccumulating
   };
   GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;
-  // The next three functions put placeholders into `.grad`, unless these are there already.
+  // The next three functions put placeholders into `.grad`, unless already there.
   void place_in_module(size_t parameter);
   void place_in_modules();
   void place_in_shard(size_t parameter, GradState state);
   std::string reason(size_t parameter) const;  // the error text of the shard's placeholder
   void follow_freezing(size_t parameter);
-  // forget() drops the sums of earlier passes. clear() also drops the shard's `.grad`; zero() replaces it by zeros.
+  // forget() drops the sums of earlier passes. clear() also resets the shard's `.grad`. zero() sets it to zeros.
   void forget(size_t parameter);
   void clear(size_t parameter);
   void zero(size_t parameter);
@@ -96,7 +96,7 @@ class ShardedGradients {
   BackwardProgress progress_;
   BetweenPasses between_passes_;
   std::vector<ParameterState> states_;    // by parameter
-  std::vector<uint32_t> shown_versions_;  // by unit: Unit::version() at the last show_version()
+  std::vector<uint32_t> shown_versions_;  // by unit: Unit::version() at the latest show_version()
   std::shared_ptr<GradPlaceholder> module_placeholders_;
   std::shared_ptr<GradPlaceholder> shard_placeholders_;
 };

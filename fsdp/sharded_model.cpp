@@ -16,7 +16,7 @@
 namespace tessera::internal {
 namespace {
 
-// Compares the hybrid options over ranks, because groups are made by them before require_same_plan(). Returns `comm`.
+// Compares the hybrid options over ranks, because they define groups before require_same_plan(). Returns `comm`.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",
@@ -25,7 +25,7 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
   return comm;
 }
 
-// Returns the parameters of the module that are in no unit, under all of their names.
+// Returns the module's parameters that belong to no unit, under all their names.
 torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<PlannedParameter>& planned,
                                                               const torch::nn::Module& module) {
   std::unordered_set<const at::TensorImpl*> known;
@@ -47,7 +47,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
       mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
                       options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
-      // The shard group allocates these buffers, because it gathers into them. It must outlive them.
+      // The shard group allocates these buffers, because it gathers into them. The group must outlive the buffers.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
@@ -73,13 +73,13 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();
-  // Returns the memory of the module's own parameters, which were freed unit by unit, to the system.
+  // Returns freed memory to the system. The module's own parameters were freed unit by unit.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
-// [Note: Sharding a deferred model] Replays the tape of a deferred model batch by batch. As soon as a unit's values are
-// computed, the unit is made and the values are freed, so memory never holds the whole model. Ranks have equal tapes,
-// so they run collective constructors in one order. A deferred tensor in no unit (a buffer, say) is a batch by itself.
+// [Note: Sharding a deferred model] Replays the tape of a deferred model batch by batch. When a unit's values are
+// computed, makes the unit and frees the values, so memory never holds the whole model. Ranks have equal tapes, so they
+// construct units in the same order. A deferred tensor outside units (such as a buffer) is a batch by itself.
 void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   const MixedPrecision& precision = options_.mixed_precision;
   FlatParameterOptions flat_options;
@@ -109,7 +109,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
     for (PlannedParameter& parameter : unit.parameters) {
       if (!is_deferred(parameter.tensor)) continue;
       planned.insert(parameter.tensor.unsafeGetTensorImpl());
-      if (reader_of(parameter.tensor) != nullptr) continue;  // FlatParameter reads this rank's part
+      if (reader_of(parameter.tensor) != nullptr) continue;  // FlatParameter reads this rank's part later
       deferred.back().push_back(parameter.tensor);
       receivers.back().push_back(&parameter);
     }
@@ -120,7 +120,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
       if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
   for (const at::Tensor& tensor : others) deferred.push_back({tensor});
 
-  // A batch without deferred parameters needs no replay, so for an ordinary model this is a loop over `plan`.
+  // A batch without deferred parameters needs no replay. So for an ordinary model, this call is a loop over `plan`.
   replay_deferred(deferred, [&](size_t batch, const std::vector<at::Tensor>& values) {
     if (batch >= plan.size()) return fill_deferred(deferred[batch][0], values[0].to(mesh_.world->device()));
     for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];

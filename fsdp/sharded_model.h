@@ -21,12 +21,12 @@
 
 namespace tessera::internal {
 
-// The sharded module: its units, the names of the shards, and memory reports. UnshardedUnits decides which units are
-// unsharded, and ShardedGradients owns the gradients.
+// The sharded module: its units, the names of its shards, and memory reports. UnshardedUnits decides when to unshard
+// units. ShardedGradients owns the gradients.
 class ShardedModel {
  public:
-  // Plans units, checks that the ranks' plans agree, and shards the module. Collective. From then on, operators on
-  // parameters call `pager` first.
+  // Plans units, checks that the ranks' plans are equal, and shards the module. Collective. Afterwards, each operator
+  // on a parameter calls `pager` first.
   ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options, Pager* pager);
 
   const FsdpOptions& options() const { return options_; }
@@ -39,22 +39,22 @@ class ShardedModel {
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
-  // Returns all parameters, ordered by unit, then by flat parameter. Gradients are numbered in this order.
+  // Returns all parameters, ordered by unit, then by flat parameter. The position in this list is a gradient's index.
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
   std::vector<ModelShards::HeldPart> held_by(int rank) const;  // the parts of named_shards() on `rank`
-  // The parameters of ignored modules, which are not sharded. A tied parameter is listed under each of its names.
+  // Returns the parameters of ignored modules, which stay unsharded. Lists a tied parameter under each of its names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
   const CastBuffers& cast_buffers() const { return cast_buffers_; }
 
   using VisitState =
       std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
-  // Calls visit() for each full parameter in its own dtype, then for each buffer. Summoned units are passed with the
-  // user's changes. Collective; at most one unit is gathered at a time.
+  // Calls visit() for each full parameter in its own dtype, then for each buffer. Values of summoned units include the
+  // user's changes. Collective. Gathers at most one unit at a time.
   void visit_full_state(const VisitState& visit, const StateDictOptions& options);
 
-  MemoryReport memory() const;  // without buckets of gradients
+  MemoryReport memory() const;  // excludes buckets of gradients
   void reset_peak_memory();
   void describe(std::ostream& text) const;  // writes a line for each flat parameter
 
@@ -75,7 +75,7 @@ class ShardedModel {
     const FlatLayout* layout;
     int64_t parameter;
   };
-  std::vector<InLayout> in_layouts_;  // place of each of named_shards_ in its layout
+  std::vector<InLayout> in_layouts_;  // for each entry of named_shards_: its place in its layout
   torch::OrderedDict<std::string, at::Tensor> ignored_parameters_;
   CastBuffers cast_buffers_;
 };

@@ -13,7 +13,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the page of the full parameters, in their own dtype, on the device or the host.
+// Returns the page for the full parameters in their own dtype, on the device or the host.
 Page& page_for(PagedFlatParameter& paged, Summon where) {
   if (where == Summon::kOnHost) {
     const Page& page = *paged.page;
@@ -30,7 +30,7 @@ bool shows_shard(const PagedFlatParameter& paged) { return paged.page_in_use().b
 void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
   at::NoGradGuard no_grad;
   const bool on_host = where == Summon::kOnHost, are_copies = on_host || !is_whole;
-  std::vector<at::Tensor> full;  // gathers all before showing any, because a gather may fail
+  std::vector<at::Tensor> full;  // gathers all flat parameters before showing any, because a gather may fail
   for (auto& paged : flat_parameters_) {
     if (are_copies) full.push_back(on_host ? gather(*paged).cpu() : gather(*paged));
   }
@@ -45,7 +45,7 @@ void SummonedParameters::show(Summon where, Changes changes, bool is_whole) {
     } else if (changes == Changes::kLost) {
       saved_.push_back(paged.flat.shard().clone());
     }
-    // Forbids steps to change the shard, because hide() may overwrite it with the full parameters or the saved copy.
+    // Forbids steps that change the shard, because hide() may overwrite it with the full parameters or the saved copy.
     if (are_copies || changes == Changes::kLost) paged.flat.set_shard_writable(false);
     paged.page_in_use().set_writable(true);
     paged.writes_before = paged.page_in_use().writes();
@@ -59,7 +59,7 @@ void SummonedParameters::hide(bool writeback) {
     Page& page = paged.page_in_use();
     page.set_writable(false);
     paged.flat.set_shard_writable(true);
-    // If no value changes, keeps the shard's version, so that the backward of an earlier graph may still run.
+    // If no value has changed, keeps the shard's version, so that the backward of an earlier graph may still run.
     if (shows_shard(paged)) {
       if (!saved_.empty()) paged.flat.shard().data().copy_(saved_[i]);
       continue;
@@ -84,7 +84,7 @@ void SummonedParameters::write_back() {
     }
     if (shows_shard(*paged)) continue;
     paged->flat.set_shard_writable(true);
-    copy_own_part(*paged, paged->flat.shard().data());  // keeps the version, so that an earlier graph may go backward
+    copy_own_part(*paged, paged->flat.shard().data());  // keeps the version, so that an earlier graph may run backward
     paged->flat.set_shard_writable(false);
   }
 }
@@ -119,7 +119,7 @@ void Unit::dismiss(bool writeback) {
   reattach(*this, /*may_change=*/true);
   uses_.join();
   summoned_.hide(writeback);
-  // The pages of a unit stay attached only if the shard has all parameters.
+  // The pages of a unit are attached now only if the shard has all parameters.
   const bool is_whole = std::ranges::all_of(flat_parameters_, [](auto& paged) { return paged->page->is_attached(); });
   state_ = is_whole ? State::kWhole : State::kSharded;
 }

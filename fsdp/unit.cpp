@@ -52,8 +52,8 @@ void Unit::read_ahead() {
       disk->read_ahead(paged->flat.shard());
 }
 
-// [Note: Overlapping host copies] A copy needs 1/N of the memory of an all-gather. So copies run one unit further ahead
-// than all-gathers, and the copy of one unit overlaps with the all-gather of the previous unit. A single rank copies
+// [Note: Overlapping host copies] A copy to the device needs 1/N of the memory of an all-gather. So copies run one unit
+// further ahead than all-gathers, and overlap with the all-gather of the previous unit. A group of one rank copies
 // directly into the full buffer.
 void Unit::start_fetch() {
   if (state_ != State::kSharded || context_.source.engine == nullptr || has_secondary()) return;
@@ -101,7 +101,7 @@ void Unit::start_all_gather(PagedFlatParameter& paged, const at::Tensor& full) {
   }
 }
 
-// A lazy all-gather copies from peer memory only in wait(). Starting it early would only hold its buffer longer.
+// A lazy all-gather copies from peer memory only in wait(). An early start would only hold its buffer longer.
 bool Unit::can_unshard_ahead() const {
   const Communicator& comm = has_secondary() ? *secondary_.comm() : context_.comm;
   return std::ranges::none_of(flat_parameters_,
@@ -121,7 +121,7 @@ void Unit::wait_for_unshard() {
   state_ = State::kUnsharded;
 }
 
-// Frees the staging buffers. Work on the current stream may reuse their memory.
+// Frees the staging buffers. The current stream may then reuse their memory.
 void Unit::free_staging() {
   for (auto& paged : flat_parameters_) {
     if (!paged->staging.defined()) continue;
@@ -137,9 +137,9 @@ void Unit::reshard() {
   if (state_ == State::kWhole) return set_current(Page::GradMode::kNone);
   if (state_ == State::kSharded) return;
   if (state_ == State::kUnsharding) wait_for_unshard();
-  uses_.join();  // the next user of this memory must wait for all streams that read it
+  uses_.join();  // the next user of this memory must wait for all streams that read the memory
   if (state_ == State::kUnsharded && !is_stale()) secondary_.cut(buffers_);
-  // Ignores errors of copies on which no operator has waited.
+  // No operator has waited for these copies, so their errors are ignored.
   for (auto& paged : flat_parameters_) {
     paged->fetching = Copy();
     paged->gathering.wait();

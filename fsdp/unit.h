@@ -26,28 +26,28 @@ struct UnitContext {
   SecondaryGroup secondary{};
 };
 
-// The parameters of one wrapped module, which are unsharded, used and resharded together.
+// The parameters of one wrapped module. They are unsharded, used and resharded together.
 //
 //   kSharded -- start_fetch() --> kFetching -- unshard() --> kUnsharding -- wait_for_unshard() --> kUnsharded
 //      ^                                                                                               |
 //      +------------------------------------------ reshard() ------------------------------------------+
 //
-// UnshardedUnits decides when these methods are called. Collective methods must be called in one order on all ranks.
+// UnshardedUnits calls these methods. All ranks must call the collective methods in the same order.
 // Used by one thread at a time.
 class Unit {
  public:
-  // The states, with the memory that each costs besides the shard, which is 1/N of the parameters in their own dtype.
+  // The states, and the memory that each costs in addition to the shard (1/N of the parameters in their own dtype).
   enum class State : uint8_t {
     kSharded,     // 0
-    kFetching,    // with offload: the shard in gather_dtype(), on the device, which a copy is filling
-    kUnsharding,  // kFetching's cost, and all parameters in gather_dtype(), which an all-gather is filling
-    kUnsharded,   // all parameters in gather_dtype(): the module's parameters are views of them
+    kFetching,    // with offload: the device copy of the shard in gather_dtype(), being filled
+    kUnsharding,  // kFetching's cost, plus all parameters in gather_dtype(), being gathered
+    kUnsharded,   // all parameters in gather_dtype(), viewed by the module's parameters
     kSummoned,    // see SummonedParameters
     kWhole,       // 0: always unsharded, because the shard has all parameters (one rank, no cast, no offload)
   };
 
-  // Copies the values of the planned parameters to shards, and makes the module's own parameters views of pages.
-  // Collective if `sync_module_states`.
+  // Copies the values of the planned parameters to shards. Makes the module's own parameters views of pages. Collective
+  // if `sync_module_states`.
   Unit(int index, const PlannedUnit& plan, const UnitContext& context, const FlatParameterOptions& options,
        bool sync_module_states);
   ~Unit();
@@ -56,7 +56,7 @@ class Unit {
 
   int index() const { return index_; }
   const std::string& name() const { return name_; }            // for errors: "unit 'blocks.3'"
-  const std::string& plan_name() const { return plan_name_; }  // in the plan: "blocks.3"
+  const std::string& plan_name() const { return plan_name_; }  // the name in the plan: "blocks.3"
   State state() const { return state_; }
   bool is_summoned() const { return state_ == State::kSummoned; }
   const FlatParameters& flat_parameters() const { return flat_parameters_; }
@@ -64,40 +64,40 @@ class Unit {
 
   // ---- life cycle
 
-  // Starts reading a shard that is on a disk into host memory. Not collective.
+  // Starts reading the shard from disk into host memory, if it is on disk. Not collective.
   void read_ahead();
-  // Starts copying a shard that is in host memory to the device. Not collective.
+  // Starts copying the shard from host memory to the device, if it is in host memory. Not collective.
   void start_fetch();
   // Starts the all-gather of the unit's parameters; a no-op unless kSharded or kFetching. Collective.
   void unshard();
-  // Whether the all-gather moves data before wait_for_unshard(); false if it is lazy.
+  // Whether an all-gather would move data before wait_for_unshard(); false if the all-gather is lazy.
   bool can_unshard_ahead() const;
-  // Must be called after unshard(). Blocks until the parameters may be used on the current stream.
+  // Must be called after unshard(). Blocks until operators on the current stream may use the parameters.
   void wait_for_unshard();
-  // Frees the unsharded parameters, after an all-gather or copy in flight has completed. A no-op if summoned.
+  // Frees the unsharded parameters after the all-gather or copy in flight has completed. A no-op if summoned.
   void reshard();
   SecondaryShard& secondary() { return secondary_; }
 
   // ---- the shards
 
-  // Must be called before a write to shards in host memory. Blocks until no copy reads them.
+  // Must be called before a write to shards in host memory. Blocks until no copy in flight reads the shards.
   void wait_for_reads();
-  // Whether the shards were written to since the last all-gather.
+  // Whether the shards were written after the last all-gather.
   bool is_stale() const;
-  // Returns the sum of autograd's version counters of the shards. They must not change between forward and backward.
+  // Returns the sum of the shards' autograd version counters. Must be equal in forward and backward.
   uint32_t version() const;
-  // Calls Page::set_current() of all attached pages.
+  // Calls Page::set_current() on all attached pages.
   void set_current(Page::GradMode mode);
 
   // ---- full parameters
 
-  // Reshards, and shows full parameters in their own dtype. If kElsewhere, only joins the all-gathers. Collective.
+  // Reshards the unit, and shows full parameters in their own dtype. If kElsewhere, only joins all-gathers. Collective.
   void summon(Summon where, SummonedParameters::Changes changes);
   // Ends summon(); the unit must be summoned. If `writeback` is false, changes are lost.
   void dismiss(bool writeback);
-  // Copies changes into the shards, as dismiss(true) would. The unit must be summoned. Not collective.
+  // Copies changes into the shards, like dismiss(true). The unit must be summoned. Not collective.
   void write_back();
-  // Returns a flat parameter in full, in its own dtype: the summoned one, or else gathered into new memory. Collective.
+  // Returns all elements of a flat parameter in its own dtype, gathered unless the unit is summoned. Collective.
   at::Tensor full_values(const PagedFlatParameter& paged);
 
  private:
@@ -113,8 +113,8 @@ class Unit {
   SecondaryShard secondary_;
   SummonedParameters summoned_;
   State state_ = State::kSharded;
-  std::vector<at::Tensor> buffers_;  // one for each flat parameter, if unsharding or unsharded
-  StreamUses uses_;                  // the streams that use the buffers
+  std::vector<at::Tensor> buffers_;  // one for each flat parameter, while unsharding or unsharded
+  StreamUses uses_;                  // streams that use the buffers
 };
 
 }  // namespace tessera::internal

@@ -22,13 +22,13 @@ void UnshardedUnits::post_backward(bool accumulates) {
   accumulates_ = accumulates;
 }
 
-// Must be called at the same points on all ranks. So a write to a shard must not call it: an optimizer may not write to
-// a parameter of which this rank has no element.
+// Must be called at the same points on all ranks. A write to a shard must not trigger this call, because an optimizer
+// may not write to a parameter without elements on this rank.
 void UnshardedUnits::drop_secondaries() {
   for (auto& unit : model_.units()) unit->secondary().drop();
 }
 
-// Predicts that the first backward uses units in the reverse order of forward.
+// For the first backward, predicts the reverse order of forward.
 void UnshardedUnits::pre_backward() {
   if (backward_order_.expected().empty())
     backward_order_.expect({forward_order_.seen().rbegin(), forward_order_.seen().rend()});
@@ -61,7 +61,7 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
 }
 
 // [Note: Evicting at the turn] At the turn from forward to backward, a rank holds the most memory. If all-gathers copy
-// from peer memory, gathering the last units of forward again is cheaper than keeping them. With few units, the extra
+// from peer memory, a second gather of the last units is cheaper than keeping them. With few units, the extra
 // all-gathers cost too much. The rule depends only on values that are equal on all ranks.
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
 
@@ -77,7 +77,7 @@ void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_o
 
 // [Note: Overlapping all-gathers] The order of the last pass predicts the next units. Their all-gathers start before
 // the current unit computes, so communication overlaps with computation. Copies from the host start one unit earlier,
-// and disk reads two units earlier. The nearest unit is first, because one engine runs the copies in order.
+// and disk reads start two units earlier. The nearest unit is first, because one engine runs the copies in order.
 void UnshardedUnits::prefetch(const PrefetchOrder& order) {
   const int count = model_.options().prefetch;
   if (model_.offload().has_disk())
@@ -109,7 +109,7 @@ void UnshardedUnits::set_current(std::vector<Unit*> units, Page::GradMode mode) 
   for (Unit* unit : current_) unit->set_current(mode);
 }
 
-// Ends the span at the next use() or at the end of the pass, so it includes waits for other units' gradients.
+// Called at the next use() or at the end of the pass, so the span includes waits for other units' gradients.
 void UnshardedUnits::end_compute_span() {
   computing_.end(SpanKind::kCompute, inside_backward() ? "backward" : "forward");
 }

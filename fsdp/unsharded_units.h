@@ -12,14 +12,14 @@
 
 namespace tessera::internal {
 
-// Decides which units are unsharded: prefetches FsdpOptions::prefetch units ahead, keeps FsdpOptions::keep_recent, and
-// evicts the least recently used ones. Only UnshardedUnits unshards and reshards units, except summoned ones. Used by
-// one thread at a time.
+// Unshards and reshards units: prefetches FsdpOptions::prefetch units ahead, keeps the last FsdpOptions::keep_recent
+// units, and evicts the least recently used ones. No other class unshards or reshards units, except for a summon. Used
+// by one thread at a time.
 class UnshardedUnits {
  public:
   explicit UnshardedUnits(ShardedModel& model) : model_(model) {}
 
-  // Reshards units that an earlier pass prefetched and did not use.
+  // Reshards units that an earlier pass prefetched but did not use.
   void pre_forward();
   void pre_backward();
   // Must be called before an operator uses the units. Evicts other units, unshards these units, and prefetches the
@@ -30,12 +30,12 @@ class UnshardedUnits {
   // Must be called after a backward. The next use outside one begins a forward. `accumulates`: shards stay unchanged.
   void post_backward(bool accumulates);
 
-  // Ends the trace's span of computation of the units of the last use().
+  // Ends the trace span for the computation of the last use()'s units.
   void end_compute_span();
-  // The order of units in the last forward and in the last backward that used any unit.
+  // The unit orders of the last forward and of the last backward that used a unit.
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
-  // The number of uses above which repetitions are removed: a pass uses a unit fewer than 8 times on average.
+  // Limit of recorded uses; beyond it, repetitions are removed. On average a pass uses a unit fewer than 8 times.
   size_t most_seen() const { return 8 * model_.units().size(); }
 
  private:
@@ -48,8 +48,8 @@ class UnshardedUnits {
   PrefetchOrder forward_order_;
   PrefetchOrder backward_order_;
   bool forward_is_new_ = true;  // no unit was used since the last backward
-  bool accumulates_ = false;    // whether the next forward continues a gradient accumulation: shards are unchanged
-  std::vector<Unit*> recent_;   // unsharded units that were used, the most recent last
+  bool accumulates_ = false;    // whether the next forward continues an accumulation, with unchanged shards
+  std::vector<Unit*> recent_;   // used units that are still unsharded, the most recent last
   std::vector<Unit*> current_;  // the units of the last use()
   OpenSpan computing_;          // the trace's span of `current_`
 };

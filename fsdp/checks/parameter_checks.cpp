@@ -11,7 +11,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the name of the parameter in which `view` begins; "a parameter" if it is not known.
+// Returns the name of the parameter at the beginning of `view`; "a parameter" if there is none.
 std::string name_at(const Unit& unit, const Page& page, const at::Tensor& view) {
   for (const auto& paged : unit.flat_parameters()) {
     if (paged->page.get() != &page) continue;
@@ -32,7 +32,7 @@ bool is_attached(const PagedFlatParameter& paged, size_t index) {
          is_view_at(parameter, paged.flat.geometry(index), paged.flat.layout().offset(static_cast<int64_t>(index)));
 }
 
-// Whether `given` can replace the parameter's values: unpaged, of the parameter's shape, in its own or gather dtype.
+// Whether `given` can replace the parameter's values: unpaged, with the parameter's shape and its own or gather dtype.
 bool fits(const FlatParameter& flat, size_t index, const at::Tensor& given) {
   const auto& sizes = flat.geometry(index).sizes;
   return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||
@@ -52,7 +52,7 @@ void require_may_reattach(const Unit& unit, const PagedFlatParameter& paged, siz
                            ": move and convert the module before it is wrapped, and change values between steps");
 }
 
-// Takes over the values that the user gave a parameter: all if the unit is summoned, else this rank's part of them.
+// Copies the user's new values of a parameter: all values if the unit is summoned, otherwise this rank's part.
 void take_values(PagedFlatParameter& paged, size_t index, bool is_summoned) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = paged.flat;
@@ -99,7 +99,7 @@ void require_write(const Unit& unit, const Page& page, const at::Tensor& view, c
         operation + " would change " + where +
         " inside summon_full_params(), whose full parameters would not follow: leave the scope first "
         "(before optimizer.step(), say)");
-  if (operation == "aten::set_") return;  // torch::load() calls set_(); reattach() finds the change later
+  if (operation == "aten::set_") return;  // torch::load() calls set_(); reattach() detects the change later
   throw std::logic_error(operation + " would change " + name_at(unit, page, view) + " of " + where +
                          ", which is sharded: change it inside summon_full_params(), or change the shards, "
                          "fsdp.parameters(), of which optimizers are made after wrapping");

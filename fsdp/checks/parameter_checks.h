@@ -6,18 +6,18 @@
 
 namespace tessera::internal {
 
-// Finds parameters of the unit to which the user gave other data since the last call (torch::load(), set_data()).
-// Copies this rank's part of the values, and makes the parameter a view of its page again. Throws std::logic_error,
-// naming the parameter, if shape or dtype differs (module.to()), `may_change` is false, or a shard was replaced.
+// Finds parameters whose data the user replaced since the last call (torch::load(), set_data()). Copies this rank's
+// part of the new values, and makes the parameter a view of its page again. Throws std::logic_error, naming the
+// parameter, if shape or dtype differs (module.to()), if `may_change` is false, or if a shard was replaced.
 void reattach(Unit& unit, bool may_change);
 
 // Must be called before `operation` writes to `view`, a view of a read-only page. Throws std::logic_error, naming the
-// parameter, unless the operation is set_(), which does not touch the page. `rank` is for errors.
+// parameter, unless the operation is set_(): set_() does not write to the page. `rank` is for errors.
 void require_write(const Unit& unit, const Page& page, const at::Tensor& view, const std::string& operation,
                    const std::string& rank);
 
-// Must be called for an unsharded unit. Throws std::logic_error if the page is not attached: then the user has kept a
-// view from outside summon_full_params() for use inside, or the reverse. `rank` is for errors.
+// Must be called after the unit was unsharded. Throws std::logic_error if the page is not attached. Then the user kept
+// a view from outside summon_full_params() and used it inside, or the reverse. `rank` is for errors.
 void require_attached(const Unit& unit, const Page& page, const std::string& rank);
 
 }  // namespace tessera::internal

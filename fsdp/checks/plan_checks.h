@@ -18,10 +18,10 @@ namespace tessera::internal {
 void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                        const torch::nn::Module& module, Communicator& world);
 
-// Returns the bytes of shards, gradients and unsharded units that this rank's device will hold.
+// Returns the bytes that this rank's device will need for shards, gradients and unsharded units.
 MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh);
 
-// Warns on rank 0 about policies that select no module. This is probably a mistake, although the model would train.
+// Warns on rank 0 about policies that select no module. The model would train, but this is probably a mistake.
 void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                            const torch::nn::Module& module, const Communicator& world);
 
