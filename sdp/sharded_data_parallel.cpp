@@ -71,7 +71,7 @@ std::vector<SdpModule::Reference> SdpModule::references_to(const std::vector<Sha
   return references;
 }
 
-// Throws if an optimizer was destroyed: gradients would still be reduced to the owners that it had assigned.
+// Throws if an optimizer was destroyed, because gradients would still be reduced to the owners of that optimizer.
 void SdpModule::require_optimizers() const {
   for (const Reference& reference : optimizers_)
     if (reference.lifetime.expired())

@@ -34,8 +34,8 @@ std::string describe(const DdpOptions& options) {
   return text.str();
 }
 
-// Calls the operators of torch::nn::utils::clip_grad_norm_, so that results are bit-equal. Unlike that function, leaves
-// the norm on the device, accepts gradients without elements, and throws Tessera's error.
+// Calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. In contrast to that function,
+// leaves the norm on the device, accepts gradients without elements, and throws Tessera's error.
 GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
               int rank) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
@@ -77,8 +77,8 @@ std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
   return std::nullopt;
 }
 
-// A gradient that is reduced in autograd's memory is a bucket by itself. Below this size, one more message costs more
-// than the copy that it saves.
+// A gradient that is reduced in autograd's memory needs its own bucket. Below this size, the additional message costs
+// more than the avoided copy.
 constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
 
 }  // namespace
@@ -100,7 +100,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
   replicated.reducer.is_static = options.static_graph;
   replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
-  replicated.reducer.in_flight = 1;  // each reduction allocates a buffer for the peers' data
+  replicated.reducer.in_flight = 1;  // each reduction in flight holds a buffer for the peers' data
   reduce_gradients(nullptr, replicated);
 }
 

@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the name of a bucket, for errors.
+// Returns a description of a bucket's gradients, for errors.
 std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
   if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
   return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
@@ -32,7 +32,7 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
                                                                std::vector<PlannedParameter> parameters,
                                                                std::shared_ptr<Communicator> comm, std::string who,
                                                                OwnerOf owner_of, ReplicatedOptions options) {
-  // Parameters are allocated already. With owners, a rank allocates only about its share of the gradients.
+  // The parameters are already allocated. With owners, each rank allocates about 1/N of the gradients.
   MemoryNeed need;
   for (const PlannedParameter& parameter : parameters) {
     const auto bytes = static_cast<int64_t>(parameter.tensor.nbytes());
@@ -58,14 +58,14 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// Hooks stay without effect, so the module can be trained alone. A running backward that would have reduced throws.
+// Hooks of this object lose their effect, so the module can be trained alone. If a reduction is due, backward throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
   if (awaits_reduction && !is_running() && reduces() && !passes_through()) fail_backward();
 }
 
-// Sets up the callbacks that hold a weak pointer to this object.
+// Sets up the callbacks. They hold weak pointers to this object.
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
   const auto lost = while_alive(
@@ -102,7 +102,7 @@ void ReplicatedGradients::plan_trainable() {
   }
   binding_.hook_all();
   if (!changed) return;
-  plan(order);  // if it throws, the states stay unchanged
+  plan(order);  // on an exception, the states stay unchanged
   for (ParameterState& state : states_) state.trainable = false;
   for (size_t i : order) states_[i].trainable = true;
   flags_.order_agreed = false;
@@ -154,7 +154,7 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
 // ---- gradients ----------------------------------------------------------------------------------
 
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
-  // Makes gradients dense at every world size, also under no_sync(), whose sums are reduced later.
+  // Makes gradients dense at every world size. Includes no_sync(), because its sums are reduced later.
   if (gradient.defined() && gradient.is_sparse()) return take(parameter, gradient.to_dense());
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
@@ -174,7 +174,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
                            "call the wrapper's forward after requires_grad_(true), not the module's");
   if (!reduces()) {
     if (gradient.defined()) begin_own_sum(parameter);
-    return gradient;  // autograd accumulates this gradient
+    return gradient;  // autograd adds it to `.grad`
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
@@ -182,8 +182,8 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
-// Records the state of a gradient in a group of one rank, where autograd accumulates it. The state is needed if a
-// divisor is set between a backward under no_sync() and the next backward that reduces.
+// Records the state of a gradient in a group of one rank, where autograd accumulates gradients. A divisor may be set
+// between a backward under no_sync() and the next reducing backward. The state is needed in that case.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;
@@ -195,9 +195,9 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
     if (state.grad == GradState::kAccumulating) state.grad = GradState::kOrdinary;
 }
 
-// Begins this rank's own sum. An existing gradient is an average: of a backward, from before wrapping, or the user's.
-// Scales the average so that the next reduction restores it. That reduction adds up the averages of all ranks that hold
-// one (under SDP only the owner), and divides the sum by the divisor.
+// Begins this rank's own sum. An existing gradient is an average: from a backward, from before wrapping, or from the
+// user. The next reduction adds the averages of all ranks that hold one (under SDP only the owner), and divides the sum
+// by the divisor. So the average is scaled here, such that this reduction restores it.
 void ReplicatedGradients::begin_own_sum(size_t parameter) {
   at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
   ParameterState& state = states_[parameter];
@@ -216,7 +216,7 @@ void ReplicatedGradients::begin_own_sum(size_t parameter) {
 
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return;  // a recomputed part of the model
+  if (inside_backward()) return;  // backward recomputes a part of the model
   const bool trains = c10::GradMode::is_enabled();
   NoGradNoInferenceGuard quiet;
   recover();
@@ -244,12 +244,12 @@ void ReplicatedGradients::require_all_used() {
           "as they were");
 }
 
-// Hooks the outputs, so that the outermost backward begins the pass, and not a nested one that recomputes a part.
+// Hooks the outputs, so that the outermost backward begins the pass, not a nested backward that recomputes a part.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (!inside_backward()) flags_.is_forward_open = false;
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
-  refresh_trainable();  // a second time: forward may have frozen or replaced parameters
+  refresh_trainable();  // a second time, because forward may have frozen or replaced parameters
   for (size_t i = 0; i < states_.size(); ++i)
     states_[i].awaits_reduction = states_[i].awaits_reduction || binding_.tensor(i).requires_grad();
   if (!reduces()) return;
@@ -269,13 +269,13 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// If a forward has thrown and so has not called end_forward(), logs it. Called by the next forward or backward.
+// Logs a failed forward: one that threw before end_forward(). Called by the next forward or backward.
 void ReplicatedGradients::note_failed_forward() {
   if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
-// Logs which parameters hold an average. All ranks must clear gradients alike; they compare their logs at the end of
-// the pass. A no-op with owners, because the gradients of different parameters cannot be compared.
+// Logs, for each parameter, whether it holds an average. All ranks must clear the same gradients, and compare their
+// logs at the end of the pass. A no-op with owners, because each rank then holds gradients of different parameters.
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -289,7 +289,7 @@ void ReplicatedGradients::begin() {
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  reducer_.begin(order, /*frozen_too=*/true);  // some ranks may have sums of frozen parameters
+  reducer_.begin(order, /*frozen_too=*/true);  // some ranks may hold sums of frozen parameters
   for (size_t i = 0; i < states_.size(); ++i) {
     if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
     if (std::exchange(states_[i].grad, GradState::kOrdinary) != GradState::kAccumulating) continue;
@@ -308,7 +308,7 @@ void ReplicatedGradients::end() {
     if (!gets_average(i)) binding_.tensor(i).mutable_grad().reset();  // only the owner keeps the average
     states_[i].grad = GradState::kOrdinary;
   }
-  // torch::autograd::grad() for inputs uses no parameter. Parameters without a gradient are no error then.
+  // torch::autograd::grad() of inputs uses no parameter. Parameters without gradients are then not an error.
   flags_.any_backward = flags_.any_backward || any_used;
   if (!flags_.order_agreed && any_used) agree_on_order();
   if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
@@ -322,7 +322,7 @@ void ReplicatedGradients::fail() {
   }
 }
 
-// Whether a failed backward lost the gradient. zero_grad() removes the placeholder, and then it is no longer lost.
+// Whether a failed backward lost the gradient. False after zero_grad(), which removes the placeholder.
 bool ReplicatedGradients::is_lost(size_t parameter) const {
   return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
@@ -334,7 +334,7 @@ void ReplicatedGradients::abandon() {
     if (!is_lost(i)) states_[i].grad = GradState::kOrdinary;
 }
 
-// Plans buckets again, in the order in which gradients arrived on rank 0. Collective.
+// Replans buckets in the order in which gradients arrived on rank 0. Collective.
 void ReplicatedGradients::agree_on_order() {
   std::vector<size_t> order = reducer_.arrivals();
   std::vector<bool> came(states_.size(), false);

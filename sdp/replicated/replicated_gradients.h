@@ -21,25 +21,25 @@ namespace tessera::internal {
 
 struct ReplicatedOptions {
   BucketLimits limits;
-  std::optional<at::ScalarType> wire_dtype;  // dtype of gradients on the wire
-  WireFormat wire = WireFormat::kDtype;      // format of gradients on the wire; used only with owners
+  std::optional<at::ScalarType> wire_dtype;  // dtype of gradients in messages
+  WireFormat wire = WireFormat::kDtype;      // format of gradients in messages; used only with owners
   bool gradients_are_views = true;           // whether gradients are views of their buckets
-  bool must_use_all = false;                 // throws if a parameter got no gradient on any rank in an iteration
+  bool must_use_all = false;                 // throw if no rank has a parameter's gradient after an iteration
   int64_t compare_replicas_every = 0;        // see ReplicaComparison
-  bool copies_are_equal = true;              // whether replicas have the same bits; if not, they are never compared
+  bool copies_are_equal = true;              // whether replicas are bit-equal; if not, they are never compared
   ReducerOptions reducer;
 };
 
-// The gradients of wrappers whose ranks hold whole parameters. DDP reduces each bucket to every rank; SDP reduces it to
-// the rank that owns its parameters.
+// The gradients of a wrapper whose ranks hold whole parameters. Under DDP, every rank receives each reduced bucket.
+// Under SDP, only the owner of the bucket's parameters receives it.
 //
-// After backward, a parameter's `.grad` is the average over ranks (GradState::kOrdinary), or undefined on ranks that do
-// not own the parameter. Under no_sync(), `.grad` is this rank's own sum, on every rank (kAccumulating). After a failed
-// backward it is a placeholder (kLost), and steps throw until zero_grad(). The first pass reduces buckets in reverse
-// order of registration; later passes in the order in which gradients arrived on rank 0.
+// After backward, `.grad` is the average over ranks (GradState::kOrdinary); under SDP it is undefined on ranks that do
+// not own the parameter. Under no_sync(), `.grad` is this rank's own sum (kAccumulating). After a failed backward,
+// `.grad` is a placeholder (kLost), and steps throw until zero_grad(). The first pass reduces buckets in reverse
+// registration order. Later passes use the order in which gradients arrived on rank 0.
 class ReplicatedGradients : public BackwardPass {
  public:
-  // Returns the rank that owns a parameter. Called again when requires_grad changes. May throw. If the function is
+  // Returns the rank that owns a parameter. Called again when the parameter's requires_grad changes. May throw. If
   // empty, every rank gets all gradients.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
   static std::shared_ptr<ReplicatedGradients> make(std::shared_ptr<torch::nn::Module> module,
@@ -63,10 +63,10 @@ class ReplicatedGradients : public BackwardPass {
   // Throws std::logic_error, naming the parameter and the rank, if a gradient on this rank is not an average.
   void require_averages() const;
 
-  // Throws std::logic_error, naming the parameter, if one was registered after wrapping.
+  // Throws std::logic_error, naming the parameter, if a parameter was registered after wrapping.
   void require_nothing_new() const { binding_.require_nothing_new(); }
 
-  void report(MemoryReport& report) const;  // sets the report's bytes of buckets
+  void report(MemoryReport& report) const;  // sets the bucket bytes of `report`
   void reset_peak();
 
  protected:
@@ -79,10 +79,10 @@ class ReplicatedGradients : public BackwardPass {
  private:
   struct ParameterState {
     bool trainable = false;
-    bool used = false;              // whether any rank used it in a backward since the last forward
-    bool awaits_reduction = false;  // whether a training forward used it since the last reduction
+    bool used = false;              // whether any rank used the parameter in a backward since the last forward
+    bool awaits_reduction = false;  // whether a training forward used the parameter since the last reduction
     GradState grad = GradState::kOrdinary;
-    bool has_average = false;  // for kAccumulating: whether an average is part of the sum
+    bool has_average = false;  // for kAccumulating: whether the sum includes an average
   };
 
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
@@ -93,7 +93,7 @@ class ReplicatedGradients : public BackwardPass {
   bool is_lost(size_t parameter) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void begin_own_sum(size_t parameter);
-  // Whether this rank keeps the average of the parameter.
+  // Whether this rank receives the average of the parameter.
   bool gets_average(size_t parameter) const {
     return reducer_.buckets()[reducer_.bucket_of(parameter)].result != nullptr;
   }
@@ -117,10 +117,10 @@ class ReplicatedGradients : public BackwardPass {
   std::optional<StepCheck> step_check_;
   ReplicaComparison comparison_;
   struct Flags {
-    bool order_agreed = false;     // the buckets follow the order of gradients on rank 0
-    bool has_own_sums = false;     // in a group of one rank: some states are kAccumulating
-    bool any_backward = false;     // a backward since the last forward had gradients
-    bool is_forward_open = false;  // a training forward has begun, and has not returned
+    bool order_agreed = false;     // whether the buckets follow rank 0's order of gradients
+    bool has_own_sums = false;     // in a group of one rank: whether any state is kAccumulating
+    bool any_backward = false;     // whether a backward since the last forward had gradients
+    bool is_forward_open = false;  // whether a training forward has begun and not returned
     bool first_backward = true;
   };
   Flags flags_;

@@ -78,8 +78,8 @@ void ReplicatedModule::broadcast_buffers() {
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
   at::NoGradGuard no_grad;
-  comm_->throw_if_aborted("full_state_dict");           // throws if the last step's exchange was aborted
-  std::map<const c10::TensorImpl*, at::Tensor> copies;  // one copy for each tensor, so that tied parameters stay tied
+  comm_->throw_if_aborted("full_state_dict");           // throws if the last step's collectives were aborted
+  std::map<const c10::TensorImpl*, at::Tensor> copies;  // one copy of each tensor, so that tied parameters stay tied
   torch::OrderedDict<std::string, at::Tensor> state;
   for (const auto& parameter : module_->named_parameters()) {
     if (!parameter.value().defined()) continue;
@@ -128,7 +128,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
   if (!c10::GradMode::is_enabled()) return;
   struct Backward {
     bool has_begun = false;
-    OpenRange range;  // if backward fails, ends when the hooks are destroyed
+    OpenRange range;  // if backward fails, the range ends with the destruction of the hooks
   };
   auto backward = std::make_shared<Backward>();
   for (const at::Tensor& output : outputs) {
@@ -136,7 +136,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
     output.register_hook([trace, backward](const at::Tensor&) {
       if (std::exchange(backward->has_begun, true)) return;
       backward->range.begin([] { return std::string("backward"); });
-      // The span includes callbacks of other code. So this callback queues a second callback, which runs last.
+      // The span includes other code's callbacks. So this callback queues a second callback that runs last.
       auto& engine = torch::autograd::Engine::get_default_engine();
       engine.queue_callback([&engine, trace, backward, since = Trace::Clock::now()] {
         engine.queue_callback([trace, backward, since] {

@@ -31,7 +31,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::tensor_list;
 
-// Returns `values`, [C], as a tensor [1, C, 1, ...] in the dtype of `like`.
+// Returns `values`, [C], with shape [1, C, 1, ...] and the dtype of `like`.
 at::Tensor by_channel(const at::Tensor& values, const at::Tensor& like) {
   std::vector<int64_t> sizes(like.dim(), 1);
   sizes[1] = values.numel();
@@ -44,14 +44,14 @@ std::vector<int64_t> all_but_channel(const at::Tensor& input) {
   return dims;
 }
 
-// Returns an input of double unchanged, and any other input in fp32, the dtype of the computation.
+// Returns the input in the dtype of the computation: double stays double, other dtypes become fp32.
 at::Tensor widened(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? input : input.to(at::kFloat);
 }
 
 struct Statistics {
-  at::Tensor mean, variance;  // [C], in double; the variance is biased
-  double count = 0;           // number of values of a channel, over all ranks
+  at::Tensor mean, variance;  // [C], in double; the variance is the biased estimate
+  double count = 0;           // number of values per channel, over all ranks
 };
 
 Statistics over_ranks(const at::Tensor& input, Communicator& group) {
@@ -122,11 +122,11 @@ class Normalize : public torch::autograd::Function<Normalize> {
 };
 
 struct NormTensors {
-  at::Tensor weight, bias;               // [C], or undefined if the module has none
-  at::Tensor running_mean, running_var;  // [C], or undefined if the module keeps no statistics
+  at::Tensor weight, bias;               // [C]; undefined if the module has none
+  at::Tensor running_mean, running_var;  // [C]; undefined if the module keeps no statistics
 };
 
-// Normalizes in training by the statistics of all ranks. Updates the running statistics with `momentum`. Collective.
+// Normalizes with the statistics of all ranks, in training. Updates the running statistics by `momentum`. Collective.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
   if (!at::isFloatingType(input.scalar_type()))
@@ -171,8 +171,8 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 
 namespace {
 
-// Stands in for a BatchNorm's running mean, or for its weight if it keeps no statistics. at::batch_norm, which the
-// module's own forward() calls, then uses the statistics of all ranks in training.
+// Stands in for a BatchNorm's running mean, or for its weight if the module keeps no running mean. The module's own
+// forward() calls at::batch_norm. In training, this call then uses the statistics of all ranks.
 class SyncedBatchNorm : public StandIn {
  public:
   SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, NormTensors tensors,
@@ -217,7 +217,7 @@ void with_batch_norm(torch::nn::Module& module, Act act) {
   if (auto* norm = dynamic_cast<torch::nn::BatchNorm3dImpl*>(&module)) act(*norm);
 }
 
-// Returns the tensor to replace by a stand-in; undefined if there is none.
+// Returns the tensor that a stand-in replaces; undefined if the module has neither running mean nor weight.
 template <class Norm>
 at::Tensor& anchor_of(Norm& norm) {
   return norm.running_mean.defined() ? norm.running_mean : norm.weight;
