@@ -28,7 +28,7 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
     if (bucket.flat.defined()) adopt(bucket);
 }
 
-// Groups parameters into buckets. Frozen parameters are not published, so they have separate buckets.
+// Groups parameters into buckets. Frozen parameters get separate buckets, because they are not published.
 void ParameterBuckets::plan(int64_t bucket_bytes) {
   std::vector<BucketItem> items;
   std::vector<size_t> order;
@@ -75,7 +75,7 @@ bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
          is_view_at(parameter, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
 }
 
-// Whether tensors other than this object's parameters share the memory of the member.
+// Whether the member shares its memory with tensors that are not parameters of this object.
 bool ParameterBuckets::is_shared(const Bucket& bucket, size_t member) const {
   const c10::Storage& storage = parameters_[bucket.members[member]].storage();
   if (storage.use_count() == 1) return false;
@@ -99,8 +99,8 @@ void ParameterBuckets::adopt(Bucket& bucket) {
   }
 }
 
-// Moves parameters back to which torch::load(), module.to() or set_data() gave other memory. If other tensors use the
-// old memory (a kept view, a swapped parameter), allocates a new buffer, and all members stay in their own memory.
+// Moves parameters back after torch::load(), module.to() or set_data() gave them other memory. If other tensors use the
+// bucket's memory (a kept view, a swapped parameter), allocates a new buffer; members keep their own memory.
 void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
@@ -129,7 +129,7 @@ void ParameterBuckets::note_trained() {
   for (Bucket& bucket : buckets_) bucket.has_trained = trains(bucket);
 }
 
-// Whether published values of a parameter of `dtype` are rounded.
+// Whether publishing rounds the values of a parameter of `dtype`.
 bool ParameterBuckets::is_rounded(at::ScalarType dtype) const {
   return broadcast_dtype_ && *broadcast_dtype_ != dtype && at::isFloatingType(dtype);
 }
@@ -198,7 +198,7 @@ void ParameterBuckets::finish(PendingGather& gather) {
   for (size_t member = 0; member < bucket.stays.size(); ++member)
     if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] != comm_.rank())
       parameters_[index].data().copy_(view_of(bucket, member));
-  // Raises versions, because autograd has not seen the exchange's writes and must refuse graphs with the old values.
+  // Raises versions, because autograd did not record these writes and must refuse graphs that saved the old values.
   for (size_t index : bucket.members)
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
@@ -217,7 +217,7 @@ std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(Collectiv
     }
   };
   if (step_owned) {
-    // Alternates: steps enough buckets for one efficient call of the optimizer's operator, then publishes them.
+    // Steps enough buckets for one efficient call of the optimizer's operator, publishes them, and repeats.
     const int64_t turn_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
     std::vector<at::Tensor> turn = owned_outside_buckets();
     int64_t bytes = 0;
@@ -234,7 +234,7 @@ std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(Collectiv
   return gathers;
 }
 
-// Returns this rank's parameters without elements. They are not published, but their state counts steps.
+// Returns this rank's parameters without elements. Nothing publishes them, but their optimizer state counts steps.
 std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
   std::vector<at::Tensor> owned;
   for (size_t i = 0; i < parameters_.size(); ++i)
@@ -242,7 +242,7 @@ std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
   return owned;
 }
 
-// Adds this rank's parameters of the bucket to `to`. Returns their bytes.
+// Adds this rank's parameters of the bucket to `to`. Returns the bytes of the added parameters.
 int64_t ParameterBuckets::add_owned(const Bucket& bucket, std::vector<at::Tensor>& to) const {
   int64_t bytes = 0;
   for (const size_t index : bucket.members) {

@@ -36,7 +36,7 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
-// Returns each parameter once, named by its place in the groups, because an optimizer does not know names.
+// Returns the parameters without duplicates, named by their place in the groups, because an optimizer has no names.
 std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -54,14 +54,14 @@ const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParam
   return groups;
 }
 
-// Returns the geometry of a state's tensor in a dictionary. A state with one value for each element has the parameter's
-// strides. States by blocks, rows or columns are 1-D.
+// Returns the geometry of a state tensor in a state dictionary. A state with one value for each element has the
+// parameter's strides. States for blocks, rows or columns are 1-D.
 ParameterGeometry state_geometry(const std::string& name, const at::Tensor& parameter) {
   if (form_of_state(name) == StateForm::kElements) return geometry_of(parameter);
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// Returns a line for each number and tensor of the states. A receiver allocates memory by these lines.
+// Returns a line for each number and tensor of the states. A receiving rank allocates memory from these lines.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -138,7 +138,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const NoGradNoInferenceGuard quiet;  // parameters that are moved into buckets must stay ordinary tensors
+  const NoGradNoInferenceGuard quiet;  // parameters that move into buckets must stay ordinary tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -153,7 +153,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
     Groups owned;
     for (const auto& group : param_groups_) owned.push_back(owned_part(group));
     local_ = make_(std::move(owned));
-    state_ = std::exchange(local_->state(), {});  // Adagrad creates its state at construction
+    state_ = std::exchange(local_->state(), {});  // Adagrad creates state in its constructor
   } else {
     const ScopeExit lent = lend_state();
     for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
@@ -172,8 +172,8 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
       std::move(parameters), std::move(owners), options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
 }
 
-// Assigns owners: first of parameters with expensive steps, balanced by cost; then of other trainable parameters,
-// balanced by bytes. Frozen parameters have no state, and are balanced separately.
+// Assigns an owner to each parameter. Balances parameters with expensive steps by cost, then other trainable parameters
+// by bytes. Frozen parameters have no state, and are balanced separately.
 void ShardedOptimizer::assign_owners(size_t first_group) {
   auto index = static_cast<int64_t>(partition_->owners.size());
   std::vector<at::Tensor> expensive, trainable, frozen;
@@ -293,13 +293,13 @@ ScopeExit ShardedOptimizer::lend_state() {
   return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Adopts groups that the add_param_group() of the base class, which is not virtual, has added. Collective.
+// Adopts groups that the user added by the base class's add_param_group(), which is not virtual. Collective.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // a smaller index: the parameter is listed twice
+      if (known == ownership_.end() || known->second.index > place)  // a smaller index: listed twice
         throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
@@ -360,7 +360,7 @@ void ShardedOptimizer::step_owned() {
   if (comm_->size() > 1) publish();
 }
 
-// Adds the local optimizer's recorded step, with this rank's options and states, which replays need.
+// Records the local optimizer's step. Replays need this rank's options and states during the recorded step.
 void ShardedOptimizer::add_recorded_step(CapturedWork& work) {
   const auto parts = std::make_shared<std::vector<RecordedStep>>(work.take_steps());
   work.add_step({[this, parts] {
@@ -378,7 +378,7 @@ void ShardedOptimizer::add_recorded_step(CapturedWork& work) {
                  }});
 }
 
-// Publishes parameters after each move of the line search, so that all ranks compute the loss at the same point.
+// Publishes parameters after each move of the line search, so that all ranks compute the loss for equal parameters.
 at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   Lbfgs::Owners owners{comm_.get(), {}, [this] {
                          if (comm_->size() > 1) publish();
@@ -390,9 +390,9 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   return lbfgs.step_among(owners, closure);
 }
 
-// Publishes parameters, and compares the ranks' options and collectives. The publishing and the comparison overlap.
+// Publishes parameters. Meanwhile compares the ranks' options and collectives.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
-  std::vector<std::string> options;  // compared, because one rank may have changed its learning rate
+  std::vector<std::string> options;  // compared, because a rank may have changed only its own learning rate
   for (const auto& group : param_groups_)
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
   CollectiveLog log;
@@ -409,7 +409,7 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   if (comm_->device().is_cpu()) {
     if (!report.unlike_ranks()) return;
     require_agreement(*comm_, "what was published in a step", log.lines());
-    report.require_alike("what was published in a step");  // reached if the log has dropped the lines that differ
+    report.require_alike("what was published in a step");  // reached if the log dropped the lines that differ
   }
   late_reports_->add(std::move(report),
                      [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
@@ -423,7 +423,7 @@ bool ShardedOptimizer::are_swapped_in() const {
   return averages != nullptr && averages->are_swapped_in();
 }
 
-// Makes owners swap in their averages, and publishes them as after a step. The scope's end swaps back and publishes.
+// Makes owners swap in their averages, and publishes them like a step. The scope's end swaps back and publishes.
 ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
@@ -442,7 +442,7 @@ ScopeExit ShardedOptimizer::swap_in_averages() {
   });
 }
 
-// The parameter is in one set of buckets; the other sets return the values unchanged.
+// Only one set of buckets contains the parameter. The other sets return the values unchanged.
 at::Tensor ShardedOptimizer::as_received(const at::Tensor& parameter, const at::Tensor& values) const {
   at::Tensor received = values;
   for (const auto& buckets : buckets_) received = buckets->as_received(parameter, received);
@@ -464,7 +464,7 @@ GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double nor
   take_added_groups();
   check_before_step(all_parameters());
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> all;  // this rank's gradients, including those of parameters that other ranks own
+  std::vector<at::Tensor> all;  // this rank's gradients, also of parameters that other ranks own
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
     if (seen.insert(parameter.unsafeGetTensorImpl()).second && parameter.grad().defined())
@@ -486,7 +486,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
   return dict;
 }
 
-// Sends one tensor after another, owner by owner, so that a rank receives at most one tensor at a time.
+// Sends the tensors one by one, owner by owner, so that a rank holds at most one received tensor at a time.
 void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
