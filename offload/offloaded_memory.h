@@ -15,20 +15,20 @@
 
 namespace tessera::internal {
 
-// The engine and the device buffers that copy shards from host memory to the device.
+// The engine that copies shards from host memory to the device, and the buffers that receive them.
 struct ShardSource {
   CopyEngine* engine = nullptr;  // null: shards are on the device
   CountedBuffers* staging = nullptr;
 };
 
-// The host and disk memory of shards and gradients with FsdpOptions::offload, and the engine that copies them to and
-// from the device. Empty without offload.
+// The host and disk memory of shards and gradients under FsdpOptions::offload, and the engine that copies between this
+// memory and the device. Empty without offload.
 class OffloadedMemory {
  public:
   // Throws std::invalid_argument if parameters and gradients would be on different devices.
   OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
-  // Return allocators of host or disk memory for a unit's shards and gradients; null if these are on the device.
+  // Return allocators of host or disk memory for a unit's shards and gradients; null if those stay on the device.
   CountedBuffers::Memory shards(const std::string& unit);
   CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
   CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
@@ -38,7 +38,7 @@ class OffloadedMemory {
   CountedBuffers& staging() { return staging_; }        // device buffers of shards and reduced gradients in flight
   bool has_disk() const { return disk_ != nullptr; }
 
-  // Sets the report's bytes of staging buffers, host memory and disk.
+  // Sets the bytes of staging buffers, host memory and disk in `report`.
   void report(MemoryReport& report) const;
 
  private:

@@ -19,14 +19,14 @@ using namespace internal;
 
 static constexpr size_t kMaxLeaving = 2;
 
-// Frees the device memory of a copy, for which the current stream must already wait. Records the current stream's use,
-// because the memory may belong to another stream.
+// Frees the device memory of a copy. The current stream must already wait for the copy. Records the current stream as a
+// user, because another stream may have allocated the memory.
 static void free_on_device(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();
 }
 
-// Holds the kept tensors, and copies them. Shared by ActivationOffload and the Fetch functions. Is thread-safe.
+// Holds the kept tensors and copies them. Owned by ActivationOffload and the Fetch functions. Is thread-safe.
 class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   Pipeline(at::Device device, ActivationOffloadOptions options)
@@ -48,15 +48,15 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
   std::mutex mutex_;
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> copies_;
-  std::deque<std::shared_ptr<Kept>> leaving_;  // tensors that are being copied to the host, oldest first
+  std::deque<std::shared_ptr<Kept>> leaving_;  // tensors with a copy to the host in flight, oldest first
   std::shared_ptr<Kept> latest_;               // the newest kept tensor that still exists
 };
 
-// A kept tensor: a node of a list in the order of forward. Backward walks this list from its end.
+// A kept tensor: a node of a list in the order of forward. Backward walks the list from its end.
 struct ActivationOffload::Pipeline::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat; the values in host memory
-  at::Tensor device;  // flat; defined until copied to the host, and again once fetched
+  at::Tensor device;  // flat; defined before the copy to the host, and again after the fetch
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;
@@ -109,7 +109,7 @@ ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& ten
 }
 
 void ActivationOffload::Pipeline::start_fetch(Kept& kept) {
-  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // the copy's device memory is not freed yet
+  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // the copy's device memory is still valid
   if (kept.device.defined() || !kept.host.defined()) return;
   kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
   kept.copy = copies_->to_device(kept.device, kept.host);
@@ -120,14 +120,14 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   at::NoGradGuard no_grad;
   start_fetch(kept);
   kept.copy.wait_on_device();
-  kept.copy = Copy();                                                             // the handle would hold device memory
-  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // the memory may be another stream's
+  kept.copy = Copy();                                                             // the handle holds device memory
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // another stream may own the memory
   const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
   if (auto next = kept.before.lock()) start_fetch(*next);
   return values;
 }
 
-// Called when the graph is freed, or when backward has used this tensor. Backward has forgotten the later ones before.
+// Called when the graph is freed or backward has used the tensor. Backward has already forgotten the later tensors.
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();

@@ -30,7 +30,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using Tensors = torch::autograd::variable_list;
 
-// Returns the CPU, this thread's current accelerator if the process has used it, and the devices of the tensors.
+// Returns the CPU, the tensors' devices, and this thread's current accelerator if the process has used it.
 std::vector<at::Device> devices_of(const Tensors& tensors) {
   std::vector<at::Device> devices{at::kCPU};
   if (at::globalContext().hasCUDA()) {
@@ -43,7 +43,7 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
   return devices;
 }
 
-// Adds all accelerators that this process has used, because the function may draw on a device that no input shows.
+// Adds all accelerators that this process has used. The function may draw random numbers on a device without inputs.
 std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   std::vector<at::Device> devices = devices_of(tensors);
   if (!at::globalContext().hasCUDA()) return devices;
@@ -54,7 +54,7 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   return devices;
 }
 
-// The state on which a computation depends besides its inputs: the default generators, and autocast.
+// The state on which a computation depends in addition to its inputs: default generators and autocast.
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
@@ -71,8 +71,8 @@ class ExecutionState {
     }
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
-  // Keeps only generators on `devices` that the first call advanced. The recomputation must not change others, such as
-  // those of other ranks' devices.
+  // Keeps only generators on `devices` that the first call advanced. The recomputation must not change other
+  // generators, such as those of other ranks' devices.
   void keep_used_generators(const std::vector<at::Device>& devices) {
     std::erase_if(generators_, [&](State& entry) {
       if (std::ranges::find(devices, entry.device) == devices.end()) return true;
@@ -105,7 +105,7 @@ class ExecutionState {
   bool cast_cache_ = true;
 };
 
-// A tensor's version when the function was called. Holds the version counter, not the tensor.
+// The version of a tensor at the call of the function. Holds the version counter, not the tensor.
 struct Version {
   explicit Version(const at::Tensor& tensor) : counter(torch::autograd::impl::version_counter(tensor)), then(now()) {}
   // Tensors made under InferenceMode have no version counter.
@@ -118,18 +118,18 @@ struct Version {
 struct Part : torch::CustomClassHolder {
   std::function<Tensors(const Tensors&)> compute;
   std::vector<at::Device> devices;
-  std::optional<ExecutionState> first_state;  // the state at the first call
+  std::optional<ExecutionState> first_state;  // the state before the first call
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
-  std::vector<ActivationOffload::Fetch> kept;  // by input; empty if autograd keeps the input
+  std::vector<ActivationOffload::Fetch> kept;  // by input; empty for inputs that autograd keeps
   std::vector<bool> requires_grad;             // by input
-  std::vector<Version> versions;               // by input of the caller, without the anchor
+  std::vector<Version> versions;               // by input of the caller, without the anchor (see Checkpoint::forward)
 
-  // Calls the function again, in the state of the first call and with autograd recording. Returns the outputs.
+  // Calls the function again in the state of the first call, with autograd recording. Returns the outputs.
   Tensors compute_again(const Tensors& inputs) {
     ExecutionState present(devices);
     if (!first_state->draws()) present.forget_generators();
     const auto back = c10::make_scope_exit([&] { present.restore(); });
-    // When this outermost autocast scope ends, it frees cast copies of weights, which the next forward must not use.
+    // When this outermost autocast scope ends, frees cast copies of weights. The next forward must not use them.
     at::autocast::increment_nesting();
     const auto uncached = c10::make_scope_exit([] {
       if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
@@ -141,8 +141,8 @@ struct Part : torch::CustomClassHolder {
     return again;
   }
 
-  // Throws if an input was changed since the call. Autograd checks only tensors that it keeps, and its error does not
-  // name the input. A change during a copy to the host may also have corrupted the copy.
+  // Throws if an input has changed since the call. Autograd checks only tensors that it saves, and its error does not
+  // name the input. A change during the copy to the host may also have corrupted this copy.
   void check_versions() const {
     for (size_t i = 0; i < versions.size(); ++i)
       if (versions[i].now() != versions[i].then)
@@ -166,8 +166,8 @@ struct Part : torch::CustomClassHolder {
 };
 
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
-  // inputs[0] is an anchor that requires a gradient. Because of the anchor, autograd calls backward even if no other
-  // input requires a gradient; the function's parameters may require one.
+  // inputs[0] is an anchor that requires a gradient. Parameters of the function may require gradients even if no input
+  // does. With the anchor, autograd calls backward in that case too.
   static Tensors forward(AutogradContext* context, const c10::intrusive_ptr<Part>& part, at::TensorList inputs) {
     context->saved_data["part"] = c10::IValue::make_capsule(part);
     save(context, *part, inputs);
@@ -191,7 +191,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     return outputs;
   }
 
-  // Saves the inputs for backward. Does not offload leaves, such as parameters, because they stay in memory anyway.
+  // Saves the inputs for backward. Does not offload leaves such as parameters, because they stay in memory in any case.
   static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
     Tensors saved = inputs.vec();
     part.kept.resize(inputs.size());
@@ -228,7 +228,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       seeds.push_back(gradients[i]);
     }
     if (!roots.empty()) torch::autograd::backward(roots, seeds);
-    Tensors result(2);  // no gradients for `part` and the anchor
+    Tensors result(2);  // `part` and the anchor get no gradients
     for (const at::Tensor& input : inputs) result.push_back(input.grad());
     return result;
   }
@@ -251,7 +251,7 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   part->compute = std::move(compute);
   part->first_state.emplace(devices_in_use(inputs));
   inputs.insert(inputs.begin(), at::empty({0}, at::kCPU).set_requires_grad(true));
-  return Checkpoint::apply(part, at::TensorList(inputs));  // a TensorList, because autograd does not look into vectors
+  return Checkpoint::apply(part, at::TensorList(inputs));  // a TensorList, because autograd ignores tensors in vectors
 }
 
 CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential,

@@ -30,7 +30,7 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   return options;
 }
 
-// Direct I/O needs block-aligned memory. A buffer is one block larger, because its start may be unaligned.
+// Direct I/O needs block-aligned memory. Buffers are one block larger, because a buffer may begin unaligned.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
@@ -133,7 +133,7 @@ void DiskPager::touch(Entry& entry) {
   recent_.push_back(&entry);
 }
 
-// Removes and returns the first entry that is neither held nor used by a thread's last operator; null if none.
+// Removes and returns the first entry without a hold and outside each thread's last operator; null if there is none.
 DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
   const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
     return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
@@ -188,7 +188,7 @@ bool DiskPager::forget_one_read_ahead() {
   return true;
 }
 
-// Blocks until the write ends. Keeps the data in memory if `is_wanted`. If the write failed, keeps them and throws.
+// Blocks until the write ends. Keeps the data in memory if `is_wanted`. If the write failed, keeps the data and throws.
 void DiskPager::finish_write(Entry& entry, bool is_wanted) {
   writing_.remove(&entry);
   std::exception_ptr failure;
@@ -207,7 +207,7 @@ bool DiskPager::has_room(int64_t bytes) const {
   return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
-// Makes room for `bytes` in the buffers; returns false if it cannot. Evicts tensors and blocks only if `may_wait`.
+// Makes room for `bytes` in the buffers; returns false if it cannot. Only if `may_wait`, evicts tensors and blocks.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   while (!has_room(bytes)) {
     if (!writing_.empty() &&
@@ -259,7 +259,7 @@ void DiskPager::require_resident(Entry& entry) {
   last_loaded_ = &entry;
 }
 
-// Starts reading a tensor, after evicting at most one. Does not wait for a write. Returns false if there is no room.
+// Starts reading a tensor. Evicts at most one tensor, and does not block for writes. Returns false if memory is short.
 bool DiskPager::start_read_if_room(Entry& entry) {
   if (entry.state != State::kOnDisk) return true;
   if (!has_room(entry.bytes)) evict_one();

@@ -24,23 +24,23 @@
 namespace tessera::internal {
 
 struct DiskPagerOptions {
-  std::string directory;                      // an existing folder, on a local SSD
-  int64_t buffer_bytes = int64_t{256} << 20;  // upper limit of host memory for tensors in memory or in flight
-  int read_ahead = 3;                         // number of tensors to read in advance
-  int threads = 4;                            // concurrent reads and writes
+  std::string directory;                      // an existing folder on a local SSD
+  int64_t buffer_bytes = int64_t{256} << 20;  // limit of host memory for tensors in memory or in flight
+  int read_ahead = 3;                         // number of tensors to read ahead
+  int threads = 4;                            // number of concurrent reads and writes
 };
 
-// Keeps tensors on disk, and reads them into memory when an operator uses them. This is ZeRO-Infinity's NVMe tier
-// (Rajbhandari et al., 2021), but with Tessera's paging, which needs no module hooks.
+// Keeps tensors on disk, and reads them into memory when an operator uses them. Implements ZeRO-Infinity's NVMe tier
+// (Rajbhandari et al., 2021) by Tessera's paging, so no module hooks are needed.
 //
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
-// When room is needed, the least recently used tensors are evicted; changed ones are written back asynchronously. The
-// next tensors are predicted from the previous order of loads, and read ahead. Operators may read and write the tensors
-// like any others; code that takes pointers must hold() a tensor first. The data are in one unnamed file (DiskSpace),
-// which has space for a tensor from creation until release. A dry run has no file and moves no data.
+// If memory is short, evicts the least recently used tensors, and writes changed tensors back asynchronously. Predicts
+// the next tensors from the previous order of loads, and reads them ahead. Operators may read and write the tensors
+// like ordinary tensors. Code that uses pointers must hold() a tensor first. All data are in one unnamed file
+// (DiskSpace). A tensor has space in the file from creation until release. A dry run has no file and moves no data.
 //
-// Is thread-safe. Tensors that outlive the pager throw std::logic_error on use.
+// Is thread-safe. If a tensor outlives the pager, operators on it throw std::logic_error.
 class DiskPager : public Pager {
   struct Entry;
 
@@ -50,8 +50,8 @@ class DiskPager : public Pager {
   explicit DiskPager(DiskPagerOptions options);
   ~DiskPager() override;
 
-  // Creates a tensor of zeros on disk. `name` is used in errors. Throws std::runtime_error if the disk is full, or if
-  // the tensor is larger than the buffers.
+  // Creates a tensor of zeros on disk. `name` is for errors. Throws std::runtime_error if the disk is full, or if the
+  // tensor is larger than the limit of host memory.
   at::Tensor make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, const std::string& name);
 
   // Returns the tensor's pager; null if the tensor is not on disk.
@@ -77,14 +77,14 @@ class DiskPager : public Pager {
   // if all buffers are held, or if the disk fails.
   Hold hold(const at::Tensor& tensor, bool writes);
 
-  // Returns new memory of `bytes` bytes (above 0), mapped from a new unnamed file in the directory. The system can page
-  // it out. Throws std::runtime_error if the disk is full. In a dry run, returns ordinary memory.
+  // Returns new memory of `bytes` bytes (above 0), mapped from a new unnamed file in the directory, so that the system
+  // can page it out. Throws std::runtime_error if the disk is full. In a dry run, returns ordinary memory.
   at::Tensor make_spool(int64_t bytes) const;
 
-  // Starts to read the tensor's data if there is room. Does not block.
+  // Starts reading the tensor's data if host memory has room. Does not block.
   void read_ahead(const at::Tensor& tensor);
 
-  int64_t disk_bytes() const;    // size of the file, which never shrinks
+  int64_t disk_bytes() const;    // size of the file; the file never shrinks
   int64_t buffer_bytes() const;  // host memory of the buffers in use
   int64_t peak_buffer_bytes() const;
   int64_t read_bytes() const { return read_bytes_; }  // total since construction
@@ -98,11 +98,11 @@ class DiskPager : public Pager {
   enum class State { kOnDisk, kReading, kResident, kWriting };
   struct Entry {
     std::unique_ptr<Page> page;  // null: the tensor is released and the entry is vacant
-    // The page's storage, which the tensor and its views share.
+    // The page's storage, which the tensor and its views own.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
     int64_t offset = 0;
     int64_t bytes = 0;    // a multiple of File::kBlockBytes
-    bool is_zero = true;  // never written: the disk has no data
+    bool is_zero = true;  // whether the tensor was never written: the disk has no data
     State state = State::kOnDisk;
     at::Tensor buffer;  // from `buffers_`
     at::Tensor data;    // the aligned part of `buffer`, [bytes] of kByte
@@ -110,7 +110,7 @@ class DiskPager : public Pager {
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    Entry* next = nullptr;  // prediction: the tensor that was loaded after this one last time
+    Entry* next = nullptr;  // prediction: the tensor that followed this one in the last loads
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);
@@ -140,7 +140,7 @@ class DiskPager : public Pager {
   std::list<Entry*> recent_;                                     // resident; least recently used first
   std::list<Entry*> reading_;                                    // read ahead and not yet used; oldest first
   std::list<Entry*> writing_;                                    // being written; oldest first
-  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // entries used by each thread's last operator
+  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by thread: the entries of its last operator
   Entry* last_loaded_ = nullptr;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
   TaskQueue queue_;  // declared last, because its threads use the other members

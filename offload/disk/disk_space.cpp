@@ -29,7 +29,7 @@ File offload_file(const std::string& directory) { return File::create_unnamed(di
 DiskSpace::DiskSpace(const std::string& directory)
     : file_(is_without_data() ? std::nullopt : std::optional(offload_file(directory))) {}
 
-// Takes the first free piece that is large enough; if there is none, extends the file.
+// Uses the first free piece that is large enough. If there is none, extends the file.
 int64_t DiskSpace::claim(int64_t bytes) {
   const auto piece = std::ranges::find_if(free_bytes_, [&](const auto& free) { return free.second >= bytes; });
   if (piece == free_bytes_.end()) {

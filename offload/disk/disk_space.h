@@ -11,11 +11,11 @@
 
 namespace tessera::internal {
 
-// Creates an unnamed file in `directory`. This function, and later operations on the file, throw std::runtime_error
-// with the name of the directory if they fail.
+// Creates an unnamed file in `directory`. If this function or a later operation on the file fails, throws
+// std::runtime_error with the directory's name.
 File offload_file(const std::string& directory);
 
-// Allocates whole blocks in an unnamed file, which a crash does not leave behind. claim() allocates space on the disk,
+// Allocates whole blocks in an unnamed file; after a crash, the system deletes the file. claim() allocates disk space,
 // so it detects a full disk. Merges and reuses freed pieces. A dry run has no file. Not thread-safe.
 class DiskSpace {
  public:
@@ -25,15 +25,15 @@ class DiskSpace {
   // Allocates `bytes`, and returns their offset in the file. Throws std::runtime_error if the disk is full.
   int64_t claim(int64_t bytes);
   void free(int64_t offset, int64_t bytes);
-  int64_t claimed_bytes() const { return claimed_bytes_; }  // size of the file, free pieces included
+  int64_t claimed_bytes() const { return claimed_bytes_; }  // size of the file, including free pieces
 
-  // Returns the file, whose const functions any thread may call; null in a dry run.
+  // Returns the file, or null in a dry run. Any thread may call the file's const functions.
   const File* file() const { return file_ ? &*file_ : nullptr; }
 
  private:
   std::optional<File> file_;
   int64_t claimed_bytes_ = 0;                   // the size of the file
-  std::vector<std::shared_ptr<void>> counted_;  // while these exist, memory reports count the claimed bytes
+  std::vector<std::shared_ptr<void>> counted_;  // while they exist, memory reports include the claimed bytes
   std::map<int64_t, int64_t> free_bytes_;       // free pieces: bytes by offset; neighbours are merged
 };
 

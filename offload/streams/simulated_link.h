@@ -8,18 +8,18 @@
 
 namespace tessera::internal {
 
-// For tests: simulates a link between host and device on the CPU, to test order, overlap and failures without an
+// Simulates a link between host and device on the CPU. Used by tests of order, overlap and failures that run without an
 // accelerator.
 struct SimulatedLink {
   // A copy takes at least its bytes divided by this rate. Each direction has the full rate. 0: no lower bound.
   double bytes_per_s = 0;
-  // Called before each copy, on the thread of the copy's direction. It may block, which delays later copies of that
-  // direction. It may throw, which makes the copy fail.
+  // Called before each copy, on the thread of the copy's direction. The function may block, which delays later copies
+  // in that direction, or throw, which makes the copy fail.
   std::function<void(CopyDirection direction, int64_t bytes)> before_copy;
 };
 
-// While an object exists, every CopyEngine that this thread makes (in a wrapper's constructor, say) uses its link, for
-// the engine's lifetime. Making an engine for a device other than the CPU throws std::invalid_argument.
+// While an object of this class exists, each CopyEngine made by this thread (for example in a wrapper's constructor)
+// uses the link for its whole lifetime. Making an engine for a device other than the CPU throws std::invalid_argument.
 class SimulatedLinkScope {
  public:
   explicit SimulatedLinkScope(SimulatedLink link);

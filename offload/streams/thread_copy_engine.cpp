@@ -60,7 +60,7 @@ class ThreadCopyEngine : public CopyEngine {
         std::make_unique<ThreadCopy>(std::move(to), std::move(from), host, std::move(done), in_use(), late_copies()));
   }
 
-  // Runs on a queue's thread, and must not call torch operators.
+  // Runs on a thread of a queue. Must not call torch operators.
   void copy(CopyDirection direction, void* to, const void* from, size_t bytes) const {
     const auto begin = std::chrono::steady_clock::now();
     if (link_.before_copy) link_.before_copy(direction, static_cast<int64_t>(bytes));
