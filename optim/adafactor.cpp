@@ -46,7 +46,7 @@ void AdafactorOptions::check() const {
   require_option(clip_threshold() >= 1, kName, "clip_threshold", clip_threshold(), "1 or more");
 }
 
-// One parameter of a step: this rank's part, in memory order.
+// One parameter of a step: this rank's part of its elements, in memory order.
 struct Adafactor::Work {
   const AdafactorOptions* options;
   AdafactorParamState* state;
@@ -65,7 +65,7 @@ struct Adafactor::Work {
   at::Tensor squares(Range range) const {
     return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square();
   }
-  // Returns each element's index in exp_avg_sq_row or exp_avg_sq_col: [range.numel()].
+  // Returns the index of each element in exp_avg_sq_row or exp_avg_sq_col: [range.numel()].
   at::Tensor places(Range range, bool of_rows) const {
     const at::Tensor positions = at::arange(shape.held.begin + range.begin, shape.held.begin + range.end,
                                             at::TensorOptions().dtype(at::kLong).device(parameter.device()));
@@ -94,7 +94,7 @@ struct Adafactor::Work {
     const double least = eps1();
     return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
   }
-  // Applies the step, given the sums of squares of the whole parameter and of its whole direction.
+  // Applies the step. The arguments are sums of squares over the whole parameter and over its whole direction.
   void change(double parameter_squares, double direction_squares) const {
     const auto numel = static_cast<double>(whole_numel);
     const double step_size = std::min(options->lr(), 1 / std::sqrt(static_cast<double>(state->step())));
@@ -114,8 +114,8 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
-// First exchange of a step: sums the squares of gradients by row and column, and the squares of parameters. Updates the
-// states with the mean squares.
+// Sums the squares of gradients by row and column, and the squares of parameters, in the first exchange of a step.
+// Updates the states with the mean squares.
 void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)

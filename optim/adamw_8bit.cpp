@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kBlock = kStateBlockNumel;
 constexpr int64_t kChunkBlocks = 4096;
 
-// The values of the 8-bit codes, and the 255 midpoints of neighboring values, by which a number is rounded to a code.
+// The values of the 8-bit codes, and the 255 midpoints between neighboring values, which define rounding to a code.
 struct Map {
   at::Tensor values, middles;
   int64_t zero;  // index of the value 0
@@ -57,7 +57,7 @@ at::Tensor quantized(const at::Tensor& values, const at::Tensor& scales, const M
   return at::bucketize(values / divisors, map.middles, /*out_int32=*/true).to(at::kByte);
 }
 
-// Re-encodes the state of a whole parameter in the memory order of `strides`, with scales for the new blocks.
+// Re-encodes the state of a whole parameter for the memory order of `strides`. Computes scales of the new blocks.
 void reorder_blocks(at::Tensor& codes, at::Tensor& scales, at::IntArrayRef strides, const Map& map) {
   const int64_t numel = codes.numel();
   auto in_blocks = [&](const at::Tensor& elements, double padding) {
@@ -95,7 +95,7 @@ void AdamW8bitParamState::lay_out_as(const at::Tensor& parameter) {
   const at::IntArrayRef strides = parameter.strides();
   for (at::Tensor* average : {&exp_avg(), &exp_avg_sq()})
     if (average->defined()) *average = in_strides(*average, strides);
-  // A part of a parameter is 1-D and has only one order.
+  // A part of a parameter is 1-D, so its order cannot change.
   if (!exp_avg_8bit().defined() || exp_avg_8bit().strides() == strides || parameter.dim() < 2 ||
       !parameter.is_non_overlapping_and_dense())
     return;
@@ -109,7 +109,7 @@ void AdamW8bitOptions::check() const {
   require_option(min_8bit_numel() >= 0, kName, "min_8bit_numel", static_cast<double>(min_8bit_numel()), "0 or more");
 }
 
-// One parameter of a step: this rank's part. Blocks are those of the whole parameter.
+// One parameter of a step: this rank's part. The blocks are blocks of the whole parameter.
 struct AdamW8bit::Work {
   const AdamW8bitOptions* options;
   AdamW8bitParamState* state;
@@ -121,11 +121,11 @@ struct AdamW8bit::Work {
   int64_t first_block() const { return held.begin / kBlock; }
   int64_t blocks() const { return held.numel() == 0 ? 0 : (held.end + kBlock - 1) / kBlock - first_block(); }
 
-  // New states of some blocks, [blocks, 256], in fp32. Elements of other ranks and beyond the end are 0.
+  // New states of some blocks, [blocks, 256], in fp32. Elements of other ranks, and elements beyond the end, are 0.
   struct Moments {
     at::Tensor average, square;
-    Range own;     // the blocks' elements, as a range of this rank's part
-    int64_t lead;  // number of elements of the first block that another rank holds
+    Range own;     // range of the blocks' elements in this rank's part
+    int64_t lead;  // number of elements of the first block that belong to another rank
 
     at::Tensor part(const at::Tensor& blocks) const { return blocks.view({-1}).narrow(0, lead, own.numel()); }
     std::array<at::Tensor, 2> scales() const { return {average.abs().amax(1), square.amax(1)}; }
@@ -161,7 +161,7 @@ struct AdamW8bit::Work {
   void update(const at::Tensor& own, const at::Tensor& average, const at::Tensor& square) const {
     const auto t = static_cast<double>(state->step());
     const double correction1 = 1 - std::pow(options->beta1(), t), correction2 = 1 - std::pow(options->beta2(), t);
-    const at::Tensor values = own.to(at::toOpMathType(own.scalar_type()));  // `own` itself in fp32 and fp64
+    const at::Tensor values = own.to(at::toOpMathType(own.scalar_type()));  // no copy if `own` is fp32 or fp64
     if (options->decoupled()) values.mul_(1 - options->lr() * options->weight_decay());
     values.addcdiv_(average, square.sqrt().div_(std::sqrt(correction2)).add_(options->eps()),
                     -options->lr() / correction1);
@@ -188,7 +188,7 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   work.state = &state_of(parameter);
   AdamW8bitParamState& state = *work.state;
   state.lay_out_as(parameter);
-  // An existing state keeps its format, even if min_8bit_numel has changed.
+  // An existing state keeps its format, even if min_8bit_numel changes.
   work.is_quantized = state.exp_avg_8bit().defined() ||
                       (!state.exp_avg().defined() && whole_numel > 0 && whole_numel >= options.min_8bit_numel());
   work.gradient = parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach()))
@@ -207,8 +207,8 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   return work;
 }
 
-// Returns the scales of blocks that several ranks share: the maximum over the ranks. fp32 states take part with zeros,
-// because a rank without elements of a parameter may not know the format of its state.
+// Returns the maximum over ranks of the scales of blocks that several ranks share. Includes zeros for fp32 states,
+// because a rank without elements of a parameter may not know the format of the parameter's state.
 AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) const {
   if (!parts().are_cut()) return {};
   std::set<std::pair<size_t, int64_t>> shared;
@@ -255,7 +255,7 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
     const Work& work = all[i];
     if (work.state == nullptr) continue;
     if (work.held.numel() == 0) {
-      note_write(parameters[i]);  // ranks compare how often they wrote, so this rank counts a write, too
+      note_write(parameters[i]);  // other ranks write to this parameter, and ranks compare their writes
       continue;
     }
     if (!work.is_quantized) {

@@ -19,16 +19,16 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Cuts between replicas are multiples of this number of elements, where possible: 64 bytes of fp32.
+// Where possible, replicas split parameters at multiples of this number of elements: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
-// Calls named_shards(). If torch::load() has put new data into the module's parameters, FullyShardedDataParallel copies
-// the data into the shards in that call.
+// Copies new values of the module's parameters into the shards. torch::load() may have replaced the parameters' data,
+// and FullyShardedDataParallel::named_shards() copies such data.
 void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
 
 }  // namespace
 
-// The model's shards and the averages as one ModelShards, for checkpoints.
+// The model's shards and the averages, combined in one ModelShards for checkpoints.
 class Ema::WithModel : public ModelShards {
  public:
   explicit WithModel(Ema& ema) : ema_(ema) {}
@@ -70,7 +70,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
       throw std::invalid_argument(
           c10::str("Ema: '", shard.fqn, "' has strides ", shard.tensor.strides(), ", expected dense ones"));
     total += shard.held.numel();
-    count = shard.replica_count;  // equal for all shards
+    count = shard.replica_count;  // all shards have the same count
     replica = shard.replica;
     averages_.push_back({.shard = std::move(shard)});
   }
@@ -80,7 +80,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   else if (count > 1)
     replicas_ = comm()->split_by([=](int rank) { return rank % ranks_per_copy; });
 
-  // Cuts the concatenated parts of all parameters evenly among the replicas.
+  // Concatenates the parts of all parameters, and cuts them evenly among the replicas.
   auto cut = [&](int rank) { return rank == count ? total : total * rank / count / kAlignmentNumel * kAlignmentNumel; };
   int64_t offset = 0;
   for (Average& average : averages_) {
@@ -100,13 +100,13 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   }
 }
 
-// Returns whether this rank holds the whole parameter, in its own shape.
+// Returns whether this rank holds the whole parameter, in its original shape.
 bool Ema::is_whole(const Average& average) {
   return average.shard.tensor.sizes() == at::IntArrayRef(average.shard.sizes);
 }
 
-// Returns the parameter's elements in their memory order at construction, in which the replicas split them. Returns a
-// copy if set_data() has changed the strides.
+// Returns the parameter's elements in their memory order at construction, because the replicas split this order. If
+// set_data() has changed the strides, returns a copy.
 at::Tensor Ema::elements(const Average& average) {
   const at::Tensor own = average.shard.tensor.detach();
   return in_memory_order(is_whole(average) ? in_strides(own, average.shard.strides) : own);

@@ -50,16 +50,16 @@ at::Tensor in_place(const at::Tensor& state, const at::Tensor& parameter) {
   return state;
 }
 
-// A recording must not create a state or copy it to another layout, because each replay would repeat that.
+// A recording must not create a state or copy a state to another layout, because each replay would repeat this.
 constexpr AdamPlacement kInRecording{kName, kBesideTheParameter.problem,
                                      [](const at::Tensor& parameter) -> at::Tensor { refuse_new_state(parameter); },
                                      &in_place};
 
-// fp32 numbers in device memory that recorded kernels read. The host writes them between replays by fill_(), which does
-// not wait for the device.
+// fp32 numbers in device memory that recorded kernels read. Between replays, the host writes the numbers by fill_(),
+// which does not block for the device.
 class DeviceNumbers {
  public:
-  // Must be called in a recording. Each replay first adds `increment` to all numbers.
+  // Must be called in a recording. Each replay adds `increment` to all numbers before they are read.
   DeviceNumbers(CapturedWork& work, size_t count, float increment)
       : values_(work.take_numbers(static_cast<int64_t>(count))),
         on_device_(count, std::numeric_limits<float>::quiet_NaN()),
@@ -69,7 +69,7 @@ class DeviceNumbers {
 
   at::Tensor number(size_t i) const { return values_.select(0, static_cast<int64_t>(i)); }
 
-  // Must be called before each replay, with the numbers that its kernels are to read.
+  // Must be called before each replay, with the numbers that the kernels of this replay must read.
   void write(const std::vector<float>& wanted) {
     std::vector<size_t> changed;
     for (size_t i = 0; i < wanted.size(); ++i)
@@ -84,11 +84,11 @@ class DeviceNumbers {
 
  private:
   const at::Tensor values_;
-  std::vector<float> on_device_;  // values after the last replay
+  std::vector<float> on_device_;  // values after the latest replay
   const float increment_;
 };
 
-// The groups of an optimizer in a recorded step. Learning rates may change between replays; other options must not.
+// The groups of an optimizer in a recorded step. Only their learning rates may change between replays.
 class RecordedGroups {
  public:
   RecordedGroups(CapturedWork& work, torch::optim::Optimizer& optimizer)
@@ -98,7 +98,7 @@ class RecordedGroups {
 
   at::Tensor rate(size_t group) const { return rates_.number(group); }
 
-  // Returns a text that names a changed option, or "" if there is none. See RecordedStep.
+  // Returns a text that names a changed option; "" if none has changed. See RecordedStep.
   std::string change() const {
     if (const size_t count = optimizer_.param_groups().size(); count != options_.size())
       return c10::str("the optimizer's groups have become ", count, " instead of ", options_.size());
@@ -124,7 +124,7 @@ class RecordedGroups {
   DeviceNumbers rates_;
 };
 
-// Adam or AdamW in a recorded step.
+// A recorded step of Adam or AdamW.
 struct RecordedAdam {
   RecordedAdam(CapturedWork& work, torch::optim::Optimizer& of, std::vector<AdamUpdate> all)
       : optimizer(of), groups(work, of), counts(work, all.size(), 1), updates(std::move(all)) {
@@ -137,7 +137,7 @@ struct RecordedAdam {
 
   void prepare_replay() {
     at::NoGradGuard no_grad;
-    // The recording has counted the step of the first replay.
+    // The recording itself counted the step of the first replay.
     if (has_replayed)
       for (AdamUpdate& update : updates) prepare_adam_replay(optimizer, update, kBesideTheParameter);
     has_replayed = true;
@@ -154,7 +154,7 @@ struct RecordedAdam {
   bool has_replayed = false;
 };
 
-// Returns the captured work that runs on the device of the parameters; null if there is none.
+// Returns the captured work that runs on the parameters' device; null if there is none.
 CapturedWork* captured_work_of(const torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups())
     if (!group.params().empty()) return CapturedWork::running_on(group.params()[0].device());
@@ -165,7 +165,7 @@ CapturedWork* recording_of(const torch::optim::Optimizer& optimizer) {
   return work != nullptr && work->is_recording() ? work : nullptr;
 }
 
-// The overload for Adam and AdamW.
+// Overload for Adam and AdamW.
 void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
 
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
@@ -189,9 +189,9 @@ void require_inputs(torch::optim::SGD& optimizer) {
 
 struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
-  std::vector<torch::optim::SGDParamState*> states;  // states that own the momenta
+  std::vector<torch::optim::SGDParamState*> states;  // the states that own `momenta`
 
-  // `rate`: a number on the device, for a recorded step; undefined for an eager one.
+  // `rate`: the learning rate as a device tensor in a recorded step; undefined in an eager step.
   void step(const torch::optim::SGDOptions& options, bool is_first, const at::Tensor& rate) const {
     if (!fused_sgd_is_right(parameters[0].scalar_type(), parameters[0].device().type()))
       return step_by_operators(options, is_first);
@@ -200,11 +200,11 @@ struct SgdBatch {
                       options.dampening(), options.nesterov(), /*maximize=*/false, is_first);
     };
     rate.defined() ? call(rate) : call(rate_of_kernels(options.lr(), parameters[0]));
-    // Fused operators do not bump the version counters, by which Tessera detects writes.
+    // Fused operators do not raise version counters. Tessera detects writes by these counters.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  // Computes in the order of torch::optim::SGD, so that results are bit-equal.
+  // Runs the operations in the order of torch::optim::SGD, for bit-equal results.
   void step_by_operators(const torch::optim::SGDOptions& options, bool is_first) const {
     std::vector<at::Tensor> direction = gradients;
     if (options.weight_decay() != 0) direction = at::_foreach_add(gradients, parameters, options.weight_decay());
@@ -221,8 +221,8 @@ struct SgdBatch {
   }
 };
 
-// Each batch is one call of the kernel. Key: group, dtype, device, whether momenta are new (the kernel has one such
-// flag for all parameters of a call), and a number that gives each parameter on disk its own call.
+// Each batch is one kernel call. The key consists of: group, dtype, device, whether momenta are new (one flag for all
+// parameters of a call), and a number that gives each parameter on disk its own call.
 using SgdBatches =
     std::map<std::tuple<torch::optim::OptimizerParamGroup*, at::ScalarType, std::string, bool, size_t>, SgdBatch>;
 
@@ -246,7 +246,7 @@ void add_to(SgdBatches& batches, torch::optim::SGD& optimizer, torch::optim::Opt
   batch.states.push_back(state);
 }
 
-// SGD in a recorded step.
+// A recorded step of SGD.
 struct RecordedSgd {
   RecordedSgd(CapturedWork& work, torch::optim::SGD& of, SgdBatches all)
       : optimizer(of), groups(work, of), batches(std::move(all)) {

@@ -25,11 +25,11 @@ void LbfgsOptions::check() const {
                  static_cast<double>(history_size()), "1 to 100");
 }
 
-// A point of the search: x + t * direction.
+// A point of the line search: x + t * direction.
 struct Lbfgs::Point {
-  double t = 0, loss = 0, slope = 0;  // slope: gradient . direction
+  double t = 0, loss = 0, slope = 0;  // slope: the inner product of gradient and direction
   at::Tensor gradient;
-  double gradient_max = 0, gradient_sum = 0, direction_max = 0;  // maxima and a sum of absolute values
+  double gradient_max = 0, gradient_sum = 0, direction_max = 0;  // maxima and sum of absolute values
 };
 
 namespace {
@@ -46,18 +46,18 @@ double cubic_minimum(double x1, double f1, double g1, double x2, double f2, doub
 
 }  // namespace
 
-// One step(). Vectors are this rank's parts of all parameters, concatenated: [numel].
+// One call of step(). Vectors are [numel]: the concatenation of this rank's parts of all parameters.
 struct Lbfgs::Run {
   Lbfgs& optimizer;
   const LossClosure& closure;
   const LbfgsOptions& options;
-  const std::vector<at::Tensor> parameters;  // without frozen ones
+  const std::vector<at::Tensor> parameters;  // without frozen parameters
   const at::TensorOptions of_vectors;
   const Owners* owners;
   at::Tensor first_loss{};
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
-  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of vectors in the history
+  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of the history's vectors
   int64_t evaluations = 0;
 
   // -- vectors -----------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ struct Lbfgs::Run {
     for (const at::Tensor& parameter : parameters) sum += parameter.numel();
     return sum;
   }
-  // Copies one parameter at a time, so that at most one parameter on disk is in memory.
+  // Copies parameters one by one, so that at most one parameter on disk is in memory.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
     at::Tensor whole = at::zeros({numel()}, of_vectors);
     int64_t offset = 0;
@@ -77,7 +77,7 @@ struct Lbfgs::Run {
     }
     return whole;
   }
-  // Returns this rank's share of the inner product. Each part of a parameter counts in one replica only.
+  // Returns this rank's share of the inner product. Only one replica counts each part of a parameter.
   double product(const at::Tensor& a, const at::Tensor& b) const {
     double sum = 0;
     int64_t offset = 0;
@@ -91,8 +91,8 @@ struct Lbfgs::Run {
     return sum;
   }
   double largest(const at::Tensor& a) const { return a.numel() == 0 ? 0 : a.abs().max().item<double>(); }
-  // Combines values over ranks. If ranks have different elements, adds up `sums` and takes the maximum of `maxima`;
-  // otherwise these are equal on all ranks. Averages `mean`, the loss, in both cases; null: none.
+  // Combines values over ranks. If ranks hold different elements, sums `sums` and takes the maximum of `maxima`;
+  // otherwise both are already equal. In both cases, averages `mean`, the loss, unless it is null.
   void exchange(std::vector<double>& sums, std::vector<double>& maxima, double* mean) const {
     Communicator* comm = owners != nullptr ? owners->comm : optimizer.parts().comm();
     if (comm == nullptr || comm->size() == 1) return;
@@ -130,7 +130,7 @@ struct Lbfgs::Run {
     if (owners != nullptr) owners->publish();
   }
 
-  // Evaluates the closure at x + t * direction; if x is undefined, at the current parameters.
+  // Evaluates the closure at x + t * direction, or at the current parameters if x is undefined.
   Point evaluate(const at::Tensor& x, double t) {
     if (x.defined()) move_to(x, t);
     const at::Tensor loss = loss_of(closure);
@@ -159,8 +159,8 @@ struct Lbfgs::Run {
   }
 
   // -- the direction -----------------------------------------------------------------------------
-  // Sets the direction. Adds the last step to the history if its curvature is positive. Returns the slope along the
-  // direction.
+  // Sets the direction. If the last step has positive curvature, adds this step to the history. Returns the slope along
+  // the direction.
   double choose_direction(double t, bool is_first) {
     std::vector<double> none;
     const at::Tensor g = gradient;
@@ -210,8 +210,8 @@ struct Lbfgs::Run {
     return combine(step_g, change_g, sums[4]);
   }
 
-  // Runs the two-loop recursion on coefficients: direction = of_g * g + sum of_steps * steps + sum of_changes *
-  // changes. Returns gradient . direction.
+  // Runs the two-loop recursion on coefficients instead of vectors: direction = of_g * g + sum of_steps * steps + sum
+  // of_changes * changes. Returns the inner product of gradient and direction.
   double combine(const std::vector<double>& step_g, const std::vector<double>& change_g, double g_g) {
     const size_t count = steps.size();
     std::vector<double> of_steps(count), of_changes(count), alphas(count);
@@ -249,7 +249,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points. A point between them meets the conditions. If `is_met`, ends[low()] itself meets the conditions.
+  // Two points with a solution between them: a point that meets the conditions. If `is_met`, ends[low()] is a solution.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -258,7 +258,7 @@ struct Lbfgs::Run {
     int low() const { return ends[0].loss <= ends[1].loss ? 0 : 1; }
   };
 
-  // Extends the step from `t` until it has a bracket. After 25 extensions, returns the start and the last point.
+  // Extends the step from `t` until a bracket is found. After 25 extensions, returns the start and the last point.
   Bracket bracket(const at::Tensor& x, double t, const WolfeConditions& wolfe) {
     Point before = wolfe.start, now = evaluate(x, t);
     const double direction_max = now.direction_max;
@@ -274,7 +274,7 @@ struct Lbfgs::Run {
     return {{wolfe.start, now}, false, kMostEvaluations, direction_max};
   }
 
-  // Returns a point that meets the conditions, or the best one found (the search of minFunc, like torch).
+  // Returns a point that meets the conditions, or the best point found. (minFunc's search, as in torch.)
   Point search(const at::Tensor& x, double t, const Point& start) {
     const WolfeConditions wolfe{start};
     Bracket found = bracket(x, t, wolfe);
@@ -311,12 +311,12 @@ struct Lbfgs::Run {
   }
 
   // -- states ------------------------------------------------------------------------------------
-  // Loads the vectors from the parameters' states, and recomputes the inner products of the history.
+  // Loads the vectors from the parameters' states. Recomputes the inner products of the history.
   LbfgsParamState load() {
     auto state_of = [&](const at::Tensor& parameter) -> const LbfgsParamState& {
       return optimizer.state_of(parameter);
     };
-    // Parameters that were frozen until now have no state; their history is zeros.
+    // Parameters that were frozen until now have no state. Zeros replace their history.
     LbfgsParamState numbers;
     for (const at::Tensor& parameter : parameters)
       if (state_of(parameter).n_iter > numbers.n_iter) numbers = state_of(parameter);
@@ -350,8 +350,8 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // Takes the numbers of the rank whose parameters were trained longest, because this rank may own only frozen
-  // parameters, or none.
+  // Takes the numbers of the rank whose parameters have the most iterations. This rank may own no parameters or only
+  // frozen ones.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
     exchange(none, longest, nullptr);
@@ -365,7 +365,7 @@ struct Lbfgs::Run {
     numbers.t = known[1];
     count = static_cast<size_t>(known[2]);
   }
-  // Stores views of the vectors in the parameters' states, with the shapes of the parameters.
+  // Stores views of the vectors in the states of the parameters, with the parameters' shapes.
   void store(int64_t n_iter, int64_t func_evals, double t) const {
     int64_t offset = 0;
     for (const at::Tensor& parameter : parameters) {

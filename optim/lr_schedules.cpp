@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-// LRScheduler counts steps in an unsigned int.
+// Limit of LRScheduler, which counts steps in an unsigned int.
 constexpr int64_t kMostSteps = std::numeric_limits<unsigned>::max();
 
 void require_steps(const char* name, int64_t steps, int64_t least, int64_t most) {
@@ -56,7 +56,7 @@ void LambdaLR::set_step(int64_t step) {
   step_count_ = static_cast<unsigned>(step);
 }
 
-// Returns the rates of the next step, because libtorch increments step_count_ after this call.
+// Returns the rates of the next step, because libtorch increments step_count_ after calling this function.
 std::vector<double> LambdaLR::get_lrs() { return rates_of(int64_t{step_count_} + 1); }
 
 std::vector<double> LambdaLR::rates_of(int64_t step) {

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Number of rounds beyond the current one whose parts are in flight.
+// Exchanges of this many later rounds are in flight during each round.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 
@@ -32,7 +32,7 @@ int64_t product(const std::vector<int64_t>& sizes, size_t from) {
                          std::multiplies<>());
 }
 
-// Returns the matrix of a parameter whose elements are in memory order.
+// Returns a parameter as a matrix. `elements` are in memory order.
 at::Tensor as_matrix(const at::Tensor& elements, const NamedShard& shape) {
   return elements.as_strided(shape.sizes, shape.strides).reshape({shape.sizes[0], product(shape.sizes, 1)});
 }
@@ -64,7 +64,7 @@ at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
                                          matrix.scalar_type(), ", expected a floating-point matrix"));
   const bool is_tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = is_tall ? matrix.t() : matrix;
-  // Computes the norm in higher precision: bf16 could round it so that a singular value is above 1, where the iteration
+  // Computes the norm in higher precision. Rounding to bf16 could leave a singular value above 1, where the iteration
   // diverges.
   x = x / x.norm(2, at::toOpMathType(x.scalar_type())).clamp_min(kSmallestNorm).to(x.scalar_type());
   for (int64_t step = 0; step < ns_steps; ++step) {
@@ -82,12 +82,12 @@ int64_t Muon::step_cost(const NamedShard& parameter, const torch::optim::Optimiz
   return own.ns_steps() * least * least * (2 * most + least);
 }
 
-// One matrix of a step.
+// One matrix parameter of a step.
 struct Muon::Matrix {
   at::Tensor parameter;
   const MuonOptions* options;
   NamedShard shape;
-  at::Tensor elements;  // this rank's part, in memory order: first of the momentum, then of the result
+  at::Tensor elements;  // this rank's part in memory order: the momentum, later the result
 
   at::ScalarType dtype() const { return options->bfloat16() ? at::kBFloat16 : at::kFloat; }
   at::Tensor orthogonal(const at::Tensor& whole) const {
@@ -101,7 +101,7 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
   state.momentum_buffer(state.momentum_buffer().defined() ? laid_out_as(state.momentum_buffer(), parameter)
                                                           : at::zeros_like(parameter));
   state.step(state.step() + 1);
-  // A missing gradient counts as 0, as in reductions, because another rank may have one.
+  // A missing gradient counts as 0, like in reductions, because another rank may have a gradient.
   const at::Tensor gradient =
       parameter.grad().defined() ? laid_out_as(parameter.grad(), parameter) : at::zeros_like(parameter);
   const at::Tensor& momentum = state.momentum_buffer();
@@ -113,14 +113,14 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 }
 
 // Note [One matrix for each rank at a time]. Each rank has a list of matrices, the most expensive first. In each round,
-// every rank works on the next matrix of its list: one all-to-all sends the parts of matrices, another one returns the
-// results. Parts of later rounds are requested before the work, and all results are awaited at the end, so that no
-// round waits for the slowest rank.
+// every rank orthogonalizes the next matrix of its list. One all-to-all sends the parts of matrices to these ranks, and
+// another one returns the results. Parts of later rounds are requested before the work of a round, and all results are
+// awaited at the end. So no round waits for the slowest rank.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
       : comm_(comm), parts_(parts), matrices_(matrices), self_(comm.rank()) {
-    // If dtypes are mixed, all matrices are sent in fp32, which represents bf16 exactly.
+    // If dtypes are mixed, sends all matrices in fp32, which represents bf16 exactly.
     const bool all_bfloat16 = std::ranges::all_of(matrices, [](const Matrix& m) { return m.options->bfloat16(); });
     wire_ = wire_.dtype(all_bfloat16 ? at::kBFloat16 : at::kFloat).device(comm.device());
     plan();
@@ -174,8 +174,8 @@ class Muon::Rounds {
     return made;
   }
 
-  // Returns whether rank `from` sends its part of a matrix to rank `to`, which works on the matrix. Other ranks than
-  // `to` do not send if each rank has the whole matrix, or if they are in another replica.
+  // Returns whether rank `from` sends its part of a matrix to rank `to`, which orthogonalizes the matrix. Rank `to`
+  // always sends. Other ranks send only if parameters are sharded and the rank is in the same replica as `to`.
   bool is_sent(const std::vector<ParameterParts::Held>& held, int from, int to) const {
     return from == to || (parts_.are_cut() && held[from].copy == held[to].copy);
   }
@@ -201,7 +201,7 @@ class Muon::Rounds {
       if (const Matrix* const matrix = rounds_[round][owner]) receives[owner] = matrix->shape.held.numel();
     if (const Matrix* const matrix = rounds_[round][self_]) {
       const auto& held = parts_.by_rank(matrix->parameter);
-      // Parts are received in rank order, which is memory order.
+      // Parts arrive in rank order, which equals memory order.
       const at::Tensor result = matrix->orthogonal(received.to(matrix->dtype()));
       for (int to = 0; to < comm_.size(); ++to)
         sent[to] = result.narrow(0, held[to].range.begin, held[to].range.numel());
@@ -224,7 +224,7 @@ class Muon::Rounds {
   std::vector<Matrix>& matrices_;
   const int self_;
   at::TensorOptions wire_;
-  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank]; null: no matrix
+  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank]; null: no matrix for the rank
 };
 
 void Muon::orthogonalize(std::vector<Matrix>& matrices) const {
@@ -288,7 +288,7 @@ at::Tensor Muon::step(LossClosure closure) {
   orthogonalize(matrices);
   for (const Matrix& matrix : matrices) {
     if (matrix.shape.held.numel() == 0) {
-      note_write(matrix.parameter);  // ranks compare how often they wrote, so this rank counts a write, too
+      note_write(matrix.parameter);  // other ranks write to this parameter, and ranks compare their writes
       continue;
     }
     const at::Tensor own = in_memory_order(matrix.parameter.detach());

@@ -44,7 +44,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.lr_max(std::max(lr, state.lr_max()));
       const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
       state.weight_sum(state.weight_sum() + weight);
-      // The weight of this step in the average.
+      // The weight of this step's z in the average.
       const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;
       if (note_write_if_empty(y)) continue;
 
@@ -52,7 +52,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
       at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // Applies the changes of z and of the average to y. The average is not stored, but follows from y and z.
+      // Changes y by the changes of z and of the average. The average is not stored, because y and z determine it.
       y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }
@@ -60,7 +60,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
   return loss;
 }
 
-// The average follows from y = beta1 * average + (1 - beta1) * z.
+// Computes the average from y = beta1 * average + (1 - beta1) * z.
 ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::swap_in_averages() while the averages are swapped in");
   at::NoGradGuard no_grad;

@@ -22,8 +22,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns a writable view of a gradient's values, of a real type. First replaces a gradient that has no such view, such
-// as a conjugated one.
+// Returns a writable view of a gradient's values, of a real dtype. If no such view exists (for example of a conjugated
+// gradient), first replaces the gradient.
 at::Tensor writable_values(const at::Tensor& parameter) {
   at::Tensor& gradient = parameter.mutable_grad();
   if (gradient.is_sparse() && !gradient.is_coalesced()) gradient = gradient.coalesce();
@@ -59,9 +59,9 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);
   if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
   at::NoGradGuard no_grad;
-  // Groups gradients by dtype and device. One call unscales a group.
+  // Groups gradients by dtype and device, because one call unscales one group.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
-  std::unordered_set<const c10::TensorImpl*> seen;  // groups may list a tied parameter more than once
+  std::unordered_set<const c10::TensorImpl*> seen;  // the groups may list a tied parameter twice
   for (auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.grad().numel() == 0) continue;
@@ -76,7 +76,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
     found.add_(found_here.to(comm_->device()));
   }
-  // Ranks compare the description of a reduction, so it throws if their scales differ.
+  // The description contains the scale. Ranks compare descriptions, so the reduction throws if scales differ.
   found =
       reduce_to_host(*comm_, found, ReduceOp::kSum, c10::str("whether gradients scaled by ", scale_, " are finite"));
   entry->second.is_finite = found.item<float>() == 0;

@@ -37,7 +37,7 @@ std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimiz
   return steps;
 }
 
-// Throws std::invalid_argument if the optimizer's class overrides step(), which would not be called.
+// Throws std::invalid_argument if the optimizer's class overrides step(), because StepInBackward would not call it.
 void require_no_own_step(const PartialStep& optimizer) {
   const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
   if (whole != nullptr && may_have_own_step(*whole))
@@ -46,7 +46,7 @@ void require_no_own_step(const PartialStep& optimizer) {
                                 "expected that optimizer itself, or a PartialStep that is derived from none");
 }
 
-// Pins the calling thread and the threads that it starts later, such as its threads of parallel_over().
+// Pins the calling thread, and threads that it starts later (for example in parallel_over()), to `processors`.
 void run_on(const std::vector<int>& processors) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -87,7 +87,7 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
                                               arrived_.clear();
                                               deferred_.clear();
                                             }));
-  // The worker uses as many threads as the caller has, or one for each of `processors`.
+  // The worker uses as many threads as the caller, or one thread for each of `processors`.
   worker_
       ->add([&processors = options_.processors, threads = at::get_num_threads()] {
         if (!processors.empty()) run_on(processors);
@@ -103,14 +103,14 @@ StepInBackward::~StepInBackward() {
 
 void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   if (speculation_) return speculate(parameters);
-  // A second backward before finish() adds to the gradients, which are stepped once.
+  // A second backward before finish() adds to the gradients. These are stepped once.
   for (const at::Tensor& parameter : parameters)
     if (arrived_.insert(parameter.unsafeGetTensorImpl()).second && options_.max_norm) deferred_.push_back(parameter);
   if (!options_.max_norm)
     steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
 }
 
-// If this throws, backward fails and then calls abandon().
+// If this function throws, backward fails and calls abandon().
 void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   if (must_be_taken_back_)
     throw std::logic_error(
@@ -128,8 +128,8 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   steps_.push_back(worker_->add([this, parameters] { speculation_->step(parameters); }));
 }
 
-// Returns parameters whose gradient did not arrive in this backward: optimizer.step() would step them, too. Returns
-// none if no gradient has arrived at all, because then no backward has reduced gradients.
+// Returns the parameters whose gradients did not arrive in this backward, because optimizer.step() would step them too.
+// If no gradient arrived, no backward has reduced gradients, and the function returns none.
 std::vector<at::Tensor> StepInBackward::take_others() {
   const auto arrived = std::exchange(arrived_, {});
   if (arrived.empty()) return {};
@@ -138,7 +138,7 @@ std::vector<at::Tensor> StepInBackward::take_others() {
   return others;
 }
 
-// Waits for all steps, then rethrows the first failure.
+// Blocks until all steps have ended, then rethrows the first failure.
 void StepInBackward::wait_for_steps() {
   std::exception_ptr failure;
   for (std::future<void>& step : std::exchange(steps_, {})) {
@@ -151,7 +151,7 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Rolls back the steps, on the worker's thread and after the steps in flight. Blocks.
+// Rolls back the steps on the worker's thread, after the steps in flight. Blocks.
 void StepInBackward::take_back() {
   worker_->add([this] { speculation_->roll_back(); }).get();
 }
@@ -164,14 +164,14 @@ void StepInBackward::forget_speculation() {
   must_be_taken_back_ = false;
 }
 
-// Rolls back the steps of a backward. If that fails, the parameters stay refused, and the next finish() retries.
+// Rolls back the steps of a backward. If this fails, uses of the parameters still throw, and the next finish() retries.
 void StepInBackward::abandon() noexcept {
   if (!refusal_) return;
   must_be_taken_back_ = true;
   try {
     try {
       wait_for_steps();
-    } catch (const std::exception&) {  // a failed step is rolled back, too
+    } catch (const std::exception&) {  // a failed step is rolled back too
     }
     take_back();
     forget_speculation();
@@ -180,7 +180,7 @@ void StepInBackward::abandon() noexcept {
   }
 }
 
-// Rethrows a step's failure only after the norm, a collective in which the other ranks wait for this rank.
+// Computes the norm before rethrowing a step's failure, because other ranks wait for this rank in this collective.
 double StepInBackward::finish_speculation() {
   try {
     if (must_be_taken_back_) {
@@ -192,7 +192,7 @@ double StepInBackward::finish_speculation() {
     if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
-      wait_for_steps();  // the steps must have read the gradients before clipping scales them
+      wait_for_steps();  // clipping may scale the gradients only after the steps have read them
     } catch (...) {
       failure = std::current_exception();
     }
@@ -202,7 +202,7 @@ double StepInBackward::finish_speculation() {
     if (clips_gradients(norm, *options_.max_norm)) {
       take_back();
       ++times_taken_back_;
-      speculation_->step(deferred_);  // can be rolled back if it fails
+      speculation_->step(deferred_);  // if this step fails, it can be rolled back
     }
     forget_speculation();
     return norm;

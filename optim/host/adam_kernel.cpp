@@ -14,20 +14,20 @@
 namespace tessera::internal {
 namespace {
 
-// Number of new values that stay in the first-level cache until they are rounded to 16 bit.
+// Number of new values that fit into the first-level cache until they are rounded to 16 bits.
 constexpr int64_t kCachedNumel = 2048;
 
-// The loop that the update_*() functions below vectorize, each for its instruction set. Must be inlined: an out-of-line
-// copy would use baseline instructions. Writes the new state to `to`. With kBeside, `to` is other memory, which also
-// receives the old parameter; otherwise `to` is `span`.
+// The loop that each of the update_*() functions below vectorizes for its instruction set. Must be inlined, because an
+// out-of-line copy would use baseline instructions. Writes the new state to `to`. With kBeside, `to` is separate memory
+// and also receives the old parameter; otherwise `to` is `span`.
 template <bool kBeside, bool kDecoupled, bool kAmsgrad>
 [[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
   float* parameter = span.parameter;
   const float* gradient = span.gradient;
   const float *average = span.average, *square = span.square, *maximum = span.maximum;
   float *before = to.parameter, *new_average = to.average, *new_square = to.square, *new_maximum = to.maximum;
-  // The arrays are equal or do not overlap. Without this pragma, GCC would need too many runtime checks for so many
-  // arrays and would not vectorize.
+  // Two arrays are either equal or do not overlap. Without this pragma, GCC would need too many runtime checks of the
+  // arrays, and would not vectorize the loop.
 #pragma GCC ivdep
   for (int64_t i = 0; i < span.numel; ++i) {
     float p = parameter[i];

@@ -43,7 +43,7 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Puts the parameter's state into `update`; creates a missing one. Counts the step.
+// Puts the parameter's state into `update`, and creates a missing state. Counts the step.
 template <class State>
 State& begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;
@@ -73,7 +73,7 @@ void prepare_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, cons
 struct Batch {
   AdamRule rule;
   std::vector<at::Tensor> parameters, gradients, averages, squares, maxima, steps;
-  std::map<int64_t, at::Tensor> step_tensors;  // one for all parameters with equal step counts
+  std::map<int64_t, at::Tensor> step_tensors;  // one tensor for all parameters with equal step counts
   at::Tensor rate;
 
   void add(const AdamUpdate& update) {
@@ -94,7 +94,7 @@ struct Batch {
 
   void run() const {
     rate.defined() ? call(rate) : call(rate_of_kernels(rule.lr, parameters[0]));
-    // Fused operators do not bump the version counters, by which Tessera detects writes.
+    // Fused operators do not raise version counters. Tessera detects writes by these counters.
     for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
@@ -138,7 +138,7 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
       begin<torch::optim::AdamWParamState>(optimizer, update, placement);
     else
       begin<torch::optim::AdamParamState>(optimizer, update, placement);
-    // A parameter without elements on this rank needs no gradient.
+    // A parameter without elements on this rank may lack a gradient.
     if (update.parameter.numel() > 0) update.gradient = laid_out_as(update.parameter.grad(), update.parameter);
     take(std::move(update));
   }
@@ -153,7 +153,7 @@ void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update,
 at::Tensor in_recorded_memory(const at::Tensor& state, const at::Tensor& recorded) {
   if (state.const_data_ptr() == recorded.const_data_ptr()) return recorded;
   recorded.copy_(state);
-  state.record_stream(current_stream(state.device()));  // `state` may be freed before the copy ends
+  state.record_stream(current_stream(state.device()));  // `state` may be freed before the copy has ended
   return recorded;
 }
 

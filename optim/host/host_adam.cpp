@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Elements of one task: enough to outweigh the cost of a call, few enough to balance threads.
+// Elements of one task. Large enough to outweigh a call's cost, and small enough to balance the threads.
 constexpr int64_t kPartNumel = 1 << 16;
 
 std::string problem_of(const at::Tensor& parameter) {
@@ -32,7 +32,7 @@ std::string problem_of(const at::Tensor& parameter) {
   return "";
 }
 
-// Returns zeros for a parameter's state: on disk if the parameter is.
+// Returns zeros for a parameter's state, on disk if the parameter is on disk.
 at::Tensor zeros_beside(const at::Tensor& parameter, const char* what) {
   DiskPager* disk = DiskPager::of(parameter);
   if (disk == nullptr || parameter.numel() == 0) return at::zeros_like(parameter);
@@ -49,17 +49,17 @@ at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
 
 constexpr AdamPlacement kInHostMemory{"a host optimizer", &problem_of, &state_beside, &placed_as};
 
-// Previous values of a parameter and its state, for roll_back(). The tensors are allocated once, with the parameter's
-// sizes and strides, in memory or on disk like the parameter.
+// Previous values of a parameter and its state, for roll_back(). The tensors are allocated once. They have the
+// parameter's sizes and strides, and are in memory or on disk like the parameter.
 struct Before {
   at::Tensor parameter;
   at::Tensor values;                    // previous values of the parameter
   at::Tensor average, square, maximum;  // previous state
   int64_t step = 0;
   bool has_state = false, has_maximum = false;
-  bool is_stepped = false;  // the last step is neither kept nor rolled back
+  bool is_stepped = false;  // the last step is not yet kept or rolled back
   bool is_copied = false;   // the tensors hold the previous values
-  // `values` has the previous parameter. The other tensors have the new state until exchange(), then the previous one.
+  // `values` holds the previous parameter. The other tensors hold the new state; after exchange(), the previous one.
   bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {
@@ -78,7 +78,7 @@ struct Before {
   }
 };
 
-// The work of one call: the tensors to keep alive, and the parts to divide among threads.
+// The work of one call: tensors that must stay alive, and parts that threads share.
 struct Pass {
   struct Part {
     AdamSpan span;
@@ -91,7 +91,7 @@ struct Pass {
   std::vector<DiskPager::Hold> held;
   std::vector<Before*> beside;
 
-  // Adds an update; runs it at once if the parameter is not fp32. `before`, if not null, receives the previous values.
+  // Adds an update. Runs it at once if the parameter is not fp32. Previous values go to `before`, unless null.
   void add(const AdamUpdate& update, Before* before) {
     const at::Tensor& parameter = update.parameter;
     if (note_write_if_empty(parameter)) return;
@@ -145,10 +145,10 @@ struct Pass {
         other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);
       }
     });
-    // The pass writes without an operator, so it bumps the version counters, by which Tessera detects writes.
+    // Raises version counters, because no operator made these writes. Tessera detects writes by these counters.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
-      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // on disk, hold() has counted it
+      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // on disk, hold() counted the write
       if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
     }
   }
@@ -164,14 +164,14 @@ void step_on_host(
   const auto take = [&](const AdamUpdate& update) {
     Before* before = before_of(update.parameter);
     if (DiskPager::of(update.parameter) == nullptr) return pass.add(update, before);
-    Pass alone;  // limits memory to one parameter on disk with its state, and the read-ahead
+    Pass alone;  // so that memory holds one parameter on disk with its state, and the read-ahead
     alone.add(update, before);
     alone.run();
   };
   for_each_adam_update(optimizer, chosen, kInHostMemory, take, [&] { std::exchange(pass, {}).run(); });
 }
 
-// Writes the values as a step does, also to the low-precision copy.
+// Writes the values like a step, including the low-precision copy.
 void write_back(const at::Tensor& parameter, const at::Tensor& values) {
   parameter.detach().copy_(values);
   const LowPrecisionPart* copy = low_precision_copy_of(parameter);

@@ -18,7 +18,7 @@
 namespace tessera::internal {
 namespace {
 
-// Number of gradients in flight to the host, and of values in flight to the device, during a step.
+// Limit of gradients in flight to the host, and limit of new values in flight to the device, during a step.
 constexpr size_t kUnderWay = 2;
 
 // Returns the elements in memory order; undefined if the tensor is not dense.
@@ -26,8 +26,8 @@ at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.detach().as_strided({tensor.numel()}, {1}) : at::Tensor();
 }
 
-// Returns [kSums] kLong on the parameter's device: sums of the values' bits, one for each column of rows of kColumns
-// values, and one for the rest. A sum changes if one value has changed, or was moved to another column.
+// Returns [kSums] kLong on the parameter's device: sums of the values' bits. Rows have kColumns values; each column has
+// a sum, and the remaining values have one. A sum changes if a value changes or moves to another column.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
@@ -40,7 +40,7 @@ at::Tensor value_sums(const at::Tensor& parameter) {
                   values.narrow(0, in_rows, values.numel() - in_rows).sum(at::kLong).view({1})});
 }
 
-// Moves a state to the host. A state from a checkpoint or dictionary may be on the parameter's device.
+// Moves a state to the host. A state that was loaded from a checkpoint may be on the parameter's device.
 void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
   const auto found = optimizer.state().find(key);
   if (found == optimizer.state().end()) return;
@@ -74,11 +74,11 @@ HostStep::~HostStep() {
   for (size_t i = 0; i < parameters_.size() && dropped_; ++i) dropped_->take_out(i, parameters_[i]);
 }
 
-// Matches the host copies and the host optimizer to the optimizer's groups, which may have grown in number.
+// Updates the host copies and the host optimizer for the optimizer's groups. The user may have added groups.
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  // Compares the number of groups too, because this rank may own no parameter of an added group.
+  // Also compares the number of groups, because this rank may own no parameter of an added group.
   if (host_optimizer_ && count == host_copies_.size() &&
       host_optimizer_->param_groups().size() == optimizer.param_groups().size()) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
@@ -125,7 +125,7 @@ void HostStep::renew(HostCopy& copy) {
   copy.seen_memory = parameter.const_data_ptr();
 }
 
-// Must be called before the first gradient's copy starts, so that the host has the result when that copy ends.
+// Must be called before the first gradient's copy starts. The host then has the result when that copy has ended.
 void HostStep::look_for_writes(const std::vector<HostCopy*>& work) {
   written_ = at::Tensor();
   if (work.empty() || work[0]->parameter.is_cpu()) return;
@@ -172,7 +172,7 @@ void HostStep::finish_gradient(HostCopy& copy) {
 }
 
 // Starts a copy in memory order if strides are equal and the parameter has no conjugate or negative bit. Otherwise
-// copies by an operator: set_data() may have changed the parameter.
+// copies with an operator, because set_data() may have changed the parameter's layout.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
   const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);
@@ -183,7 +183,7 @@ void HostStep::start_return(HostCopy& copy) {
   }
 }
 
-// The copy engine writes without an operator, so this bumps the version: autograd then refuses stale saved values.
+// Raises the version, because the copy engine writes without an operator. Autograd then refuses stale saved values.
 void HostStep::finish_return(HostCopy& copy) {
   copy.leaving.wait_on_host();
   copy.parameter.unsafeGetTensorImpl()->bump_version();
@@ -199,10 +199,10 @@ void HostStep::step_all(const std::vector<HostCopy*>& work) {
   for (HostCopy* copy : work) finish_return(*copy);
 }
 
-// Note [Three at once]. While parameter i is stepped, the next two gradients and the last two parameters' values are in
-// flight.
+// Note [Three at once]. While parameter i is stepped, two later gradients are in flight to the host, and the values of
+// the two previous parameters are in flight to the device.
 void HostStep::step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial) {
-  if (is_limited_) {  // a step that exceeds the limit must throw before it changes a parameter
+  if (is_limited_) {  // if the step exceeds the limit, it must throw before a parameter changes
     std::deque<at::Tensor> in_flight;
     for (const HostCopy* copy : work) {
       in_flight.push_back(memory_of_gradient(*copy));
@@ -226,7 +226,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   rebuild(optimizer);
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
-    // A failed step may have left a copy in flight and a gradient.
+    // A failed step may have left a gradient, and a copy in flight.
     copy.arriving.wait_on_host();
     copy.arriving = {};
     copy.host.mutable_grad().reset();

@@ -17,15 +17,15 @@ namespace tessera::internal {
 
 struct HostStepOptions {
   PinnedPoolOptions memory;  // for the host copies of parameters and gradients
-  // Frees a gradient on the device once it is on the host, and puts a placeholder in its place.
+  // Frees a gradient on the device after its copy to the host, and puts a placeholder into `.grad`.
   bool drops_gradients = false;
-  std::function<std::string(const at::Tensor&)> label = {};  // names a parameter in the placeholder's errors
+  std::function<std::string(const at::Tensor&)> label = {};  // names a parameter in the placeholders' errors
 };
 
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
-// which a second optimizer of the same class steps. A step first renews the copies of parameters that were written to.
-// On a device, writes through .data() do not change the version. Sums of the values, computed after a step and before
-// the next one, reveal such writes. The second optimizer holds the states only during a step. Between steps, the first
+// and a second optimizer of the same class steps these copies. Before a step, copies of changed parameters are renewed.
+// On a device, writes through .data() do not raise the version. So sums of the values, computed after a step and before
+// the next step, detect such writes. The second optimizer holds the states only during a step. Between steps, the first
 // optimizer holds them, for state dictionaries and checkpoints.
 class HostStep {
  public:
@@ -34,9 +34,9 @@ class HostStep {
   HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
-  // Takes the step of `optimizer`, with its current groups and options. Throws std::runtime_error if memory would
-  // exceed its limit, and std::logic_error, which names the parameter, for a gradient that an earlier step has freed.
-  // In both cases no step is taken.
+  // Runs the step of `optimizer`, with its current groups and options. Throws std::runtime_error if memory would exceed
+  // its limit. Throws std::logic_error, naming the parameter, for a gradient that an earlier step freed. In both cases
+  // no parameter changes.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -44,12 +44,12 @@ class HostStep {
  private:
   struct HostCopy {
     at::Tensor parameter;
-    at::Tensor host;                    // has the parameter's sizes, and its strides at construction
-    uint32_t seen_version = 0;          // version of the parameter when `host` was last equal
-    const void* seen_memory = nullptr;  // address of the parameter when `host` was last equal
-    at::Tensor seen_sums;               // value_sums() when `host` was last equal; only on a device
-    size_t number = 0;                  // the parameter's number in `dropped_`
-    size_t place = 0;                   // index in the list of a step's work
+    at::Tensor host;                    // the parameter's values, with its sizes, and its strides at construction
+    uint32_t seen_version = 0;          // version of the parameter when `host` last equaled it
+    const void* seen_memory = nullptr;  // address of the parameter when `host` last equaled it
+    at::Tensor seen_sums;               // value_sums() when `host` last equaled it; only on a device
+    size_t number = 0;                  // index of the parameter in `dropped_`
+    size_t place = 0;                   // index in the work list of a step
     Copy arriving;                      // copy of the gradient to the host
     Copy leaving;                       // copy of the new values to the device
   };
@@ -59,7 +59,7 @@ class HostStep {
   void renew(HostCopy& copy);
   void look_for_writes(const std::vector<HostCopy*>& work);
   void renew_if_written(HostCopy& copy);
-  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined if it cannot be memory of the pool
+  at::Tensor memory_of_gradient(const HostCopy& copy);  // undefined if only an operator can copy the gradient
   void start_gradient(HostCopy& copy);
   void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);
@@ -75,8 +75,8 @@ class HostStep {
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;
-  // On a device: whether a write has bypassed the version, for each entry of a step's work. kBool on the host, valid
-  // once the step's first gradient has arrived.
+  // On a device: for each entry of a step's work, whether a write has bypassed the version. A kBool tensor on the host,
+  // valid after the step's first gradient has arrived.
   at::Tensor written_;
   std::unique_ptr<torch::optim::Optimizer> host_optimizer_;
 };

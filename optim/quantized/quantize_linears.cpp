@@ -18,7 +18,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns the weights of all Linear and HasLinearWeights modules; names are relative to `root`.
+// Returns the weights of all Linear and HasLinearWeights modules. Names are relative to `root`.
 std::vector<LinearWeight> weights_below(torch::nn::Module& root) {
   std::vector<LinearWeight> found;
   std::unordered_set<const torch::nn::Module*> seen;
@@ -46,7 +46,7 @@ std::string name_of_layer(const LinearWeight& weight) {
   return weight.name != "weight" ? weight.fqn : dot == std::string::npos ? "(root)" : weight.fqn.substr(0, dot);
 }
 
-// Returns the number of registrations of each tensor, over all modules and names.
+// Returns, for each tensor, the number of its registrations over all modules and names.
 std::unordered_map<const c10::TensorImpl*, int> places_of_parameters(const torch::nn::Module& root) {
   std::unordered_map<const c10::TensorImpl*, int> places;
   std::unordered_set<const torch::nn::Module*> seen;
@@ -130,7 +130,7 @@ torch::OrderedDict<std::string, at::Tensor> dequantized_state(const torch::nn::M
     if (found == nullptr) throw std::invalid_argument("dequantized_state: '" + name + "' is not in the state");
     return *found;
   };
-  std::unordered_map<std::string, at::Tensor> values;  // by name; undefined for an adapter
+  std::unordered_map<std::string, at::Tensor> values;  // by name; undefined for adapters
   for (const LinearWeight& weight : weights_below(const_cast<torch::nn::Module&>(module))) {
     const auto own = quantized(weight);
     if (!own) continue;

@@ -26,7 +26,7 @@ struct Kept : torch::CustomClassHolder {
   const std::shared_ptr<const QuantizedWeight> weight;
 };
 
-// Computes input x values^T. Saves the quantized weight for backward, instead of the values.
+// Computes input x values^T. For backward, saves the quantized weight instead of the values.
 class FrozenLinear : public torch::autograd::Function<FrozenLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& values,
@@ -53,7 +53,7 @@ QuantizedWeight::QuantizedWeight(torch::nn::Module& owner, const std::string& na
       dtype_(owner.named_parameters(/*recurse=*/false)[name].scalar_type()),
       bytes_(owner.named_parameters(/*recurse=*/false)[name]) {
   at::NoGradGuard no_grad;
-  // A deferred weight's own device is meta.
+  // Uses the device of the future values, because a deferred weight itself is on the meta device.
   const auto options = at::TensorOptions().dtype(dtype_).device(device_of_values(bytes_));
   bytes_.set_requires_grad(false);
   bytes_.mutable_grad().reset();
@@ -124,7 +124,7 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   if (format_ == WeightFormat::kFull) {
     result = at::linear(input, bytes_, bias);
   } else {
-    // Decodes outside of FrozenLinear, so that wrappers see the parameter's use in forward.
+    // Decodes outside of FrozenLinear, so that wrappers register the parameter's use in forward.
     const at::Tensor values = base(input.scalar_type());
     result = c10::GradMode::is_enabled() && input.requires_grad()
                  ? FrozenLinear::apply(input, values, shared_from_this())

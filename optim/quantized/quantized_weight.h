@@ -11,31 +11,31 @@
 
 namespace tessera::internal {
 
-// A stand-in for a Linear's weight that decodes its values on use. Operators with handle() as an argument get values
-// that are decoded for that call only; at::linear decodes again in backward instead of saving them. The bytes are a
-// parameter of the module, which wrappers shard, gather and save like others.
+// Stands in for a Linear's weight, and decodes the weight's values on use. An operator that uses handle() receives
+// values decoded for this call only. at::linear decodes again in backward instead of saving values. The encoded bytes
+// are a parameter of the module, so wrappers shard, gather and save them like other parameters.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
-  // Replaces `owner`'s parameter `name`, [rows, columns], with its frozen encoded bytes (kFull: only freezes it), and
-  // registers adapters. `fqn` is used in errors.
+  // Replaces the parameter `name` of `owner`, [rows, columns], by its frozen encoded bytes, and registers adapters.
+  // With kFull, only freezes the parameter. `fqn` is for errors.
   static std::shared_ptr<QuantizedWeight> make(torch::nn::Module& owner, const std::string& name, std::string fqn,
                                                WeightFormat format, const LoraOptions& lora);
 
-  // Returns the tensor to use as the weight: [rows, columns], of the weight's dtype.
+  // Returns the tensor to use as the weight: [rows, columns], in the weight's dtype.
   at::Tensor handle();
 
   const std::string& fqn() const { return fqn_; }
   WeightFormat format() const { return format_; }
   at::IntArrayRef sizes() const { return sizes_; }
-  // Returns "lora_a" for "a"; with a prefix if the weight is not named "weight".
+  // Returns "lora_a" for "a", with a prefix if the weight's name is not "weight".
   std::string adapter_name(const char* which) const {
     return (name_ == "weight" ? "lora_" : name_ + "_lora_") + std::string(which);
   }
   bool has_adapter() const { return a_.defined(); }
   bool is_merged() const { return merged_.defined(); }
 
-  // Return [rows, columns] of the weight's dtype, with or without the adapter. The first function uses this object's
-  // tensors, the second one those of a state dictionary.
+  // Return the weight, [rows, columns] in its dtype, with or without the adapter. The first function uses this object's
+  // tensors. The second function uses tensors of a state dictionary.
   at::Tensor values(bool with_adapter) const { return values(bytes_, a_, b_, with_adapter); }
   at::Tensor values(const at::Tensor& bytes, const at::Tensor& a, const at::Tensor& b, bool with_adapter) const;
   void merge();
@@ -46,7 +46,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) override;
   const char* what_it_is() const override { return "quantized"; }
 
-  // Decodes the weight: [rows, columns].
+  // Returns the decoded weight, [rows, columns], without the adapter.
   at::Tensor base(at::ScalarType dtype) const;
 
  private:

@@ -27,7 +27,7 @@
 namespace tessera::internal {
 namespace {
 
-// bitsandbytes' table: quantiles of the normal distribution, with an exact 0, scaled to -1 .. 1.
+// bitsandbytes' table: quantiles of the normal distribution, scaled to [-1, 1], with an exact 0.
 constexpr std::array<float, 16> kNormalFloats{
     -1.0F,
     -0.6961928009986877F,
@@ -53,7 +53,7 @@ const Int8Blocks kInt8Weights{kWeightBlockNumel};
 int64_t blocks_of(int64_t numel, int64_t block_numel) { return (numel + block_numel - 1) / block_numel; }
 int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
-// Offsets in the bytes of a 4-bit weight.
+// Byte offsets in an encoded 4-bit weight.
 struct Nf4Layout {
   Nf4Layout(WeightFormat format, int64_t numel)
       : is_double(format == WeightFormat::kNf4Double),
@@ -77,19 +77,19 @@ struct Nf4Layout {
   }
 };
 
-// Returns [rows, columns]; pads the last row with zeros.
+// Returns the elements as [rows, columns]. Pads the last row with zeros.
 at::Tensor as_rows(const at::Tensor& flat, int64_t columns) {
   const int64_t rest = flat.numel() % columns;
   return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, columns - rest})).view({-1, columns});
 }
 
-// Returns the rows divided by their largest absolute values. Stores these in `scales`, [rows]. Zero rows stay zeros.
+// Returns the rows divided by their largest absolute values. Stores these values in `scales`, [rows]. Keeps zero rows.
 at::Tensor scaled_rows(const at::Tensor& rows, const at::Tensor& scales) {
   scales.copy_(rows.abs().amax(1));
   return rows / at::where(scales > 0, scales, 1.0).unsqueeze(1);
 }
 
-// Returns indices of the nearest values in an ascending table; the lower one in a tie.
+// Returns the indices of the nearest values in an ascending table. In a tie, returns the lower index.
 at::Tensor nearest(const at::Tensor& values, const at::Tensor& table) {
   const int64_t last = table.numel() - 1;
   const at::Tensor between = (table.narrow(0, 0, last) + table.narrow(0, 1, last)) / 2;
@@ -120,7 +120,7 @@ at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
       .narrow(0, 0, layout.blocks);
 }
 
-// Returns [numel] fp32. The first of a byte's two elements is in the high bits.
+// Returns the decoded elements, [numel] fp32. The high bits of a byte contain its first element.
 at::Tensor decoded_codes(const at::Tensor& codes, const at::Tensor& scales, int64_t numel) {
   if (!codes.is_cpu()) {
     const at::Tensor both = at::stack({codes.bitwise_right_shift(4), codes.bitwise_and(15)}, 1).view({-1});

@@ -33,7 +33,7 @@ using namespace torch::optim;
 template <class Type, class... Types>
 concept IsAny = (... || std::same_as<Type, Types>);
 
-// Call visit(name, reference) for each field of a state or of options. Reading and writing share one list.
+// Each function calls visit(name, reference) for each field of a state or of options. Reads and writes share this list.
 void visit_fields(IsAny<AdamParamState, AdamWParamState> auto& state, auto visit) {
   visit("step", state.step());
   visit("exp_avg", state.exp_avg());
@@ -93,7 +93,7 @@ struct Kind {
   const char* name;
 };
 
-// Calls act(kind) for each kind until act returns true. Returns whether it has returned true.
+// Calls act(kind) for each kind until act returns true. Returns whether act returned true.
 template <class Act>
 bool any_kind(Act act) {
   return act(Kind<AdamOptions, AdamParamState>{"Adam"}) || act(Kind<AdamWOptions, AdamWParamState>{"AdamW"}) ||
@@ -116,7 +116,7 @@ std::string kind_names() {
   return names;
 }
 
-// Calls act(object, kind's name) with the options or state cast to its class. Throws if the class is not known.
+// Calls act(object, name of the kind) with `object` cast to its class. Throws if the class is unknown.
 template <class Object, class Act>
 void with_class_of(const Object& object, Act act) {
   constexpr bool kIsOptions = std::is_same_v<Object, OptimizerOptions>;
@@ -292,7 +292,7 @@ std::string text_of(const OptimizerOption& option) {
 }
 
 std::string text_of(const OptimizerOptions& options) {
-  std::string text = c10::demangle(typeid(options).name());  // for a class of the user, whose fields are not known
+  std::string text = c10::demangle(typeid(options).name());  // for classes of users, whose fields are unknown
   any_kind([&]<class Options, class State>(Kind<Options, State> kind) {
     if (dynamic_cast<const Options*>(&options) == nullptr) return false;
     text = kind.name + std::string(":");

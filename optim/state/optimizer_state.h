@@ -17,10 +17,10 @@ namespace tessera::internal {
 
 using ParameterState = OptimizerStateDict::ParameterState;
 
-// Relation of a state tensor to its parameter, by the tensor's name. kElements: element by element, in the parameter's
-// shape. kBlocks (names ending in "_scale"): 1-D, a number for each block of 256 elements in memory order. kRows,
-// kColumns ("_row", "_col"): 1-D, a number for each row or column of the last two dimensions, held whole by every rank
-// that has a part of the parameter.
+// The form of a state tensor, given by its name. kElements: a value for each element, in the parameter's shape. kBlocks
+// (names with suffix "_scale"): 1-D, a value for each block of 256 elements in memory order. kRows, kColumns ("_row",
+// "_col"): 1-D, a value for each row or column of the last two dimensions. Every rank with a part of the parameter
+// holds all of these.
 enum class StateForm { kElements, kBlocks, kRows, kColumns };
 StateForm form_of_state(const std::string& name);
 inline constexpr int64_t kStateBlockNumel = 256;
@@ -31,44 +31,44 @@ at::ScalarType dtype_of_averages(const std::string& kind, at::ScalarType dtype);
 // Returns the shape of a state tensor for a parameter of `sizes`.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
-// Returns the shard of a state tensor for this shard of the parameter: `parameter` itself for kElements, otherwise one
-// with an empty `tensor`. If a shard boundary cuts a block, both shards hold the block's value, such as its scale.
+// Returns the shard of a state tensor for a shard of the parameter: `parameter` for kElements, otherwise a shard with
+// an empty `tensor`. If a shard boundary cuts a block, both shards hold the block's value, such as a scale.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
-// Returns the range of a state tensor that this part saves. The part with a block's first element saves the block.
+// Returns the range of a state tensor that this shard saves. The shard with a block's first element saves the block.
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
-// The functions below know the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and Tessera's own.
-// For others, all but complete_state() and text_of() throw std::invalid_argument.
+// The functions below support the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and of Tessera's
+// optimizers. For others, all except complete_state() and text_of() throw std::invalid_argument.
 
 // Returns the kind of the optimizer's options and states: "Adam", "AdamW", "Muon", ...
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);
-// Like read_state(state), but returns 8-bit states in the memory order of the parameter. The states are copies if
-// set_data() has changed the parameter's strides since the last step.
+// Like read_state(state), but returns 8-bit states in the parameter's memory order. If set_data() has changed the
+// strides since the last step, the returned states are copies.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
-// Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the names, for unknown
+// Creates a state of this kind with the given values. Throws std::invalid_argument, listing the names, for unknown
 // values and missing numbers.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
-// Adds the zero tensors that a state of torch's Adam, AdamW or RMSprop lacks because it was made under other options. A
-// no-op for other states.
+// Adds zero tensors that a state of torch's Adam, AdamW or RMSprop lacks because other options created it. A no-op for
+// other states.
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// Returns the value of an option with all digits, or names and values of all options: "Lion: lr=0.001 weight_decay=0".
+// Returns an option's value with all digits, or all options' names and values: "Lion: lr=0.001 weight_decay=0".
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
-// Sets the named options only. Throws std::invalid_argument, with nothing changed, for an unknown name or wrong type.
+// Sets only the named options. Throws std::invalid_argument, and changes nothing, for an unknown name or a wrong type.
 void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);
 
-// Returns the dictionary of the current groups and options, without states.
+// Returns a state dictionary with the current groups and options, without states.
 OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);
 
-// Checks that the dictionary fits the optimizer: kind, groups, their lengths, and the states' shapes.
-// Throws std::invalid_argument, which lists the mismatches.
+// Checks that the dictionary matches the optimizer: kind, groups, group lengths, and shapes of states.
+// Throws std::invalid_argument that lists the mismatches.
 void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera::internal

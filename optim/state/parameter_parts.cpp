@@ -44,7 +44,7 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
       known.by_rank.push_back({{parts[rank][i][0], parts[rank][i][1]}, static_cast<int>(parts[rank][i][2])});
   }
   if (!is_without_data()) return;
-  for (int rank = 0; rank < world; ++rank) {  // a dry run has exchanged no data
+  for (int rank = 0; rank < world; ++rank) {  // a dry run exchanges no data
     const std::vector<ModelShards::HeldPart> held = model.held_by(rank);
     for (int64_t i = 0; i < count; ++i)
       known_[shards[i].tensor.unsafeGetTensorImpl()].by_rank[rank] = {held[i].range, held[i].replica};
@@ -105,7 +105,7 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
   at::Tensor have = at::zeros({count}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   auto* flags = have.mutable_data_ptr<uint8_t>();
   for (int64_t i = 0; i < count; ++i) {
-    // A dry run assumes that other ranks have gradients of the parameters that this rank holds no part of.
+    // If this rank has no part of a trained parameter, a dry run assumes that other ranks have its gradient.
     const bool is_elsewhere =
         is_without_data() && are_cut_ && parameters[i].requires_grad() && of(parameters[i]).held.numel() == 0;
     flags[i] = parameters[i].grad().defined() || is_elsewhere ? 1 : 0;
