@@ -24,6 +24,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/guest/text_exchange.h"
 #include "core/comm/store_client.h"
+#include "core/launch/guest_group.h"
 #include "core/launch/local_address.h"
 #include "core/launch/require.h"
 #include "core/runtime/call_with_timeout.h"
@@ -92,6 +93,18 @@ std::optional<RunFile> file_of(const ElasticOptions& options) {
 }
 
 // Throws for wrong options. `size` is the first world, or 0 in a process that joins.
+// Returns this host's address in the network of the run's members, or public_address() if no route to them is known.
+std::string address_towards_run(const RunFile& file) {
+  const auto run = file.read();
+  if (!run || run->members.empty()) return public_address();
+  std::string address;
+  try {
+    address = address_towards(run->members[0].address, run->members[0].port);
+  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the member may be gone with its network
+  }
+  return address.empty() || is_loopback_address(address) ? public_address() : address;
+}
+
 void check(const ElasticOptions& options, int size) {
   require(options.copy_every >= 1, "ElasticOptions::copy_every is ", options.copy_every, "; expected at least 1");
   require(options.copies >= 0, "ElasticOptions::copies is ", options.copies, "; expected at least 0");
@@ -165,7 +178,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
 ElasticState::ElasticState(ElasticOptions options, const RunFile& file, const std::string& address)
     : options_(std::move(options)), effects_(std::in_place, options_.process), file_(file), is_joining_(true) {
   check(options_, 0);
-  self_.address = !address.empty() ? address : options_.rendezvous.empty() ? "127.0.0.1" : public_address();
+  self_.address = !address.empty() ? address : options_.rendezvous.empty() ? "127.0.0.1" : address_towards_run(file);
   start_server();
 }
 
@@ -334,7 +347,7 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   };
   std::shared_ptr<Communicator> comm;
   try {
-    comm = communicator_from(wrapped, rank_, size, options_.group);
+    comm = communicator_at(self_.address, wrapped, rank_, size, options_.group);
   } catch (...) {
     end_watch();
     if (!loss.empty()) throw CommError(loss);

@@ -1,4 +1,6 @@
 // Makes groups for programs whose ranks another library has started or connected.
+#include "core/launch/guest_group.h"
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -39,6 +41,7 @@ struct Guests {
   bool may_be_mpi = false;
   c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr;
   std::shared_ptr<MessageLibrary> library = nullptr;
+  std::string address = {};  // at which other hosts reach this rank; "": public_address()
 };
 
 at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -98,7 +101,8 @@ std::string address_of(const Introduction& rank, bool one_host) {
 std::vector<Introduction> introduce(const Guests& guests, const at::Device& device) {
   const auto texts = exchange_or_fail(guests.exchange, guests.who, [&] {
     check(guests, device);
-    return c10::str(describe(guests.options, device), '\n', guests.host, '\n', public_address(), '\n');
+    return c10::str(describe(guests.options, device), '\n', guests.host, '\n',
+                    guests.address.empty() ? public_address() : guests.address, '\n');
   });
   std::vector<Introduction> all;
   for (const std::string& text : texts) {
@@ -216,20 +220,29 @@ c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c
       c10::str(guests.who, ": rank ", guests.rank, " of ", guests.size, " cannot use the given store: ", error));
 }
 
+// Exchanges texts through the store, which names the ranks that do not come within the timeout.
+void meet_through(Guests& guests, const c10::intrusive_ptr<c10d::Store>& store) {
+  const auto timeout = std::max(guests.options.timeout, std::chrono::milliseconds(1));
+  guests.store = keys_of_next_group(guests, store);
+  guests.exchange = exchange_through(guests.store, "meeting/", guests.rank, guests.size, timeout);
+}
+
 }  // namespace
 
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                 GroupOptions options) {
+  return communicator_at("", std::move(store), rank, size, std::move(options));
+}
+
+std::shared_ptr<Communicator> internal::communicator_at(std::string address, c10::intrusive_ptr<c10d::Store> store,
+                                                        int rank, int size, GroupOptions options) {
   const std::string who = "tessera::communicator_from(store)";
   require(static_cast<bool>(store), who, ": the store is null");
   require(size >= 1 && rank >= 0 && rank < size, who, ": rank ", rank, " of ", size,
           "; expected a size of at least 1 and a rank from 0 to size - 1");
   Guests guests{who, rank, size, std::move(options), {}, {}, host_and_boot()};
-  if (size > 1) {
-    const auto timeout = std::max(guests.options.timeout, std::chrono::milliseconds(1));
-    guests.store = keys_of_next_group(guests, store);
-    guests.exchange = exchange_through(guests.store, "meeting/", rank, size, timeout);
-  }
+  guests.address = std::move(address);
+  if (size > 1) meet_through(guests, store);
   return make_named_group(guests);
 }
 
@@ -239,16 +252,17 @@ std::shared_ptr<Communicator> internal::communicator_from_group(c10::intrusive_p
   require(static_cast<bool>(group), who, ": the process group is null");
   Guests guests{who, group->getRank(), group->getSize(), std::move(options), {}, {}, host_and_boot()};
   guests.group = group;
-  if (guests.size > 1) {
-    at::Device device = at::kCPU;
-    try {
-      device = device_of(guests.options, group);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() reports the error
-    }
-    guests.exchange = exchange_over(group, device);
-    if (const c10::intrusive_ptr<c10d::Store> store = group->getStore())
-      guests.store = keys_of_next_group(guests, store);
+  if (guests.size == 1) return make_named_group(guests);
+  if (const c10::intrusive_ptr<c10d::Store> store = group->getStore()) {
+    meet_through(guests, store);
+    return make_named_group(guests);
   }
+  at::Device device = at::kCPU;
+  try {
+    device = device_of(guests.options, group);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() reports the error
+  }
+  guests.exchange = exchange_over(group, device);
   return make_named_group(guests);
 }
 

@@ -1,7 +1,10 @@
 // The parts of elastic training, without ranks or with threads as members.
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -11,6 +14,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <fstream>
 #include <future>
 #include <map>
 #include <memory>
@@ -24,13 +28,16 @@
 #include <tessera/elastic.h>
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
+#include "core/launch/local_address.h"
 #include "elastic/copies.h"
 #include "elastic/copy_memory.h"
 #include "elastic/group_store.h"
+#include "elastic/joining.h"
 #include "elastic/part_copies.h"
 #include "elastic/peer_link.h"
 #include "elastic/regroup.h"
 #include "elastic/unchanged_pieces.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::parts_test {
 using namespace internal;
@@ -735,6 +742,48 @@ TEST(ElasticStart, TheProcessOfTheStoreWaitsForTheOthers) {
   }
   other.join();
 }
+
+TEST(ElasticStart, ProcessesOfOtherHostsReachTheMembersByTheFolder) {
+  const testing_support::TemporaryFolder folder;
+  ElasticOptions options;
+  options.rendezvous = folder / "run";
+  const Elastic elastic(options);  // no launcher: one rank
+  const auto run = RunFile(options.rendezvous).read();
+  ASSERT_TRUE(run);
+  EXPECT_EQ(run->members.at(0).address, public_address());
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // these need much address space
+// A connection that no thread can serve is closed, and the process goes on.
+TEST(ElasticServer, OutlivesAConnectionWithoutAThread) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const Holder holder;
+    const auto connect = [&] {
+      const int descriptor = ::socket(AF_INET, SOCK_STREAM, 0);
+      sockaddr_in address{};
+      address.sin_family = AF_INET;
+      address.sin_port = htons(static_cast<uint16_t>(holder.server.port()));
+      address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      return ::connect(descriptor, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 ? descriptor : -1;
+    };
+    long pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    rlimit limit{};
+    ::getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur = static_cast<rlim_t>(pages) * 4096 + (rlim_t{2} << 20);  // less than the stack of a thread
+    ::setrlimit(RLIMIT_AS, &limit);
+    std::vector<pollfd> connections;  // more than the stacks of earlier threads that libc keeps
+    for (int i = 0; i < 40; ++i) connections.push_back({connect(), POLLIN, 0});
+    ::poll(connections.data(), connections.size(), 10000);
+    const bool is_any_closed = std::ranges::any_of(connections, [](const pollfd& one) { return one.revents != 0; });
+    ::_exit(is_any_closed && connect() >= 0 ? 0 : 3);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+}
+#endif
 
 }  // namespace
 }  // namespace tessera::parts_test

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <string>
+
+#include <tessera/launch.h>
+
+namespace tessera::internal {
+
+// Like communicator_from(store), but ranks of other hosts reach this rank at `address`, unless it is "". For callers
+// that know the network that the ranks share: public_address() takes the first one.
+std::shared_ptr<Communicator> communicator_at(std::string address, c10::intrusive_ptr<c10d::Store> store, int rank,
+                                              int size, GroupOptions options);
+
+}  // namespace tessera::internal
