@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -263,7 +264,7 @@ void PeerServer::accept_connections() {
     if (entry.revents == 0) continue;
     const int descriptor = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
     if (descriptor < 0) {
-      if (ends_ || (errno != EINTR && errno != ECONNABORTED && errno != EMFILE && errno != ENFILE)) return;
+      if (ends_ || errno == EBADF || errno == EINVAL) return;  // else the network or a lack of memory, which may pass
       std::this_thread::sleep_for(milliseconds(10));
       continue;
     }
@@ -271,7 +272,11 @@ void PeerServer::accept_connections() {
     const int on = 1;
     ::setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
     const std::lock_guard lock(mutex_);
-    connections_.emplace(descriptor, std::thread([this, descriptor] { serve(descriptor); }));
+    try {
+      connections_.emplace(descriptor, std::thread([this, descriptor] { serve(descriptor); }));
+    } catch (const std::system_error&) {  // no thread is free; the other process may ask again
+      ::close(descriptor);
+    }
   }
 }
 
