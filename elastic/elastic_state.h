@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <tessera/elastic.h>
+#include "core/comm/group_process.h"
 #include "core/launch/process_setup.h"
 #include "core/runtime/guarded_by.h"
 #include "elastic/copies.h"
@@ -81,6 +82,8 @@ class ElasticState {
   // Leaves the broken group, and finds the next one.
   void regroup();
 
+  // Keeps the process's settings that last until its last group, such as caught signals, between two groups.
+  const LiveGroup between_groups_;
   const ElasticOptions options_;
   int first_world_ = 0;
   const std::optional<ProcessEffects> effects_;

@@ -720,6 +720,35 @@ TEST(ElasticWrappers, LayersThatAreFrozenAndUnfrozen) {
            .victims = {stage % 3}});
 }
 
+// A scheduler's warning may arrive when the ranks have no group, or just before.
+TEST(ElasticWrappers, ASignalToStopOutlivesAChangeOfTheGroup) {
+  const TemporaryFolder folder;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < 2; ++rank)
+    pids.push_back(run_in_child([&, rank] {
+      at::set_num_threads(1);
+      set_warning_handler([](const std::string&) {});
+      Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 2), rank, 2, quick_options());
+      int received = 0;
+      elastic.run([&](ElasticRun& run) {
+        torch::nn::Sequential net(torch::nn::Linear(4, 4));
+        FullyShardedDataParallel<torch::nn::Sequential> fsdp(net, run.comm());
+        torch::optim::SGD sgd(fsdp.parameters(), 0.1);
+        run.restore({fsdp, sgd});
+        received = stop_requested(run.comm());
+        if (run.generation() > 0) return;
+        ::raise(SIGTERM);
+        throw CommError("as if a rank were lost");
+      });
+      if (received != SIGTERM) throw std::runtime_error("the signal is lost");
+    }));
+  for (const pid_t pid : pids) {
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+}
+
 // Most weights are frozen. Returns the bytes of rank 0's copies of two steps.
 int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
   const TemporaryFolder folder;
