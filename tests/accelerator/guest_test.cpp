@@ -114,5 +114,26 @@ TEST(AcceleratorGuest, UsesTheCallersDeviceAndStreamAndLeavesThemCurrent) {
   }
 }
 
+TEST(AcceleratorGuest, GroupsThatAllRanksHaveLeftKeepNoKeys) {
+  accelerator::needs_devices(kWorld);
+  const Simulation simulation;
+  set_nccl_backends(accelerator::device_groups());
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto make = [&](int count) {
+    EXPECT_EQ(on_threads(kWorld,
+                         [&](int rank) {
+                           for (int i = 0; i < count; ++i)
+                             communicator_from(store, rank, kWorld,
+                                               {.device = device_of(rank), .timeout = std::chrono::seconds(60)})
+                                 ->barrier();
+                         }),
+              no_errors(kWorld));
+  };
+  make(10);
+  const int64_t keys = store->getNumKeys();
+  make(30);
+  EXPECT_LE(store->getNumKeys(), keys + 30);
+}
+
 }  // namespace
 }  // namespace tessera::accelerator_guest_test

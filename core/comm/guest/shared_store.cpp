@@ -30,7 +30,9 @@ void delete_left_groups(const StorePtr& store, int size, int64_t last) {
   int64_t oldest = 1 + store->add(oldest_key, 0);
   for (; oldest <= last; ++oldest) {
     const auto group = c10::make_intrusive<c10d::PrefixStore>("group", keys_of(store, size, oldest));
-    if (!GroupNews::have_all_left(*group, size, serves_store(store))) return;
+    const auto of_nccl = c10::make_intrusive<c10d::PrefixStore>(kNcclWatchKeys, group);
+    const bool serves = serves_store(store);
+    if (!GroupNews::have_all_left(*group, size, serves) && !GroupNews::have_all_left(*of_nccl, size, serves)) return;
     const std::string prefix = c10::str("tessera/", size, ".", oldest, "/");
     std::vector<std::string> keys;
     for (const std::string& key : store->listKeys())

@@ -32,6 +32,7 @@
 #include "core/comm/store_client.h"
 #include "core/comm/store_mailbox.h"
 #include "core/comm/traffic.h"
+#include "core/comm/watchdog/group_news.h"
 #include "core/comm/watchdog/heartbeat.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
@@ -82,7 +83,7 @@ class NcclCommunicator : public Communicator,
         store_(std::move(store)),
         group_(std::move(group)),
         rank_order_(group_, device),
-        watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size,
+        watch_(c10::make_intrusive<c10d::PrefixStore>(kNcclWatchKeys, store_), rank, size,
                {.interrupt = [this] { end("", false); }},
                {.beat_every = options.beat_every, .serves_store = options.serves_store}) {
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });

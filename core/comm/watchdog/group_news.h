@@ -12,6 +12,8 @@
 
 namespace tessera::internal {
 
+inline constexpr char kNcclWatchKeys[] = "watch";  // prefix of the keys of a NCCL group's news, in the group's store
+
 // Messages of a group's ranks in its store: failures, ranks that have left, and the number of ranks that no longer need
 // the store. All functions call the store, so they may block, and throw if the store is lost. Thread-safe.
 class GroupNews {
