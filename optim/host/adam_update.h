@@ -39,7 +39,8 @@ struct AdamPlacement {
 // missing states, and counts the step. Calls run() after the last update, and before an update of a parameter that
 // take() has received since the last run(): a tied weight may be listed twice, and is then stepped twice. Throws
 // std::invalid_argument, and changes nothing, if the optimizer lacks a parameter of `chosen`. Also throws, naming the
-// shape, if a parameter is not dense, is not of floating-point type, has a sparse gradient, or is refused by `placement`.
+// shape, if a parameter is not dense, is not of floating-point type, has a sparse gradient, or is refused by
+// `placement`.
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take,
                           const std::function<void()>& run);

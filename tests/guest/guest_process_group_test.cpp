@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
+#include <future>
 #include <map>
 #include <mutex>
 
@@ -103,6 +104,28 @@ TEST(GuestProcessGroup, RunsAllCollectives) {
         check_collectives(*comm, kind == Kind::kForwarding);
         EXPECT_GE(backend.calls.load(), world > 1 ? before + 12 : 0);
       });
+}
+
+// c10d itself would wait until the timeout of the process group.
+TEST(GuestProcessGroup, NamesARankThatDoesNotCome) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::promise<void> has_failed;
+  std::string error;
+  EXPECT_EQ(on_threads(2,
+                       [&](int rank) {
+                         const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, 2);
+                         group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                                           gloo_backend(store, rank, 2));
+                         if (rank == 1) return has_failed.get_future().wait();
+                         try {
+                           communicator_from(group, {.timeout = 300ms});
+                         } catch (const CommError& thrown) {
+                           error = thrown.what();
+                         }
+                         has_failed.set_value();
+                       }),
+            no_errors(2));
+  EXPECT_NE(error.find("rank 1 did not come"), std::string::npos) << error;
 }
 
 TEST(GuestProcessGroup, CountsTheBytesOfPieces) {
