@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-// Options of ActivationOffload: its use of host memory.
+// Options of ActivationOffload.
 struct ActivationOffloadOptions {
   bool pin_memory = true;                // page-locked memory, which devices access directly
   int64_t host_limit_bytes = 0;          // upper limit of host memory; 0: no limit
@@ -18,7 +18,7 @@ struct ActivationOffloadOptions {
 };
 
 // Keeps the inputs of checkpointed() blocks in host memory between forward and backward. A deep model then needs device
-// memory for the activations of one block only (DeepSpeed's cpu_checkpointing).
+// memory for the activations of only one block (DeepSpeed's cpu_checkpointing).
 //
 //   tessera::ActivationOffload activations(comm->device());
 //   at::Tensor loss;
@@ -28,12 +28,12 @@ struct ActivationOffloadOptions {
 //   }
 //   loss.backward();
 //
-// Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor once it is
-// copied. Backward fetches the input of the next block in advance. Results are bit-equal to those without offload. Is
-// thread-safe. Must outlive the autograd graphs of the blocks.
+// Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor on the
+// device once it is copied. Backward fetches the input of the next block in advance. Results are bit-equal to those
+// without offload. Thread-safe. Must outlive the autograd graphs of the blocks.
 class ActivationOffload {
  public:
-  // Must be used for tensors on this device only.
+  // All tensors passed to keep() must be on `device`.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload();
 
@@ -52,15 +52,15 @@ class ActivationOffload {
   // Returns the offload of this thread's innermost scope; null outside scopes.
   static ActivationOffload* current();
 
-  // Returns the values on the original device. Dense tensors keep their strides. May be called several times.
+  // Returns the tensor on its original device. Dense tensors keep their strides. May be called several times.
   using Fetch = std::function<at::Tensor()>;
-  // Copies a tensor to the host, and keeps the copy until the returned function is destroyed. Returns an empty function
-  // for a tensor that stays on the device. Throws std::runtime_error beyond host_limit_bytes.
+  // Copies a tensor to the host, and keeps the copy until the returned function is destroyed. If the tensor stays on
+  // the device, returns an empty function. Throws std::runtime_error if the copy would exceed host_limit_bytes.
   Fetch keep(const at::Tensor& tensor);
 
   // Returns the bytes of host memory in use now.
   int64_t host_bytes() const;
-  // Returns the copies since construction.
+  // Returns the number and bytes of copies since construction.
   internal::CopyTraffic traffic() const;
 
  private:

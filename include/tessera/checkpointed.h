@@ -19,8 +19,8 @@
 
 namespace tessera {
 
-// Implementation of checkpointed() without templates. `compute` maps the input tensors to the output tensors, all of
-// them defined. Calls `compute` without autograd now, and again in backward.
+// The part of checkpointed() that needs no templates. Returns compute(inputs), computed without autograd. Backward
+// calls `compute` again. All inputs and outputs must be defined.
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
                                          std::vector<at::Tensor> inputs);
 
@@ -35,7 +35,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
   }
 }
 
-// Returns the tensors of arguments passed as non-const lvalues, where the caller would see a replaced tensor.
+// Returns the tensors of arguments passed as non-const lvalues. The function must not replace these tensors.
 template <class... Inputs, class Arguments>
 std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::vector<at::Tensor> tensors;
@@ -51,26 +51,26 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 
 }  // namespace internal
 
-// Calls function(inputs...), or module->forward(inputs...) of a holder or pointer, and keeps only the inputs. Backward
-// recomputes all else (gradient checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). Costs one more
-// forward of the function. Needs no wrapper. Under FullyShardedDataParallel, recomputing unshards the function's units
-// again.
+// Calls function(inputs...), or module->forward(inputs...) for a holder or pointer, and keeps only the inputs. Backward
+// computes all other results again (gradient checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). This
+// costs one more forward of the function. Needs no wrapper. Under FullyShardedDataParallel, recomputation unshards the
+// function's units again.
 //
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
 // Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
-// parameters that the function uses. They do not flow to non-leaf tensors captured by a lambda; pass those as inputs.
-// Results that are not tensors are those of the first call. The function and its other inputs are copied. They must
-// compute equal results in the second call, for which autocast and random numbers are restored: the default generators
-// of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
+// parameters that the function uses. Non-leaf tensors captured by a lambda receive no gradients; pass them as inputs.
+// Results that are not tensors are those of the first call. The function and its other inputs are copied, and must
+// compute equal results in the second call. For the second call, autocast and random numbers are restored: the default
+// generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
 // ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd (NoGradGuard,
-// InferenceMode) it is a plain call.
+// InferenceMode), checkpointed() only calls the function.
 //
-// Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that it takes by
-// reference. Throws it in backward if an input has changed since the call. Throws std::logic_error in backward for
-// create_graph, and if the second call's outputs differ in number, shape or dtype. Exceptions of the function
-// propagate. Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
+// Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that was passed by
+// reference. In backward, throws std::invalid_argument if an input has changed since the call. In backward, throws
+// std::logic_error for create_graph, and if the second call's outputs differ in number, shape or dtype. Exceptions of
+// the function propagate. Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);
@@ -114,8 +114,8 @@ auto checkpointed(Function function, Inputs&&... inputs) {
   return std::move(**first);
 }
 
-// A Sequential that checkpoints the children selected by `policy` (all if empty), under their names in the Sequential.
-// Takes and returns a tensor.
+// A Sequential that checkpoints the children selected by `policy`, which receives their names. An empty policy selects
+// all. Takes and returns a tensor.
 //
 //   auto blocks = tessera::CheckpointedSequential(sequential, tessera::wrap_modules<BlockImpl>());
 class CheckpointedSequentialImpl : public torch::nn::Module {
@@ -126,12 +126,12 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x);
 
  private:
-  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // the bool: whether the child is checkpointed
+  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // true: the child is checkpointed
 };
 TORCH_MODULE(CheckpointedSequential);
 
-// Runs the children of a ModuleList in order, checkpointed: x = checkpointed_chain<BlockImpl>(blocks, x). Each child
-// must be of one of the given types. Throws std::invalid_argument for a child of another type.
+// Runs the children of a ModuleList in order, each checkpointed: x = checkpointed_chain<BlockImpl>(blocks, x). Throws
+// std::invalid_argument if a child has none of the given types.
 template <class... Modules>
 at::Tensor checkpointed_chain(const torch::nn::ModuleList& list, at::Tensor x) {
   for (const auto& child : *list) {

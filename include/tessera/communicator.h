@@ -24,7 +24,7 @@ class SingleThreadChecker;
 class TrafficCounter;
 }  // namespace internal
 
-// How the values of the ranks are combined. The average is the sum divided by the number of ranks.
+// The operation that combines the values of all ranks. kAverage divides the sum by the number of ranks.
 enum class ReduceOp { kSum, kAverage, kMax, kMin };
 
 // The traffic of one rank since the group was made.
@@ -34,18 +34,18 @@ struct Traffic {
   double wait_s = 0;        // time that this rank spent in Pending::wait()
 };
 
-// The handle of a collective in flight. It owns references to all tensors of the operation until the operation
+// The handle of a collective in flight. The handle owns references to all tensors of the operation until the operation
 // completes. Move-only. Must be used by the thread that started the operation.
 //
-// A handle may be destroyed without wait(), for example during unwinding. The tensors then live as long as the
+// A handle may be destroyed without wait(), for example during stack unwinding. Its tensors then live as long as the
 // communicator, and the results are unspecified.
 class [[nodiscard]] Pending : public internal::OperationHandle<internal::AsyncOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Blocks until the operation completes, at most for the group's timeout. The results are then in memory (gloo), or
-  // ordered into the current stream of the device (NCCL). The caller may then read them, and change the arguments. A
-  // second call is a no-op. Throws CommError, which names the operation, the unit and the rank.
+  // Blocks until the operation completes, at most for the group's timeout. Afterwards the results are in memory (gloo),
+  // or the device's current stream waits for them (NCCL). The caller may then read the results and change the
+  // arguments. A second call is a no-op. Throws CommError, which names the operation, the unit and the rank.
   void wait();
 };
 
@@ -53,42 +53,42 @@ class Communicator;
 
 namespace internal {
 
-// The part of a Communicator that a backend implements. Communicator checks arguments, traces and counts traffic.
+// The functions that a backend implements. Communicator checks arguments, traces operations and counts traffic.
 class CommunicatorBackend {
  public:
   virtual ~CommunicatorBackend();
   CommunicatorBackend(const CommunicatorBackend&) = delete;
   CommunicatorBackend& operator=(const CommunicatorBackend&) = delete;
 
-  // Whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(). Starting such an
-  // operation early hides nothing. True for gloo if all ranks share memory, except for small operations.
+  // Whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(). An early start of
+  // such an operation then overlaps nothing. True for gloo if all ranks share memory, except for small operations.
   virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
   // Whether start() accepts Collective::pieces.
   virtual bool takes_pieces() const { return false; }
-  // Throws std::invalid_argument, naming `what`, if tensors have no values (CountingCommunicator).
+  // Throws std::invalid_argument, naming `what`, if tensors have no values, as in a dry run (CountingCommunicator).
   virtual void require_values(std::string_view /*what*/) const {}
 
  protected:
   CommunicatorBackend();
 
-  // Starts an operation. The caller has checked the arguments. Not called in a world of one.
+  // Starts an operation whose arguments the caller has checked. Not called if the world size is 1.
   virtual Pending start(Collective collective) = 0;
-  // Aborts this group, without the groups split from it. See Communicator::abort().
+  // Aborts this group, but not the groups split from it. See Communicator::abort().
   virtual void abort_this(const std::string& reason) noexcept = 0;
-  // Makes a group of `members`, which are ranks of this group. This rank becomes rank `position`. `name` is unique
-  // among the groups split from this one. Collective over this group. A rank that is in no new group passes no members
-  // and -1, and gets null.
+  // Makes a group of `members`, which are ranks of this group. This rank becomes rank `position` of the new group.
+  // `name` is unique among the groups split from this group. Collective over this group. A rank outside all new groups
+  // passes no members and position -1, and the result is null.
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
   // Throws CommError if a completed operation was aborted. If `all`, first waits for all operations.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
-  // Detects a second thread in start() or in a blocking call: see refuse_second_thread().
+  // Detects a second thread in start() or in a blocking call. See refuse_second_thread().
   SingleThreadChecker& single_thread_checker() { return *single_thread_checker_; }
 
   void count_sent(int64_t bytes) noexcept;
   void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
-  // The counters of this group, then of the groups that it was split from.
+  // The traffic counters of this group and of the groups from which it was split, in this order.
   std::vector<std::shared_ptr<TrafficCounter>> counters_;
 
  private:
@@ -98,26 +98,26 @@ class CommunicatorBackend {
 
 }  // namespace internal
 
-// One rank's handle of a group of ranks that train together.
+// One rank's membership in a group of ranks that train together.
 //
-// Every operation is collective: all ranks must call it in the same order with the same counts. It starts the exchange
-// and returns. Pending::wait() completes it, at most timeout() later. Tensors must be contiguous, on device(), and
-// without conjugate or negative bits. Before wait(), their contents must not be changed, and results must not be read.
-// Operations that only move data take any dtype. Reductions take integers of 8 to 64 bits, Half, BFloat16, Float and
-// Double; averages take only the floating types. `what` describes the use of the operation ("unit 'blocks.3'"). It must
-// be equal on all ranks, and appears in errors. `counts` are numbers of elements per rank, in rank order; 0 is allowed.
-// Empty means equal parts: `full` then has size() times the elements of `shard`.
+// Every operation is collective: all ranks must call it in the same order with the same counts. A call starts the
+// exchange and returns. Pending::wait() blocks until completion, at most for timeout(). Tensors must be contiguous, on
+// device(), and without conjugate or negative bits. Before wait(), tensors must not be changed, and results must not be
+// read. Operations that only move data accept any dtype. Reductions accept integers of 8 to 64 bits, Half, BFloat16,
+// Float and Double; averages accept the floating types. `what` names the purpose of the operation ("unit 'blocks.3'").
+// It must be equal on all ranks, and appears in errors. `counts` are the ranks' numbers of elements, in rank order; 0
+// is allowed. If empty, parts are equal: `full` has size() times the elements of `shard`.
 //
-// On gloo, reductions add in rank order, so results are the same on every run and for every operation. 16-bit types are
-// added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the operations are NCCL's,
-// unless InitOptions::rank_order_sums is set.
+// On gloo, reductions add in rank order. So a sum has the same bits in every run and from every kind of reduction.
+// 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, NCCL decides the
+// order of additions, unless InitOptions::rank_order_sums is set.
 //
-// Ranks must wait for operations in one order, in a group and over all of their groups. If one rank waits in a group
-// and another one in the parent group, they deadlock. On gloo such waits soon end with an error that names them, unless
-// both ranks have started the operation for which the other one waits.
+// All ranks must wait for operations in the same order, within a group and across groups. If one rank waits in a group
+// and another rank in its parent group, both deadlock. On gloo, a deadlock soon becomes an error that names both waits.
+// The exception: each of the two ranks has already started the operation for which the other waits.
 //
-// A communicator must be called by one thread at a time; this includes waits. If a second thread is detected, the group
-// is aborted. All operations throw std::invalid_argument for invalid arguments, and CommError for a broken group.
+// A communicator must be called by one thread at a time; this includes waits. If Tessera detects a second thread, it
+// aborts the group. All operations throw std::invalid_argument for invalid arguments, and CommError for a broken group.
 class Communicator : public internal::CommunicatorBackend {
  public:
   ~Communicator() override;
@@ -125,13 +125,13 @@ class Communicator : public internal::CommunicatorBackend {
   int rank() const noexcept { return rank_; }             // 0 to size() - 1
   int size() const noexcept { return size_; }             // the world size
   at::Device device() const noexcept { return device_; }  // device of all tensors
-  // The longest time that an operation waits for the other ranks.
+  // The maximum time that an operation waits for the other ranks.
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
   // full <- shard of rank 0, shard of rank 1, ... `shard` may be this rank's part of `full`.
   Pending all_gather(at::Tensor full, at::Tensor shard, std::vector<int64_t> counts = {}, std::string_view what = {});
 
-  // shard <- this rank's part of the reduction of all ranks' `full` by `op`. Leaves `full` unspecified.
+  // shard <- this rank's part of the reduction of all ranks' `full` by `op`. Overwrites `full` with unspecified values.
   Pending reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op = ReduceOp::kSum,
                          std::vector<int64_t> counts = {}, std::string_view what = {});
 
@@ -148,48 +148,48 @@ class Communicator : public internal::CommunicatorBackend {
   Pending scatter(at::Tensor shard, at::Tensor full, int root = 0, std::vector<int64_t> counts = {},
                   std::string_view what = {});
 
-  // receive <- the parts that all ranks send to this one, in rank order. `send` has the part for each rank, in rank
-  // order. The count of elements from rank a to rank b must be equal on both ranks. Both tensors must have one dtype.
+  // receive <- the parts from all ranks, in rank order. `send` has a part for each rank, in rank order. The count of
+  // elements from rank a to rank b must be equal on both ranks. Both tensors must have the same dtype.
   Pending all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
                      std::vector<int64_t> send_counts, std::string_view what = {});
 
   void barrier(std::string_view what = {});  // returns when all ranks have called it
 
-  // Waits for all operations of this group and of groups split from it. If one was aborted, throws CommError, whose
-  // text begins with `what`. Must be called before results are given to the user: on NCCL, wait() does not block the
-  // host, and a peer's death leaves results undefined. Not collective.
+  // Blocks until all operations of this group and of the groups split from it complete. If an operation was aborted,
+  // throws CommError, whose text begins with `what`. Must be called before results are returned to the user: on NCCL,
+  // wait() does not block the host, and a peer's death leaves results undefined. Not collective.
   void throw_if_aborted(std::string_view what);
-  // Copies the result of an awaited operation to host memory. Throws CommError if the operation was aborted.
+  // Copies the result of an operation to host memory, after its wait(). Throws CommError if the operation was aborted.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
 
   // Makes a new group of the ranks with the same `color`, numbered by `key`, then by rank (MPI_Comm_split). The new
   // group has this group's backend, device and timeout. It lives as long as this group, so that a failed rank can still
-  // publish its reason. Its traffic counts in this group's traffic() as well. Its errors name ranks by their numbers in
-  // the new group, and list those in this group. Returns null if color is negative. Collective over this group.
+  // publish its reason. traffic() of this group includes the new group's traffic. Errors use the rank numbers of the
+  // new group, and list the numbers in this group. Returns null if color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // Like split(), for colors (0 or more) that every rank can compute. Members keep their order. One small all-reduce
-  // checks that all ranks compute equal colors; if not, all throw std::invalid_argument.
+  // Like split(), for colors (0 or more) that every rank can compute for all ranks. Members keep their order. One small
+  // all-reduce checks that all ranks compute equal colors; otherwise all ranks throw std::invalid_argument.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
-  // "" for the group of all ranks, else its members: "ranks 0, 2 of 4".
+  // Returns the members as text: "ranks 0, 2 of 4"; "" for the group of all ranks.
   const std::string& label() const noexcept { return label_; }
 
-  // Aborts the group and the groups split from it, because this rank cannot continue. Every operation of every rank
-  // then soon throws an error with `reason`. Not collective. Thread-safe. Later calls are no-ops.
+  // Aborts the group and the groups split from it, because this rank cannot continue. All operations of all ranks then
+  // soon throw an error with `reason`. Not collective. Thread-safe. Later calls are no-ops.
   void abort(const std::string& reason) noexcept;
   Traffic traffic() const noexcept;  // thread-safe
 
-  // Returns the seconds that this rank's thread has waited since the last call, by operation, including groups split
-  // from this one. The first call starts recording. Thread-safe. Each call resets the times, so only WaitReporter
-  // (wait_report.h) may call it.
+  // Returns the seconds that this rank's thread has waited since the last call, keyed by operation. Includes groups
+  // split from this group. The first call starts the recording. Each call resets the times, so only WaitReporter
+  // (wait_report.h) may call this function. Thread-safe.
   std::map<std::string, double> reset_wait_times();
 
-  // Allocates uninitialised memory [numel] on device(), registered with the backend if InitOptions::registered_memory
-  // is set.
+  // Allocates an uninitialised tensor [numel] on device(). Its memory is registered with the backend if
+  // InitOptions::registered_memory is set.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
-  // Starts an operation that has no function above. For Tessera's own use.
+  // Starts an operation for which this class has no other function. For Tessera only.
   Pending begin(internal::Collective collective);
 
  protected:

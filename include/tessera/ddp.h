@@ -9,14 +9,14 @@
 
 namespace tessera {
 
-// The wire format of gradients: their own dtype, or 16 bits (rounded, added in fp32, and rounded again).
+// The dtype of gradients on the wire. kNone: their own. Others: values are rounded, added in fp32, and rounded again.
 enum class GradientCompression { kNone, kFp16, kBf16 };
 
-// Options with the names of torch.nn.parallel.DistributedDataParallel's arguments.
+// Options of DistributedDataParallel, mostly named after the arguments of the class in torch.nn.parallel.
 struct DdpOptions {
-  // The size of buckets; PyTorch's bucket_cap_mb. Buckets are reduced during backward, those of the last layers first.
-  // The first bucket is smaller, so that sending begins early. On CPUs a gradient of 2 MiB or more is a bucket by
-  // itself. It is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares that memory.
+  // Upper limit of a bucket (PyTorch's bucket_cap_mb). Buckets are reduced during backward, last layers first. The
+  // first bucket has a smaller limit, so that communication starts early. On CPUs a gradient of 2 MiB or more has its
+  // own bucket. It is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares that memory.
   int64_t bucket_bytes = int64_t{25} << 20;
   int64_t first_bucket_bytes = int64_t{1} << 20;
 
@@ -35,16 +35,16 @@ struct DdpOptions {
   bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers at construction
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
-  // For debugging: compares the parameters of all ranks in every N-th forward that trains. Throws std::runtime_error
-  // with the name of the first difference. 0: never, unless TESSERA_DEBUG=replicas or replicas:N sets a number.
+  // For debugging: compares the parameters of all ranks in every N-th training forward. Throws std::runtime_error with
+  // the name of the first difference. 0: never, unless the variable TESSERA_DEBUG=replicas or replicas:N sets a number.
   int64_t compare_replicas_every = 0;
 
-  // true: uses the backend's all-reduce, which adds in its own order. false: Tessera's, which adds in rank order. On
-  // CPUs true costs overlap: ranks wait for each other before each bucket, because gloo ends a process if sizes differ.
+  // true: uses the backend's all-reduce, with any order of additions. false: uses Tessera's, which adds in rank order.
+  // On CPUs, true prevents overlap: ranks wait for each other before each bucket, because gloo does not compare sizes.
   bool backend_all_reduce = false;
 
-  // Gradients of at least this many bytes that share no bucket are reduced from autograd's memory, without a copy.
-  // Needs a group that supports this (gloo).
+  // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy.
+  // Only for groups that support this (gloo).
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
@@ -53,8 +53,8 @@ namespace internal {
 // The part of the wrapper that does not depend on the module's type.
 class DdpModule : public ReplicatedModule {
  public:
-  // torch::nn::utils::clip_grad_norm_. Not collective, because every rank has all gradients. On a device it returns
-  // without blocking, unless error_if_nonfinite is set.
+  // Like torch::nn::utils::clip_grad_norm_(). Not collective, because every rank has all gradients. On a device, does
+  // not block the host unless error_if_nonfinite is set.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
  protected:
@@ -63,8 +63,8 @@ class DdpModule : public ReplicatedModule {
 
 }  // namespace internal
 
-// Data parallelism without sharding (Li et al., "PyTorch Distributed", 2020; torch's DistributedDataParallel):
-// every rank holds all parameters, and after backward the gradients averaged over ranks.
+// Data parallelism without sharding (Li et al., "PyTorch Distributed", 2020; torch's DistributedDataParallel). Every
+// rank holds all parameters and, after backward, all gradients averaged over the ranks.
 //
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   torch::optim::SGD optimizer(ddp.parameters(), 0.1);
@@ -93,7 +93,7 @@ class DistributedDataParallel : public internal::DdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The wrapped module: module()->eval().
+  // Returns the wrapped module, for example for module()->eval().
   Holder module() const { return module_; }
 
  private:

@@ -10,8 +10,8 @@
 
 namespace tessera {
 
-// Trains an unmodified torch::nn module with its parameters, gradients and optimizer state split over the ranks: ZeRO
-// stage 3 (Rajbhandari et al., 2020), as FairScale's and PyTorch's FSDP.
+// Trains an unmodified torch::nn module and shards its parameters, gradients and optimizer state over the ranks: ZeRO
+// stage 3 (Rajbhandari et al., 2020), like FSDP of FairScale and PyTorch.
 //
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<BlockImpl>()});
 //   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
@@ -19,27 +19,27 @@ namespace tessera {
 //   loss.backward();  // unshards, reduces, reshards
 //   optimizer.step();
 //
-// Wrapping changes the module in place. Each parameter keeps its identity (the module's members, ties, requires_grad)
-// but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. An operator with
-// such an argument first unshards the unit, in forward, in backward and elsewhere, so modules may be called without the
-// wrapper. Only data_ptr() bypasses the dispatcher: it is null while the unit is sharded. Changing a parameter outside
+// Wrapping changes the module in place. Each parameter remains the same tensor object, with its ties and requires_grad,
+// but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. Any operator that
+// uses a parameter first unshards its unit, inside and outside forward and backward. So submodules may be called
+// directly. data_ptr() does not unshard, and is null while the unit is sharded. Changing a parameter outside
 // summon_full_params() throws std::logic_error. If all ranks call set_data() with equal data of the parameter's shape
 // and dtype, the next forward uses the new values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same
-// units in the same order, on any data. The wrapper must be used by one thread at a time, the backward pass included.
+// units in the same order; data may differ. The wrapper, with its backward pass, must be used by one thread at a time.
 template <class Holder>
 class FullyShardedDataParallel : public FullyShardedModule {
  public:
-  // Collective. Splits the parameters and frees the originals unit by unit. If ranks differ in the model or the
-  // options, throws std::invalid_argument on every rank, with the name of the first difference. Throws it also for a
-  // parameter that cannot be sharded: not on the communicator's device, sharded already, or sparse.
+  // Collective. Shards the parameters and frees the originals, one unit at a time. If ranks differ in the model or the
+  // options, throws std::invalid_argument on every rank, with the name of the first difference. Also throws
+  // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns module->forward(args...), with arguments and results converted by FsdpOptions::mixed_precision. If forward
-  // changes a converted argument or its tensors, changes the caller's, too. Throws std::invalid_argument if
-  // output_dtype is set and the result's type is not one of include/tessera/visit_tensors.h.
+  // Returns module->forward(args...), with arguments and results converted as FsdpOptions::mixed_precision says. Copies
+  // in-place changes of a converted argument back to the caller's argument. Throws std::invalid_argument if
+  // output_dtype is set and include/tessera/visit_tensors.h does not support the result's type.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     const ScopeExit forward_goes_on = begin_forward();
@@ -68,11 +68,11 @@ class FullyShardedDataParallel : public FullyShardedModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The module given to the constructor: module()->eval().
+  // Returns the module given to the constructor, for example for module()->eval().
   Holder module() const { return module_; }
 
  private:
-  struct Opaque {};  // stands for an argument without tensors, which needs no copy
+  struct Opaque {};  // placeholder for an argument without tensors, which is not copied
 
   template <class Value, class Copy>
   decltype(auto) with_input_dtype(Value&& value, Copy& copy, internal::ConvertedInputs& inputs) {
@@ -85,7 +85,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
     }
   }
 
-  // Copies a converted argument back to the caller's argument, if forward may have changed it through a reference.
+  // If the caller passed a non-const lvalue, copies the converted argument back, because forward may have changed it.
   template <class Arg, class Value, class Copy>
   static void copy_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {

@@ -8,33 +8,33 @@
 
 namespace tessera {
 
-// Optimizer state sharding, ZeRO stage 1 (Rajbhandari et al., 2020; FairScale's OSS, torch's
-// ZeroRedundancyOptimizer): any torch::optim optimizer, with 1/N of its state on each rank.
+// Shards the state of any torch::optim optimizer: each of N ranks holds 1/N of it. ZeRO stage 1 (Rajbhandari et al.,
+// 2020; FairScale's OSS, torch's ZeroRedundancyOptimizer).
 //
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
 //   torch::mse_loss(ddp(x), y).backward();
 //   optimizer.step();   // each rank updates the parameters that it owns, and sends them to all ranks
 //
-// Each parameter has one owner, so optimizers that read whole parameters are exact, too. Gradients must be averaged
-// before step(): by DistributedDataParallel, ShardedDataParallel, or an all-reduce of the program. With an elementwise
-// optimizer, the parameters equal those of the unsharded optimizer bit for bit.
+// Each parameter has one owner, which updates the whole parameter. So optimizers that need whole parameters are exact,
+// too. Before step(), gradients must be averaged by DistributedDataParallel, ShardedDataParallel or an all-reduce. With
+// an elementwise optimizer, the parameters equal those of the unsharded optimizer bit for bit.
 //
-// `LocalOptimizer` is constructed from groups and its options, like torch's optimizers. torch's LBFGS is refused,
-// because its history and line search span all parameters. Lbfgs is supported: it searches with all ranks together.
+// `LocalOptimizer` must have a constructor from groups and options, like torch's optimizers. torch::optim::LBFGS is
+// refused, because its history and line search span all parameters. tessera::Lbfgs searches over all ranks together.
 template <class LocalOptimizer>  // not named "Optimizer": a base class of that name would hide it
 class OSS : public ShardedOptimizer {
  public:
-  // Collective. All ranks must give the same parameters in the same order. A parameter that occurs twice (tied weights)
-  // is updated once. The parameters remain the caller's tensors, but the memory of small ones moves into shared
-  // buckets. If ranks differ, throws std::invalid_argument with the parameter's place. Throws it also for parameters
-  // that are not leaves, not on the communicator's device, or another wrapper's shards.
+  // Collective. All ranks must pass the same parameters in the same order. A parameter that occurs twice (tied weights)
+  // is updated once. The parameters remain the caller's tensors, but the memory of small parameters moves into shared
+  // buckets. If ranks differ, throws std::invalid_argument with the parameter's position. Also throws
+  // std::invalid_argument if a parameter is no leaf, not on the communicator's device, or another wrapper's shard.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
       : OSS(one_group(std::move(parameters)), std::move(options), std::move(comm), oss_options) {}
 
-  // Like the constructor above, for groups. Each group may have options of its own.
+  // Like the constructor above, for groups of parameters. Each group may have its own options.
   template <class Options>
   OSS(std::vector<torch::optim::OptimizerParamGroup> groups, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
@@ -47,7 +47,7 @@ class OSS : public ShardedOptimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // Returns the optimizer's step_cost(), which Muon has; null for an optimizer without one.
+  // Returns LocalOptimizer::step_cost (Muon has one), or null if the class has none.
   static StepCost step_cost() {
     if constexpr (requires { LocalOptimizer::step_cost; }) {
       return &LocalOptimizer::step_cost;

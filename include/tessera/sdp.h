@@ -17,27 +17,27 @@ namespace tessera {
 
 // Options of ShardedDataParallel, mostly with the names of FairScale's arguments.
 struct SdpOptions {
-  // Gradients of less than 1 MiB share buckets of up to this many bytes. Larger gradients are buckets by themselves. 0:
-  // every gradient is a bucket by itself. FairScale's reduce_buffer_size, which counts elements.
+  // Gradients of less than 1 MiB share buckets of up to this many bytes. Each larger gradient has its own bucket. 0:
+  // every gradient has its own bucket. FairScale's reduce_buffer_size, but in bytes instead of elements.
   int64_t reduce_bucket_bytes = int64_t{32} << 20;
 
-  // The dtype of gradients on the wire, for example kHalf or kBFloat16. Values are then rounded, added in fp32, and
-  // rounded again. Empty: their own dtype.
+  // The dtype of gradients on the wire, for example kHalf or kBFloat16. Gradients are then rounded, added in fp32, and
+  // rounded again. Empty: the gradients' own dtype.
   std::optional<at::ScalarType> reduce_dtype{};
 
-  // kInt8Blocks: each rank rounds its gradients to 8 bits once, and the owner adds them in fp32 (see
+  // kInt8Blocks: each rank rounds its gradients to 8 bits once, and the owner of a parameter adds them in fp32 (see
   // Int8Blocks).
   WireFormat wire = WireFormat::kDtype;
 
   bool broadcast_buffers = true;       // rank 0 sends its buffers before each forward that follows a training forward
   bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
-  // For debugging: compares the parameters of all ranks in every N-th forward that trains. Throws std::runtime_error
-  // with the name of the first difference. 0: never, unless TESSERA_DEBUG=replicas or replicas:N sets a number. Always
-  // off with OssOptions::broadcast_dtype, which rounds replicas.
+  // For debugging: compares the parameters of all ranks in every N-th training forward. Throws std::runtime_error with
+  // the name of the first difference. 0: never, unless the variable TESSERA_DEBUG=replicas or replicas:N sets a number.
+  // Always off with OssOptions::broadcast_dtype, because replicas then hold rounded values.
   int64_t compare_replicas_every = 0;
-  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the
-  // group supports this (gloo).
+  // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy
+  // into the bucket. Only for groups that support this (gloo).
   int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
@@ -46,14 +46,14 @@ namespace internal {
 // The part of the wrapper that does not depend on the module's type.
 class SdpModule : public ReplicatedModule {
  public:
-  // Applies changes of requires_grad to the reduction of gradients. Each forward does this, too.
+  // Starts or stops the reduction of gradients after changes of requires_grad. Each forward() calls this function.
   void refresh_trainable();
 
-  // torch::nn::utils::clip_grad_norm_ over the parameters of all optimizers. Collective. Must be called after backward.
-  // Throws like ShardedOptimizer::clip_grad_norm_(), and std::logic_error if an optimizer no longer exists.
+  // Like torch::nn::utils::clip_grad_norm_(), over the parameters of all optimizers. Collective. Must be called after
+  // backward. Throws like ShardedOptimizer::clip_grad_norm_(), and std::logic_error if an optimizer no longer exists.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
-  // Includes the host memory of the optimizers that still exist.
+  // Returns the memory of the wrapper, and the host memory of the optimizers that still exist.
   MemoryReport memory() const override;
 
  protected:
@@ -67,7 +67,7 @@ class SdpModule : public ReplicatedModule {
   struct Reference {
     ShardedOptimizer* optimizer;
     std::weak_ptr<const void> lifetime;  // expires with the optimizer
-    std::string first_parameter;         // name of the first module parameter that it holds, for errors
+    std::string first_parameter;         // name of its first parameter in the module, for errors
   };
   static std::vector<Reference> references_to(const std::vector<ShardedOptimizer*>& optimizers,
                                               const std::vector<PlannedParameter>& parameters,
@@ -87,16 +87,16 @@ class SdpModule : public ReplicatedModule {
 //   torch::mse_loss(sdp(x), y).backward();  // .grad() is defined for the parameters that this rank owns
 //   optimizer.step();
 //
-// Several optimizers on one model are given as pointers: {&first, &second}. They must exist as long as the wrapper is
-// used; otherwise forward() throws std::logic_error. An optimizer's step() throws std::logic_error if this rank's
-// gradients are not averages: after a backward under no_sync() alone, or after a failed one. `Holder` is a torch::nn
-// module holder or a std::shared_ptr to a module. Train through the wrapper's forward. The module's own forward does
-// not broadcast buffers, and uses changes of requires_grad only after refresh_trainable().
+// Several optimizers of one model are passed as pointers: {&first, &second}. They must exist as long as the wrapper is
+// used; otherwise forward() throws std::logic_error. If this rank's gradients are not averages, an optimizer's step()
+// throws std::logic_error. This occurs after a backward that failed, or if every backward ran under no_sync(). `Holder`
+// is a torch::nn module holder or a std::shared_ptr to a module. Training must call the wrapper's forward. The module's
+// own forward does not broadcast buffers, and ignores changes of requires_grad until refresh_trainable().
 template <class Holder>
 class ShardedDataParallel : public internal::SdpModule {
  public:
   // Collective. If ranks differ in the model or the options, throws std::invalid_argument with the name of the first
-  // difference. Throws it also if a trainable parameter is in no optimizer, or in two.
+  // difference. Also throws std::invalid_argument if a trainable parameter is in no optimizer, or in two.
   ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
@@ -104,8 +104,8 @@ class ShardedDataParallel : public internal::SdpModule {
                       SdpOptions options = {})
       : internal::SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws like the constructor if
-  // a parameter that is in no optimizer has become trainable.
+  // Returns the result of module->forward(args...). Collective if buffers are broadcast. If a parameter that is in no
+  // optimizer has become trainable, throws like the constructor.
   template <class... Args>
   auto forward(Args&&... args) {
     if (c10::GradMode::is_enabled()) require_optimizers();
@@ -116,7 +116,7 @@ class ShardedDataParallel : public internal::SdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The wrapped module: module()->eval().
+  // Returns the wrapped module, for example for module()->eval().
   Holder module() const { return module_; }
 
  private:

@@ -23,9 +23,9 @@ namespace tessera {
 
 // Options of OSS. Must be equal on all ranks, except limits of memory.
 struct OssOptions {
-  // The dtype of published parameters on the wire, such as kHalf or kBFloat16, which halve the bytes of fp32
-  // parameters. The owner keeps its exact values as a master copy. Other ranks get rounded values, like FairScale's
-  // broadcast_fp16. Empty: the parameters' own dtype, so that all ranks hold the same bits.
+  // The dtype in which owners send updated parameters. kHalf and kBFloat16 halve the bytes of fp32 parameters. The
+  // owner keeps exact values as a master copy. Other ranks receive rounded values, like FairScale's broadcast_fp16.
+  // Empty: the parameters' own dtype, so that all ranks hold the same bits.
   std::optional<at::ScalarType> broadcast_dtype{};
 
   // Parameters of less than 1 MiB share buckets of up to this many bytes.
@@ -35,8 +35,8 @@ struct OssOptions {
   // of the first difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off with broadcast_dtype.
   int64_t compare_replicas_every = 0;
 
-  // Steps in host memory: gradients are copied to the host and new values back. HostAdam and HostAdamW overlap copies
-  // of some parameters with steps of others. With other optimizers, all copies come before and after the step.
+  // Runs the step in host memory: copies gradients to the host, and new values back. HostAdam and HostAdamW step some
+  // parameters while others are copied. Other optimizers do not overlap copies with the step.
   OffloadOptions offload{};
 };
 
@@ -50,81 +50,81 @@ struct Partition;
 class ReplicaComparison;
 }  // namespace internal
 
-// The part of OSS that does not depend on the optimizer's class. A torch::optim::Optimizer over all parameters, with
-// all groups and options. step() updates the parameters that this rank owns, and then publishes them to all ranks.
-// state() holds the states of owned parameters. Not thread-safe.
+// The base class of OSS, independent of the optimizer's class: a torch::optim::Optimizer with all parameters, groups
+// and options. step() updates the parameters that this rank owns, and then publishes them to all ranks. state() holds
+// the states of owned parameters. Not thread-safe.
 class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 
-  // Takes one step with the owners' gradients, then exchanges parameters. Collective. `closure`, if given, is called
-  // once to compute the gradients, and step() returns its loss. Lbfgs calls the closure at each point of a line search,
-  // on all ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with
-  // nothing changed, if averages are swapped in, or if gradients are not ready (made under no_sync() alone, or lost by
-  // a failed backward). With several ranks, throws it also if a parameter was converted since it was added.
+  // Takes one step with the owners' gradients, then exchanges parameters. Collective. step() calls `closure`, if any,
+  // once to compute the gradients, and returns its loss. Lbfgs calls the closure at each point of a line search, on all
+  // ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing
+  // changed, if averages are swapped in, or if gradients are not averages (all from no_sync(), or lost by a failed
+  // backward). With several ranks, also throws std::logic_error if a parameter was converted after it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Adds a group. Collective. The parameters of earlier groups keep their owners.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // torch::nn::utils::clip_grad_norm_ over all parameters. The gradients must be averages over ranks, as
+  // Like torch::nn::utils::clip_grad_norm_(), over all parameters. The gradients must be averages over ranks, as
   // DistributedDataParallel and ShardedDataParallel make them. Each parameter counts once, at its owner. Returns the
-  // norm before clipping. Collective: one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(), and
-  // like step() for gradients that are not ready.
+  // norm before clipping. Collective: one all-reduce of one number. Throws like the wrappers' clip_grad_norm_(). If
+  // gradients are not averages, throws like step().
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
-  // Like clip_grad_norm_(), without waiting for a device to compute the norm.
+  // Like clip_grad_norm_(), but does not block until the device has computed the norm.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  // While the scope exists, the parameters hold the averages of an optimizer that keeps averages (ScheduleFreeAdamW).
+  // While the scope exists, the parameters hold averages. Only for optimizers that keep averages (ScheduleFreeAdamW).
   // Collective. Throws std::logic_error for other optimizers.
   ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;  // whether a scope of swap_in_averages() is open
 
-  // Returns the owner of each parameter, in the order of the groups. Frozen parameters are balanced separately.
+  // Returns the owners of all parameters, in the order of the groups. Balances frozen parameters separately.
   const internal::Partition& partition() const { return *partition_; }
   // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;
-  // Returns the rank that owns the parameter. Throws std::invalid_argument if the optimizer does not have it. Throws
-  // std::logic_error if the base class's add_param_group() added it since the last step, clipping or consolidation.
+  // Returns the rank that owns the parameter. Throws std::invalid_argument if the parameter is not in the optimizer.
+  // Throws std::logic_error if the base class's add_param_group() added it, until a step, clipping or consolidation.
   int owner(const at::Tensor& parameter) const;
   // Whether other ranks hold rounded values of parameters (OssOptions::broadcast_dtype).
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
-  // Returns the constructor's communicator.
+  // Returns the communicator that was given to the constructor.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  // Returns a pointer that expires with this object, for wrappers that refer to the object.
+  // Returns a pointer that expires when this object is destroyed, for wrappers that refer to this object.
   std::weak_ptr<const void> lifetime() const { return lifetime_; }
-  // Returns the current bytes of host memory for copies of parameters and for gradients, with OssOptions::offload.
+  // Returns the bytes of host memory that copies of parameters and gradients use now, with OssOptions::offload.
   // Excludes the optimizer's state.
   int64_t host_bytes() const;
   // Returns the page-locked part of host_bytes().
   int64_t pinned_bytes() const;
 
-  // Collects the whole state on `rank`, in host memory, for state_dict() and save() there. If `rank` is -1, collects it
-  // on every rank. Collective.
+  // Collects the state of all parameters in the host memory of `rank`, for state_dict() and save() there. If `rank` is
+  // -1, collects it on every rank. Collective.
   void consolidate_state_dict(int rank = 0);
   // Returns the state of the last consolidate_state_dict(). Throws std::logic_error on a rank without that state.
   const OptimizerStateDict& state_dict() const;
   // Returns the states of the parameters that this rank owns. The tensors are the optimizer's own, not copies.
   OptimizerStateDict local_state_dict() const;
-  // Takes options and states from a whole dictionary, of any world size. Each rank copies its own part. Not collective;
-  // all ranks must pass equal dictionaries. Throws std::invalid_argument, with nothing changed, if the dictionary does
-  // not fit. Throws also like owner().
+  // Restores options and states from a complete dictionary, which may be from another world size. Each rank copies its
+  // own part. Not collective; all ranks must pass equal dictionaries. Throws std::invalid_argument, with nothing
+  // changed, if the dictionary does not fit. Also throws like owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
-  // For torch::save: writes the whole state in the format of the optimizer itself, so a file of OSS<Adam> is a file of
-  // Adam. Must be called after consolidate_state_dict(), on a rank that collected the state.
+  // For torch::save: writes the state of all parameters in the format of the optimizer itself, so a file of OSS<Adam>
+  // is a file of Adam. Must be called after consolidate_state_dict(), on a rank that collected the state.
   void save(torch::serialize::OutputArchive& archive) const override;
   // For torch::load: reads a file of save(). Throws like load_state_dict().
   void load(torch::serialize::InputArchive& archive) override;
 
-  // Returns the optimizer that steps the parameters of this rank.
+  // Returns the optimizer that steps the parameters owned by this rank.
   const torch::optim::Optimizer& local() const override { return *local_; }
   // Whether this rank owns the parameter.
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
-  // Returns the owner's `values` as this rank receives them: rounded with OssOptions::broadcast_dtype.
+  // Returns the owner's new `values` as this rank receives them: rounded with OssOptions::broadcast_dtype.
   at::Tensor as_received(const at::Tensor& parameter, const at::Tensor& values) const override;
 
  protected:
@@ -144,7 +144,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   void check_agreement(size_t first_group) const;
   void adopt_groups_from(size_t first_group);
   void take_added_groups();
-  bool is_added(const at::Tensor& parameter) const;  // whether the base class added it, and it is not adopted yet
+  bool is_added(const at::Tensor& parameter) const;  // true: added by the base class, and without an owner yet
   void assign_owners(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
@@ -164,8 +164,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const std::unique_ptr<internal::ReplicaComparison> comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   const std::unique_ptr<internal::Partition> partition_;
-  std::vector<int64_t> owned_costs_;                                  // by rank: sum of step_cost_ of its parameters
-  std::unique_ptr<torch::optim::Optimizer> local_;                    // its state is in state() except during a step
+  std::vector<int64_t> owned_costs_;                                  // by rank: sum of step_cost_ of owned parameters
+  std::unique_ptr<torch::optim::Optimizer> local_;                    // its states are in state() between steps
   const std::unique_ptr<internal::LateReports> late_reports_;         // unread reports of earlier steps on a device
   std::unique_ptr<internal::HostStep> host_;                          // null without offload
   std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one object for each call that added groups

@@ -32,22 +32,22 @@
 namespace tessera {
 
 namespace internal {
-// Returns a module's own parameters, each once, by the first name.
+// Returns the module's parameters, each once, under its first name. Includes those of submodules.
 torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
 }  // namespace internal
 
 // Options of zero(): the stage, and the options of each wrapper. Must be equal on all ranks.
 struct ZeroOptions {
-  // Parameters by the names under which the module registers them.
+  // Parameters by name, as the module registers them.
   using Parameters = torch::OrderedDict<std::string, at::Tensor>;
-  // Groups of parameters with options of their own, as torch's optimizers take them.
+  // Groups of parameters, each with its own options, as the constructors of torch's optimizers accept them.
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
   // The part of the training state that is sharded. 0: none. 1: optimizer state. 2: also gradients. 3: also parameters.
   int stage = 2;
-  // Makes the optimizer's groups from the named parameters, in stage 3 from the shards. Empty: one group of all.
+  // Creates the optimizer's groups from the named parameters (stage 3: shards). Empty: one group with all parameters.
   std::function<Groups(const Parameters&)> groups{};
-  // Options of the parts that stages use: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
+  // Options of the wrappers and of OSS: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
   DdpOptions ddp{};
   OssOptions oss{};
   SdpOptions sdp{};
@@ -57,11 +57,11 @@ struct ZeroOptions {
   Groups groups_of(const Parameters& parameters) const {
     return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
   }
-  // Returns the module's own parameters, each once.
+  // Returns the module's parameters, each once. Includes those of submodules.
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
-// Map options to the type of their optimizer. For decltype() only; not defined.
+// Map a type of options to the type of the optimizer. Declared only for decltype(); not defined.
 torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
 torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
 torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
@@ -85,11 +85,11 @@ void refuse_line_searches_of_one_rank() {
 
 namespace internal {
 
-// The wrapper of a stage that is chosen at run time. Has no wrapper until make() is called.
+// Holds the wrapper of a stage that is chosen at run time. Empty until make() is called.
 template <class Holder>
 class StageWrapper {
  public:
-  // Makes the wrapper that has this type of options.
+  // Constructs the wrapper that belongs to the type of `options`.
   void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
     wrapper_.template emplace<Ddp>(module, std::move(comm), options);
   }
@@ -101,14 +101,14 @@ class StageWrapper {
     wrapper_.template emplace<Fsdp>(module, std::move(comm), options);
   }
 
-  // Returns act(wrapper), whose type must be the same for all wrappers. make() must have been called.
+  // Returns act(wrapper). Its type must be the same for all wrappers. make() must have been called.
   template <class Act>
   auto with(Act act) {
     if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
     if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
     return act(std::get<Fsdp>(wrapper_));
   }
-  // Returns the interface that all wrappers share.
+  // Returns the wrapper through the base class of all wrappers.
   DataParallel& any() {
     return *with([](auto& wrapper) -> DataParallel* { return &wrapper; });
   }
@@ -123,13 +123,13 @@ class StageWrapper {
 
 }  // namespace internal
 
-// A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero(). Each function calls the
-// stage's wrapper, whose header states the contract. parameters() returns the optimizer's parameters: whole ones, or in
-// stage 3 this rank's shards.
+// A module and its optimizer in one of the ZeRO stages, behind one interface. Created by zero(). Each function calls
+// the stage's wrapper, whose header states the contract. parameters() returns the optimizer's parameters: whole
+// parameters, or this rank's shards in stage 3.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
-  // For zero(), which documents the arguments.
+  // Programs should call zero(), which documents the arguments.
   template <class Options>
   Zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero)
       : stage_(zero.stage), module_(std::move(module)) {
@@ -143,7 +143,7 @@ class Zero : public ModelShards {
         wrapper_.make(module_, comm, zero.ddp);
         optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
-      case 2: {  // makes the optimizer first, because it gives the wrapper the owners
+      case 2: {  // creates the optimizer first: the wrapper reads the owners from it
         auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
         auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
         wrapper_.make(module_, *sharded, comm, zero.sdp);
@@ -172,8 +172,8 @@ class Zero : public ModelShards {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Takes one step of the optimizer, after loss.backward(). Collective in stages 1 and 2, and with an optimizer that
-  // needs whole parameters (Muon), so all ranks must call it alike.
+  // Takes one step of the optimizer. Must be called after loss.backward(), by all ranks alike: the step is collective
+  // in stages 1 and 2, and with an optimizer that needs whole parameters (Muon).
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
@@ -183,11 +183,11 @@ class Zero : public ModelShards {
       return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
     return wrapper_.any().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
   }
-  // Sets the divisor of sums of gradients, in place of the number of ranks, from the next backward on.
+  // Sets the divisor of summed gradients (default: the number of ranks). Takes effect in the next backward.
   void set_gradient_divide_factor(double factor) { wrapper_.any().set_gradient_divide_factor(factor); }
-  // Sets the divisor to the sum of `own` over the ranks: see DataParallel.
+  // Sets the divisor to the sum of `own` over the ranks. See DataParallel.
   int64_t divide_gradients_by_sum(int64_t own) { return wrapper_.any().divide_gradients_by_sum(own); }
-  // While the scope exists, backward adds up gradients without reducing them.
+  // While the scope exists, backward accumulates local gradients and does not reduce them.
   ScopeExit no_sync() { return wrapper_.any().no_sync(); }
 
   // Returns copies of the full parameters and buffers, by the module's names. Collective.
@@ -199,7 +199,7 @@ class Zero : public ModelShards {
 
   // Returns the optimizer, for learning rates, schedulers, and save_checkpoint(dir, {model, optimizer}).
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  // Returns the module that was given: module()->eval().
+  // Returns the module given to zero(), for example for module()->eval().
   Holder module() const { return module_; }
 
   const std::shared_ptr<Communicator>& comm() const override { return wrapper_.any().comm(); }
@@ -209,7 +209,7 @@ class Zero : public ModelShards {
   ZeroOptions::Parameters named_buffers() const override { return wrapper_.any().named_buffers(); }
 
  private:
-  // Makes the optimizer. An optimizer that needs whole parameters gets the wrapper.
+  // Constructs the optimizer. Passes the wrapper to optimizers that need whole parameters.
   template <class Options>
   std::unique_ptr<Optimizer> make_optimizer(ZeroOptions::Groups groups, const Options& options) const {
     if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>)
@@ -224,16 +224,16 @@ class Zero : public ModelShards {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-// Wraps a module and makes its optimizer, for one of the ZeRO stages. A program changes the stage by one number.
+// Wraps a module and creates its optimizer, for one of the ZeRO stages. A program switches stages with one number.
 //
 //   auto model = tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3});
 //   loss_of(model(tokens)).backward();
 //   model.step();
 //   model.zero_grad();
 //
-// The type of `options` selects the optimizer, unless it is named: zero<MyAdam>(...). With an elementwise optimizer and
-// one world size, all stages give the same parameters, bit for bit. Collective. Throws std::invalid_argument for a
-// stage other than 0 to 3, and the errors of the stage's wrappers.
+// The type of `options` selects the optimizer, unless the caller names one: zero<MyAdam>(...). If the optimizer is
+// elementwise, all stages produce bit-equal parameters at the same world size. Collective. Throws std::invalid_argument
+// unless `stage` is 0 to 3, and the errors of the stage's wrappers.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {
