@@ -113,8 +113,8 @@ class CommunicatorBackend {
 // order of additions, unless InitOptions::rank_order_sums is set.
 //
 // All ranks must wait for operations in the same order, within a group and across groups. If one rank waits in a group
-// and another rank in its parent group, both deadlock. On gloo, a deadlock soon becomes an error that names both waits.
-// The exception: each of the two ranks has already started the operation for which the other waits.
+// and another rank in its parent group, both deadlock. On gloo, an error that names both waits soon ends this deadlock.
+// If each rank has started the operation for which the other rank waits, only the timeout ends it.
 //
 // A communicator must be called by one thread at a time; this includes waits. If Tessera detects a second thread, it
 // aborts the group. All operations throw std::invalid_argument for invalid arguments, and CommError for a broken group.

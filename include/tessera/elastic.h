@@ -18,9 +18,9 @@
 namespace tessera {
 
 // Training that survives the death of ranks. Every few steps each rank copies its part of the training state to the
-// memory of other ranks. If a rank dies, the survivors keep their processes, form a smaller group, and continue from
-// the newest step that is complete in memory. A restarted or spare process joins between two steps, and gets its part
-// from the members' memory. docs/elastic.md is the guide.
+// memory of other ranks. If a rank dies, the surviving processes form a smaller group, and continue from the newest
+// step of which all parts are in memory. A restarted or spare process joins between two steps, and copies its part from
+// the members' memory. docs/elastic.md is the guide.
 //
 //   tessera::Elastic elastic(options);
 //   elastic.run([&](tessera::ElasticRun& run) {   // called again after each change of the group
@@ -34,44 +34,44 @@ namespace tessera {
 //     }
 //   });
 //
-// Sources: Gemini (SOSP'23) for copies in the memory of other hosts, torchft for the regroup within the processes,
-// NVIDIA Resiliency Extension for the body that is run again.
+// Sources: Gemini (SOSP'23) for copies in the memory of other hosts, torchft for regrouping without new processes,
+// NVIDIA Resiliency Extension for running the body again.
 
-// How the number of samples in a step depends on the world size.
+// The rule for the number of samples in a step when the world size changes.
 enum class ElasticBatch {
-  kKeep,   // accumulation() grows as ranks are lost: a step has at least as many samples as at first
+  kKeep,   // accumulation() grows as ranks are lost, so a step has at least as many samples as at first
   kFollow  // accumulation() is 1: the number of samples is proportional to the world size
 };
 
 // Options of Elastic. Must be equal on all ranks.
 struct ElasticOptions {
-  int copy_every = 10;  // steps between copies; a death loses at most these steps and those made during a copy
-  int copies = 1;       // number of other ranks that hold each rank's part; as many may die at once without loss
-  int least_ranks = 1;  // least size of a group; with fewer survivors, run() throws
-  int most_ranks = 0;   // greatest size of a group; further processes wait; 0: the size of the first group
+  int copy_every = 10;  // steps between copies; a death loses at most these steps and those during a copy
+  int copies = 1;       // number of other ranks that hold each rank's part; this many may die at once
+  int least_ranks = 1;  // minimum world size; with fewer survivors, run() throws
+  int most_ranks = 0;   // maximum world size; additional processes wait; 0: the first world size
   ElasticBatch batch = ElasticBatch::kKeep;
-  // A rank is excluded from the next group if it stays in a broken group, or its process is silent, for so long.
+  // A rank is excluded from the next group if it stays in a broken group, or if its process is silent, for this long.
   std::chrono::milliseconds stopped_after = std::chrono::seconds(10);
-  std::chrono::milliseconds regroup_timeout = std::chrono::minutes(2);  // longest regroup; then run() throws
-  // A folder of checkpoints that the program itself saves, with an integer "step" in `extra`. restore() loads the
-  // newest checkpoint if no step is complete in memory. Empty: none.
+  std::chrono::milliseconds regroup_timeout = std::chrono::minutes(2);  // limit of a regroup; then run() throws
+  // A folder of checkpoints that the program itself saves, with an integer "step" in `extra`. If no step is complete in
+  // memory, restore() loads the newest checkpoint. Empty: none.
   std::filesystem::path checkpoints{};
-  // A folder that all processes, also later ones, can reach, and that no other job uses. Its file names the members. A
-  // process that finds a live member there joins its run, and begins none. With TESSERA_ELASTIC_JOIN=1 in its
-  // environment, it waits for a run to join. Empty: the folder of spawn_elastic(), or else no process can join.
+  // A folder for one job, accessible to all of its processes. A file there lists the members. A process that finds a
+  // live member joins the run instead of starting one. With TESSERA_ELASTIC_JOIN=1 in its environment, a process waits
+  // for a run to join. Empty: the folder of spawn_elastic(). Without a folder, no process can join.
   std::filesystem::path rendezvous{};
-  // Options of each group. An operation that waits for a stopped rank throws after this timeout.
+  // Options of each group. If a rank is stopped, operations that wait for the rank throw after this timeout.
   GroupOptions group = {.timeout = std::chrono::seconds(60)};
   ProcessSetup process = {};
 };
 
 // A change of the group, as seen by this rank.
 struct ElasticChange {
-  std::vector<int> lost;    // lost ranks, numbered as in the group before
-  std::vector<int> joined;  // joined ranks, numbered as in this group
-  std::string reason;       // the error that ended the group before
+  std::vector<int> lost;    // lost ranks, by their numbers in the previous group
+  std::vector<int> joined;  // new ranks, by their numbers in this group
+  std::string reason;       // the error that ended the previous group
   int world_before = 0;
-  double seconds = 0;  // from this rank's error to the end of the first step after it, in seconds; 0 until then
+  double seconds = 0;  // from this rank's error to the end of the next step; 0 until that end
 };
 
 namespace internal {
@@ -81,28 +81,28 @@ class ElasticRunState;
 
 // Options of spawn_elastic().
 struct SpawnElasticOptions {
-  int least_ranks = 1;  // if fewer ranks than this run or have ended without error, all are ended
-  // How often each rank is started again after a failure, while the other ranks have a group. The started process joins
-  // that group as a new rank. 0: never.
+  int least_ranks = 1;  // if fewer are running or have succeeded, all ranks are ended
+  // Maximum number of restarts of each rank after failures, while the other ranks have a group. The started process
+  // joins that group as a new rank. 0: no restarts.
   int restarts = 3;
   std::chrono::milliseconds grace = std::chrono::seconds(30);  // as in spawn_local()
 };
 
-// Like spawn_local(), for an elastic run. If a rank fails, prints its error, leaves the other ranks running, and starts
-// the rank again. Returns 0 in the end if at least `least_ranks` have ended without error. If a failure leaves too few
-// ranks, ends the others, and returns the failed rank's exit code. Throws as spawn_local() does. Throws
-// std::invalid_argument also unless `least_ranks` is 1 to `world` and `restarts` is at least 0.
+// Like spawn_local(), for an elastic run. If a rank fails, prints its error, keeps the other ranks running, and starts
+// the failed rank again. Finally returns 0 if at least `least_ranks` have ended without error. If a failure leaves too
+// few ranks, ends the others, and returns the failed rank's exit code. Throws like spawn_local(). Also throws
+// std::invalid_argument unless `least_ranks` is 1 to `world` and `restarts` is at least 0.
 int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& options = {});
 
-// One group of an elastic run, on one rank. Must be used only by the thread that runs the body, and only in the body.
+// One group of an elastic run, on one rank. Must be used only inside the body, by the thread that runs the body.
 class ElasticRun {
  public:
   const std::shared_ptr<Communicator>& comm() const;  // the current group
-  // Returns the number of completed steps: 0 at first; after restore(), that of the restored state.
+  // Returns the number of completed steps. After restore(), counts from the step of the restored state.
   int64_t step() const;
-  // Returns the backward passes of a rank in one step. kKeep: first world size / current world size, rounded up.
+  // Returns the number of backward passes in a step. kKeep: first world size / current world size, rounded up.
   int accumulation() const;
-  // Returns 0 for the first group, plus 1 for each change.
+  // Returns the number of changes of the group so far; 0 for the first group.
   int64_t generation() const;
   // Returns the change that led to this group; nullopt for the first group.
   const std::optional<ElasticChange>& change() const;
@@ -114,9 +114,9 @@ class ElasticRun {
   nlohmann::json restore(const TrainingState& state);
 
   // Ends a step. Every `copy_every` steps, waits for the previous copy, stages this rank's part, and starts the next
-  // copy. A thread sends it to the partners; other hosts get only blocks that have changed since the previous copy.
-  // `extra` is as in save_checkpoint(). Collective. Throws CommError if a rank is lost or, after this step's copy, if a
-  // process joins. The body must not catch that error. Throws std::logic_error before restore().
+  // copy. A background thread sends the copy. Other hosts receive only blocks that have changed since the previous
+  // copy. `extra` is as in save_checkpoint(). Collective. Throws CommError if a rank is lost or, after this step's
+  // copy, if a process joins. The body must not catch that error. Throws std::logic_error before restore().
   void commit(const nlohmann::json& extra = nlohmann::json::object());
 
   // Returns the bytes of the copies and own parts. Ranks of one host share this memory, and each rank counts it.
@@ -128,12 +128,12 @@ class ElasticRun {
   internal::ElasticRunState& state_;
 };
 
-// The process's part in an elastic run. A process may have one at a time, unless ranks are threads.
+// This process's membership in an elastic run. A process may have one object at a time, unless ranks are threads.
 class Elastic {
  public:
-  // Meets the ranks that the launcher has started, like init(). The program must not call init(), too. Collective,
-  // except in a process that joins later (ElasticOptions::rendezvous): such a process waits in run(). Throws
-  // std::invalid_argument for wrong or unequal options, and CommError as init() does.
+  // Meets the ranks that the launcher has started, like init(). The program must not call init() as well. Collective.
+  // But a process that joins later (ElasticOptions::rendezvous) waits in run() instead. Throws std::invalid_argument
+  // for invalid or unequal options, and CommError like init().
   explicit Elastic(ElasticOptions options = {});
   // For a program with its own store, like communicator_from(). Only this constructor uses the store. Begins a run. A
   // process that joins the run later must use the other constructor.
@@ -143,14 +143,14 @@ class Elastic {
   Elastic(const Elastic&) = delete;
   Elastic& operator=(const Elastic&) = delete;
 
-  // Runs the body once for each group, until it returns on all ranks. If a rank is lost, the body's current operation
-  // throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with the next group.
-  // Objects that use the group must belong to the body. Collective. In a process that joins, run() first waits for a
-  // place. If the run ends before, run() returns there without a call of the body.
+  // Runs the body once for each group, until the body returns on all ranks. If a rank is lost, the body's current
+  // operation throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with the
+  // next group. Objects that use the group must be local to the body. Collective. In a process that joins, run() first
+  // waits until it is a member. If the run ends earlier, run() returns without calling the body.
   //
-  // If another exception leaves the body, the other ranks continue without this one, and run() rethrows it. Throws
-  // CommError if the survivors cannot regroup (docs/elastic.md has the rule), or have continued without this rank. In a
-  // process that joins, throws CommError if no member answers for `regroup_timeout`.
+  // If another exception leaves the body, the other ranks continue without this rank, and run() rethrows the exception.
+  // Throws CommError if the survivors cannot regroup (docs/elastic.md has the rule), or have continued without this
+  // rank. In a process that joins, throws CommError if no member answers for `regroup_timeout`.
   void run(const std::function<void(ElasticRun& run)>& body);
 
  private:

@@ -21,15 +21,15 @@ class Store;
 
 namespace tessera {
 
-// The changes to the whole process that init() and run_ranks() make. Each field permits one change; false leaves the
-// process as it is. A change is undone when the last group that was made with it is destroyed. Loading Tessera,
-// wrapping a module, and groups over the program's own store change nothing. docs/launch.md has the table.
+// The process-wide changes that init() and run_ranks() may make. Each field permits one change. A change is undone when
+// the last group whose options permitted it is destroyed. Loading Tessera, wrapping a module, and making a group over
+// the program's own store change nothing in the process. docs/launch.md has a table of the changes.
 struct ProcessSetup {
   // Replaces libtorch's CPU allocator by a cache, so that large CPU tensors reuse freed memory (memory_cache.h).
   // TESSERA_MEMORY_CACHE=0 in the environment disables the cache. Tensors that outlive the cache stay valid.
   bool cache_memory = true;
   // Sets a handler of std::terminate(). The handler first sends the text of the uncaught exception to the other ranks,
-  // so that their errors name it. Only in init() with several ranks.
+  // so that their errors quote the text. Applies only to init() with several ranks.
   bool terminate_handler = true;
   // Permits descendants of the ranks' launcher to read and write this process's memory under Yama's ptrace_scope 1
   // (prctl PR_SET_PTRACER). InitOptions::peer_memory needs this. Only in init() with several gloo ranks on a host.
@@ -37,19 +37,19 @@ struct ProcessSetup {
   // Raises the soft limit of open descriptors (RLIMIT_NOFILE) if the group's connections need more.
   bool raise_descriptor_limit = true;
   // Opens /dev/null as stdin, stdout and stderr if they are closed. Otherwise a connection could get the descriptor of
-  // stdout, and the program's output would be sent to that connection.
+  // stdout, and the connection would receive the program's output.
   bool open_standard_descriptors = true;
   // Sets the number of intra-operator threads (at::set_num_threads) to this host's cores divided by its ranks, at least
-  // 1. Never raises the number. Keeps a number from OMP_NUM_THREADS or MKL_NUM_THREADS, or a number other than the
-  // default that an earlier at::set_num_threads() set. A no-op if a launcher has bound the rank to cores. Only in
-  // init() with several ranks on a host.
+  // 1. Never raises the number. A no-op in three cases: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the program has set
+  // a number other than the default, or a launcher has bound the rank to cores. Applies only to init() with several
+  // ranks on a host.
   bool share_cores = true;
   // true: init() sets the signal handlers of stop_requested(). false: the first call of stop_requested() sets them.
   bool stop_signals = false;
-  // Prints warnings on stderr, unless the program handles them: see set_warning_handler() in errors.h.
+  // Prints warnings on stderr, unless the program has its own handler. See set_warning_handler() in errors.h.
   bool print_warnings = true;
 
-  // Returns the names of the fields that are on: "cache_memory, permit_tracing"; "nothing" if none is.
+  // Returns the names of the fields that are true: "cache_memory, permit_tracing"; "nothing" if all are false.
   std::string describe() const;
 };
 
@@ -57,56 +57,56 @@ struct ProcessSetup {
 struct InitOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA.
   std::string backend{};
-  // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index is the only visible one, or else the
-  // one with index LOCAL_RANK. In run_ranks(), its index is the rank.
+  // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only visible device; with
+  // several visible devices, the one with index LOCAL_RANK. In run_ranks(), the index is the rank.
   std::optional<at::Device> device{};
-  // The longest time that operations and the rendezvous wait for other ranks, except while this process is stopped.
+  // The maximum wait for other ranks, in operations and the rendezvous. Excludes time while this process is stopped.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits it.
-  // TESSERA_PEER_MEMORY=0 in the environment of any of these ranks disables it.
+  // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits
+  // this. TESSERA_PEER_MEMORY=0 in the environment of any of these ranks disables these copies.
   bool peer_memory = true;
   // With NCCL: FullyShardedDataParallel gathers into memory that is registered with the group (ncclMemAlloc, by c10d).
-  // NCCL then needs no copies of its own, and uses NVSwitch's multicast if present. The group owns such memory until it
-  // is destroyed. Throws std::invalid_argument if the driver or NCCL do not support such memory.
+  // NCCL then needs no copies of its own, and uses NVSwitch's multicast if present. The memory is freed with the group.
+  // Throws std::invalid_argument if the driver or NCCL does not support such memory.
   bool registered_memory = false;
   // With NCCL: sums and averages of floating types add in rank order, and have the same bits as on gloo. 16-bit types
   // are added in fp32 and rounded once. docs/gpu.md has the costs.
   bool rank_order_sums = false;
-  // The permitted changes to the process.
+  // The process-wide changes that are permitted.
   ProcessSetup process = {};
 };
 
-// Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
-// Open MPI's (OMPI_COMM_WORLD_RANK, ...), those of other launchers of MPI programs (MPICH's and Intel MPI's PMI_RANK,
-// MVAPICH2, JSM, Flux, Cray PALS, PMIx), or Slurm's (SLURM_PROCID, SLURM_NTASKS, ...). Uses the first of these that is
-// set. Without a launcher, makes a group of one rank. docs/launch.md lists the variables. Collective; once in a
+// Joins the group that a launcher's environment describes. Launchers in order of precedence: torchrun (RANK,
+// WORLD_SIZE, MASTER_ADDR, MASTER_PORT); Open MPI (OMPI_COMM_WORLD_RANK, ...); other launchers of MPI programs (MPICH's
+// and Intel MPI's PMI_RANK, MVAPICH2, JSM, Flux, Cray PALS, PMIx); Slurm (SLURM_PROCID, SLURM_NTASKS, ...). Without a
+// launcher, makes a group of one rank. docs/launch.md lists the variables. Collective; must be called at most once in a
 // process. Throws std::invalid_argument, naming the variables, if they are incomplete or contradict each other. Throws
 // CommError, with the missing ranks, if the ranks do not meet within the timeout.
 std::shared_ptr<Communicator> init(InitOptions options = {});
 
 // Options of communicator_from() and communicator_from_mpi(). Must be equal on all ranks, except for the index of the
-// device. If options differ, std::invalid_argument is thrown on every rank.
+// device. If options differ, every rank throws std::invalid_argument.
 struct GroupOptions {
-  // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA. With "mpi", for
-  // communicator_from_mpi() on CPU only, MPI carries all bytes. Must be empty for a process group.
+  // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA. "mpi" moves all data by MPI; only for
+  // communicator_from_mpi() on CPU. Must be empty for a process group.
   std::string backend{};
-  // Empty: CUDA with "nccl", or for a process group without a backend for CPU tensors; otherwise the CPU. CUDA without
-  // an index means the calling thread's current device.
+  // Empty: CUDA with "nccl", or for a process group that has no backend for CPU tensors; otherwise the CPU. CUDA
+  // without an index means the calling thread's current device.
   std::optional<at::Device> device{};
-  // The longest time that operations, and ranks that form the group, wait for other ranks.
+  // The maximum wait for other ranks, in operations and while the group is formed.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // These two fields are as in InitOptions.
+  // See InitOptions for these two fields.
   bool peer_memory = true;
   bool registered_memory = false;
-  bool rank_order_sums = false;  // as in InitOptions; must be false for a CPU process group, which has its own order
+  bool rank_order_sums = false;  // see InitOptions; must be false for a CPU process group
 };
 
-// Makes a group of the ranks that pass the same store: any c10d::Store that they share. The ranks meet in the store.
-// The group uses it until the group is destroyed, under keys that begin with "tessera/", so the store must live as
-// long. Changes nothing in the process (ProcessSetup), and leaves the current device as it is. Collective: ranks that
-// make several groups from one store must do so in one order. Under Yama's ptrace_scope 1, ranks that are processes use
-// TCP instead of each other's memory, unless the program permits that (prctl PR_SET_PTRACER). Throws
-// std::invalid_argument for wrong or unequal arguments. Throws CommError, with the missing ranks, if the ranks do not
+// Makes a group of the ranks that share a store, which may be any c10d::Store. The ranks meet in the store. The group
+// uses keys that begin with "tessera/" until the group is destroyed, so the store must live as long as the group. Makes
+// no process-wide change (ProcessSetup), and does not change the current device. Collective: ranks that make several
+// groups from one store must do so in the same order. Under Yama's ptrace_scope 1, ranks in different processes use TCP
+// instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
+// std::invalid_argument for invalid or unequal arguments. Throws CommError, with the missing ranks, if ranks do not
 // meet within the timeout.
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                 GroupOptions options = {});
@@ -118,12 +118,12 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
                                                         GroupOptions options);
 }  // namespace internal
 
-// Makes a group of the ranks of a c10d process group, or of one backend of c10d, and uses it for all traffic. Its
-// reductions decide the rounding. The class needs allreduce() and broadcast(). If it has _allgather_base() and
-// _reduce_scatter_base(), they are used. all_to_all() and split() need send() and recv(). Failures are published in the
-// process group's store. Without a store, ranks of one host share one in memory; on several hosts, rank 0 serves one at
-// a port. Ranks must call this function in one order with other collectives. While this group is in use, no other
-// thread may use the process group. A failure aborts a NCCL process group. Otherwise as for a store.
+// Makes a group of the ranks of a c10d process group or backend, which transfers all data. Its reductions define the
+// rounding. The class must implement allreduce() and broadcast(). Uses _allgather_base() and _reduce_scatter_base() if
+// the class has both. all_to_all() and split() need send() and recv(). Failures are published in the process group's
+// store. Without a store, ranks of one host share a store in memory; on several hosts, rank 0 opens a port for a store.
+// All ranks must call this function in the same order as other collectives. While the group exists, no other thread may
+// use the process group. A failure aborts an NCCL process group. In other respects like the function for a store.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
@@ -137,14 +137,14 @@ std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>&
 
 namespace internal {
 
-// A library by which the program's ranks exchange messages, such as MPI (mpi.h). Called by one thread at a time.
+// The interface to a library that exchanges messages between ranks, such as MPI (mpi.h). Used by one thread at a time.
 class MessageLibrary {
  public:
-  // A message in flight. Any thread may destroy it before it is complete; the message's memory must then stay valid.
+  // A message in flight. Any thread may destroy it before completion; the memory of the message must then stay valid.
   class Request {
    public:
     virtual ~Request() = default;
-    // Returns whether the message is complete; lets messages progress. Throws std::runtime_error if it has failed.
+    // Returns whether the message is complete, after progress of all messages. Throws std::runtime_error on failure.
     virtual bool is_complete() = 0;
   };
 
@@ -152,7 +152,7 @@ class MessageLibrary {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual int most_tag() const = 0;
-  // Returns a text that is equal on ranks that share memory, and on no others.
+  // Returns a text that is equal on ranks that share memory, and different on all other ranks.
   virtual std::string host() const = 0;
   // Returns the texts of all ranks, in rank order. Collective.
   virtual std::vector<std::string> exchange(const std::string& own) = 0;
@@ -165,43 +165,43 @@ std::shared_ptr<Communicator> communicator_from_library(std::shared_ptr<MessageL
 
 }  // namespace internal
 
-// Runs `body` once for each rank. The ranks are threads of this process, joined by gloo over loopback. With a CUDA
-// device or "nccl", NCCL joins them, with one device for each thread. Returns when all ranks have ended. If a rank
+// Runs `body` once for each rank. The ranks are threads of this process, connected by gloo over loopback. With a CUDA
+// device or "nccl", NCCL connects them, with one device for each thread. Returns when all ranks have ended. If a rank
 // throws, aborts the group and rethrows the first error. Does not change the number of intra-operator threads.
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body);
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
 
-// Starts this program again as `world` processes on this machine, with argv and torchrun's environment. Returns the
-// exit code for main(): 0 if no rank failed. If a rank fails, prints its error, ends the other ranks, and returns the
-// failed rank's exit code (128 + signal). No rank outlives this process. Each rank gets an equal part of the cores, by
-// OMP_NUM_THREADS, unless the variable is set.
+// Starts `world` processes of this program on this machine, with argv and torchrun's environment. Returns the exit code
+// for main(): 0 if no rank failed. If a rank fails, prints its error, ends the other ranks, and returns the failed
+// rank's exit code (128 + signal). No rank outlives this process. Unless OMP_NUM_THREADS is set, sets the variable so
+// that ranks have equal shares of the cores.
 //
-// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1. If ranks have not ended `grace` after the first signal, kills them
-// (SIGKILL). SIGUSR1, Slurm's warning, starts no such period. If ranks call stop_requested(), `grace` must suffice to
-// save a checkpoint. A second signal kills at once, unless the first was SIGUSR1. After a rank's failure, the other
-// ranks have 5 s, and at most `grace`.
+// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. Kills (SIGKILL) ranks that still run `grace` after the
+// first signal. SIGUSR1, which Slurm sends as a warning, does not start this period. If ranks call stop_requested(),
+// `grace` must suffice to save a checkpoint. A second signal kills the ranks at once, unless the first was SIGUSR1.
+// After a rank fails, the other ranks have 5 s to end, or `grace` if that is shorter.
 //
 // Throws std::invalid_argument for world < 1 or a negative `grace`. Throws std::logic_error in a process that a
 // launcher, such as this function, has started: see launched().
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
-// Returns whether a launcher's environment is set. init() then joins a group. Also returns true if the environment is
-// incomplete or wrong: init() then throws, with the variable's name.
+// Returns whether a launcher's environment is set. If true, init() joins a group. Also returns true for an incomplete
+// or invalid environment, for which init() throws with the variable's name.
 bool launched();
 
 // Returns the signal that asks this program to stop: SIGINT, SIGTERM, or SIGUSR1 (Slurm's --signal), received by any
-// rank. Returns 0 without such a signal. All ranks get the same answer. So they leave the loop in the same step, and
-// can save a checkpoint before they end. Call it once a step:
+// rank. Returns 0 if no rank has received one. The result is equal on all ranks. So all ranks leave the loop in the
+// same step, and can save a checkpoint before they end. Must be called once per step:
 //
 //   if (const int signal = tessera::stop_requested(*comm)) {
 //     tessera::save_checkpoint(...);
 //     return 128 + signal;  // main()'s exit code: 130 or 143
 //   }
 //
-// Collective: an all-reduce of one number. On a device it waits for the work in the current stream. The first call of
-// the process (or ProcessSetup::stop_signals) sets handlers of these signals, except of signals that the program
-// handles or ignores. The end of the last group removes the handlers. A second signal of the same number ends the
-// process. Source: the signal handling of PyTorch Lightning and of Slurm's requeue scripts.
+// Collective: an all-reduce of one number. On a device, waits for the work in the current stream. The first call in the
+// process (or ProcessSetup::stop_signals) sets handlers of these signals, except of signals that the program handles or
+// ignores. The end of the last group removes the handlers. If the same signal arrives twice, the process ends. Source:
+// the signal handling of PyTorch Lightning and of Slurm's requeue scripts.
 int stop_requested(Communicator& comm);
 inline int stop_requested(const std::shared_ptr<Communicator>& comm) { return stop_requested(*comm); }
 
@@ -209,12 +209,12 @@ namespace internal {
 int run_body(const std::function<int()>& body);
 }  // namespace internal
 
-// Runs the body of main(), and returns the exit code: the body's, or 0 if it returns void. If an exception leaves the
-// body, the other ranks' operations fail with its text. The process prints the text on one line with its rank, and ends
-// with exit code 1. If several ranks fail, only the first one prints. A world of one prints without a rank. Does not
-// unwind, like std::terminate(): no destructor runs, so none waits for ranks that have failed. Must be called in the
-// main thread, once at a time, and not within a try block, whose handler would get the exception. Source:
-// torch.distributed.elastic's @record.
+// Runs the body of main(), and returns its exit code, or 0 if the body returns void. If an exception leaves the body,
+// the other ranks' operations fail with the exception's text. The process prints the text on one line with its rank,
+// and ends with exit code 1. If several ranks fail, only the first one prints. If the world size is 1, the line names
+// no rank. Like std::terminate(), does not unwind the stack: no destructor runs, so none waits for ranks that have
+// failed. Must be called in the main thread, by one caller at a time, and outside try blocks, which would catch the
+// exception. Source: torch.distributed.elastic's @record.
 template <class Body>
 int run_main(Body&& body) {
   if constexpr (std::is_void_v<std::invoke_result_t<Body&>>) {

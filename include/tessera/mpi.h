@@ -1,7 +1,7 @@
 #pragma once
 
-// Groups of the ranks of an MPI communicator. Include this header where <mpi.h> of the program's MPI is found, and link
-// the program to that MPI; Tessera itself links to none. Works with any MPI of version 3.0 or later.
+// Makes groups of the ranks of an MPI communicator. Compile the including file with the <mpi.h> of the program's MPI,
+// and link the program to that MPI. Tessera itself links to no MPI. Works with any MPI of version 3.0 or later.
 //
 //   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
 //   auto comm = tessera::communicator_from_mpi(MPI_COMM_WORLD);
@@ -39,7 +39,7 @@ class MpiLibrary : public MessageLibrary {
     int* most = nullptr;
     int is_set = 0;
     MPI_Comm_get_attr(comm_, MPI_TAG_UB, static_cast<void*>(&most), &is_set);
-    most_tag_ = is_set != 0 ? *most : 32767;  // MPI guarantees tags up to this number
+    most_tag_ = is_set != 0 ? *most : 32767;  // MPI guarantees at least this upper bound
   }
   ~MpiLibrary() override { release(); }
   MpiLibrary(const MpiLibrary&) = delete;
@@ -121,7 +121,7 @@ class MpiLibrary : public MessageLibrary {
 
   static constexpr char kWho[] = "tessera::communicator_from_mpi: ";
 
-  // While it exists, MPI_COMM_WORLD and MPI_COMM_SELF return errors as codes. MPI reports invalid handles on them.
+  // While this exists, MPI_COMM_WORLD and MPI_COMM_SELF return error codes. MPI reports invalid handles on these two.
   class ErrorsReturned {
    public:
     ErrorsReturned() {
@@ -174,8 +174,8 @@ class MpiLibrary : public MessageLibrary {
           "this thread may not call MPI; expected the thread that called MPI_Init_thread(), or "
           "MPI_THREAD_SERIALIZED");
 #ifdef OPEN_MPI
-    // In Open MPI, a handle is an address, which must not be read after the communicator was freed. Open MPI's table of
-    // Fortran handles has only live communicators.
+    // In Open MPI, a handle is an address. The address must not be read after the communicator was freed. Open MPI's
+    // table of Fortran handles contains live communicators only.
     bool is_live = false;
     for (MPI_Fint i = 0; i < (1 << 16) && !is_live; ++i) is_live = MPI_Comm_f2c(i) == comm;
     if (!is_live) fail("the communicator is not valid, perhaps because it was freed (it is not in Open MPI's table)");
@@ -191,7 +191,7 @@ class MpiLibrary : public MessageLibrary {
     MPI_Request request = MPI_REQUEST_NULL;
     const auto until = std::chrono::steady_clock::now() + timeout;
     auto made = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
-    // MPI_Comm_dup() would wait forever for a rank that does not call it.
+    // MPI_Comm_dup() would block forever if another rank does not call it.
     require(MPI_Comm_idup(comm, made.get(), &request), "MPI_Comm_idup");
     for (int is_complete = 0;;) {
       require(MPI_Test(&request, &is_complete, MPI_STATUS_IGNORE), "MPI_Test");
@@ -200,7 +200,7 @@ class MpiLibrary : public MessageLibrary {
         return;
       }
       if (std::chrono::steady_clock::now() >= until) {
-        (void)made.release();  // leaks it, because MPI may still write it
+        (void)made.release();  // leaks the handle, because MPI may still write to it
         throw CommError(kWho + std::string("not all ranks of the communicator have called it within ") +
                         std::to_string(timeout.count()) + " ms");
       }
@@ -225,18 +225,18 @@ class MpiLibrary : public MessageLibrary {
 
 }  // namespace internal
 
-// Makes a group of the ranks of an MPI communicator, with their numbers. MPI carries the rendezvous, and decides which
-// ranks share a host. With GroupOptions::backend "mpi", MPI also carries the bytes. Otherwise Tessera's own transports
-// do: memory within a host, TCP between hosts, or NCCL. Ranks of one host open no port.
+// Makes a group of the ranks of an MPI communicator, with the same rank numbers. The rendezvous uses MPI, and MPI
+// defines the ranks that share a host. With GroupOptions::backend "mpi", MPI also transfers the data. Otherwise data
+// moves through shared memory within a host and TCP between hosts, or through NCCL. Ranks of one host open no port.
 //
 // Collective over `comm`, which may be freed afterwards, because Tessera uses a duplicate. With "mpi", the group keeps
-// the duplicate, and must be destroyed before MPI_Finalize(). Calls of the group may alternate with the program's own
-// calls of MPI in any way. MPI_THREAD_FUNNELED is enough: only the calling thread calls MPI, in this function and, with
+// the duplicate, and must be destroyed before MPI_Finalize(). Operations of the group and the program's own MPI calls
+// may be interleaved. MPI_THREAD_FUNNELED is enough: only the calling thread calls MPI, in this function and, with
 // "mpi", in operations of the group.
 //
-// Changes nothing in the process (ProcessSetup). Throws std::invalid_argument for a communicator that is null, freed or
-// an inter-communicator, and on every rank for wrong or unequal options. MPI may not detect every freed communicator.
-// Throws CommError if not all ranks call it within the timeout.
+// Makes no process-wide change (ProcessSetup). Throws std::invalid_argument if the communicator is null, freed or an
+// inter-communicator, and on every rank for invalid or unequal options. MPI may not detect every freed communicator.
+// Throws CommError if not all ranks call this function within the timeout.
 inline std::shared_ptr<Communicator> communicator_from_mpi(MPI_Comm comm, GroupOptions options = {}) {
   auto library = std::make_shared<internal::MpiLibrary>(comm, options.timeout);
   return internal::communicator_from_library(std::move(library), std::move(options));

@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-// Shards the state of any torch::optim optimizer: each of N ranks holds 1/N of it. ZeRO stage 1 (Rajbhandari et al.,
-// 2020; FairScale's OSS, torch's ZeroRedundancyOptimizer).
+// Shards the state of any torch::optim optimizer, so that each of N ranks holds about 1/N of the state. ZeRO stage 1
+// (Rajbhandari et al., 2020; FairScale's OSS, torch's ZeroRedundancyOptimizer).
 //
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);

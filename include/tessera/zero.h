@@ -32,7 +32,7 @@
 namespace tessera {
 
 namespace internal {
-// Returns the module's parameters, each once, under its first name. Includes those of submodules.
+// Returns the parameters of a module and its submodules, each once, under its first name.
 torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
 }  // namespace internal
 
@@ -57,7 +57,7 @@ struct ZeroOptions {
   Groups groups_of(const Parameters& parameters) const {
     return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
   }
-  // Returns the module's parameters, each once. Includes those of submodules.
+  // Returns the parameters of a module and its submodules, each once.
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
@@ -89,7 +89,7 @@ namespace internal {
 template <class Holder>
 class StageWrapper {
  public:
-  // Constructs the wrapper that belongs to the type of `options`.
+  // Constructs the wrapper that the type of `options` belongs to.
   void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
     wrapper_.template emplace<Ddp>(module, std::move(comm), options);
   }
@@ -101,7 +101,7 @@ class StageWrapper {
     wrapper_.template emplace<Fsdp>(module, std::move(comm), options);
   }
 
-  // Returns act(wrapper). Its type must be the same for all wrappers. make() must have been called.
+  // Returns act(wrapper). The result must have the same type for all wrappers. make() must have been called.
   template <class Act>
   auto with(Act act) {
     if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
