@@ -24,9 +24,9 @@ class FileLock;
 // Saves and loads sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks can load
 // them. FORMAT.md defines the bytes; docs/checkpoint.md is the guide.
 //
-// Unless stated otherwise, these functions are collective over the model's communicator. They must be called on its
-// thread, outside forward and backward. If one rank fails, all ranks throw an error that names that rank. Group, model
-// and optimizer are then unchanged, and training can continue.
+// Unless stated otherwise, these functions are collective over the model's communicator. They must be called on the
+// communicator's thread, outside forward and backward. If one rank fails, all ranks throw an error that names that
+// rank. Group, model and optimizer are then unchanged, and training can continue.
 //
 //   dir         path of the checkpoint ("out/step-000200"), equal on all ranks, on a shared file system. Creates its
 //               parents, and replaces an existing checkpoint.
@@ -37,15 +37,15 @@ class FileLock;
 // Throws CheckpointError for files and CommError for a broken group. Throws std::invalid_argument for bad arguments,
 // and while the averages of a given Ema or optimizer are swapped in.
 
-// Writes a checkpoint and blocks until it is complete and durable. Until then, the directory keeps its old content.
-// Saves rank 0's buffers. First waits for the group's asynchronous save in flight. Throws the error of a failed
-// asynchronous save if wait() has not thrown it.
+// Writes a checkpoint, and blocks until the checkpoint is complete and durable. Until then, the directory keeps its old
+// content. Saves the buffers of rank 0. First waits for the group's asynchronous save in flight. If an asynchronous
+// save has failed and wait() has not thrown its error, throws that error.
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
-// Saves a list of objects: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}). Each object may be any
+// Saves a list of objects: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}). The list may have any
 // Stateful (include/tessera/checkpoint/stateful.h), with or without tensors.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
@@ -61,16 +61,16 @@ class [[nodiscard]] PendingSave {
   explicit PendingSave(std::shared_ptr<internal::SaveJob> job) : job_(std::move(job)) {}
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
-  // Blocks until the checkpoint is complete or has failed. An error becomes a warning (errors.h); the group's next save
-  // throws it. During stack unwinding, waits for a rank only while that rank sends heartbeats. Not collective.
+  // Blocks until the checkpoint is complete or has failed. An error becomes a warning (errors.h), and the group's next
+  // save throws it. During stack unwinding, stops waiting for a rank that sends no heartbeats. Not collective.
   ~PendingSave();
 
-  // Returns whether the save has ended, successfully or not, as far as this rank knows. Not collective; may be called
-  // on any thread, like wait().
+  // Returns whether this rank knows that the save has ended, successfully or not. Not collective. done() and wait() may
+  // be called on any thread.
   bool done() const;
 
-  // Blocks until this rank's state is copied; it may then be modified. Without SaveOptions::copy_in_background, returns
-  // at once. Not collective. Does not throw.
+  // Blocks until this rank's state is copied. The state may then be modified. Without SaveOptions::copy_in_background,
+  // returns at once. Not collective. Does not throw.
   void copied() const;
 
   // Blocks until the checkpoint is complete. If the save failed, throws CheckpointError on all ranks. Not collective. A
@@ -82,9 +82,9 @@ class [[nodiscard]] PendingSave {
 };
 
 // Copies this rank's shards to host memory (pinned, for a GPU) and returns. Training can continue while the save runs
-// in the background. The group's next asynchronous save reuses that memory. The checkpoint appears even if wait() is
-// never called. If a rank cannot write, or one step of its save takes four times the group's timeout, all ranks get an
-// error that names that rank.
+// in the background. The group's next asynchronous save reuses that memory. The save completes even if wait() is never
+// called. If a rank cannot write, or one step of its save takes four times the group's timeout, wait() throws on all
+// ranks. The error names that rank.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
                                   torch::optim::Optimizer& optimizer,
                                   const nlohmann::json& extra = nlohmann::json::object(),
@@ -98,43 +98,43 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, const Traini
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
 
-// Loads a checkpoint saved by any wrapper on any number of ranks. Returns its `extra`. Each rank reads and verifies the
-// blocks of its shards; no rank changes its state before all have read. Sets parameters, buffers, optimizer state,
-// hyper-parameters and random generators. One error lists all mismatches: missing, unexpected, shape, dtype, optimizer.
-// A checkpoint with optimizer state can be loaded without an optimizer, but not the reverse. First waits for the
-// group's asynchronous save in flight, without throwing its error.
+// Loads a checkpoint that any wrapper saved on any number of ranks. Returns its `extra`. Each rank reads and verifies
+// the blocks of its shards; no rank changes its state before all ranks have read. Sets parameters, buffers, optimizer
+// state, hyper-parameters and random generators. One error lists all mismatches: missing, unexpected, shape, dtype,
+// optimizer. A checkpoint with optimizer state can be loaded without an optimizer, but not the reverse. First waits for
+// the group's asynchronous save in flight, without throwing its error.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
 
-// The list may omit Stateful objects of the checkpoint, but must not have objects that the checkpoint lacks.
+// The list may omit Stateful objects of the checkpoint, but must not contain objects that the checkpoint lacks.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                                const LoadOptions& options = {});
 
-// The result of load_newest_checkpoint(). `damaged` has the errors of skipped checkpoints: first of those with unknown
-// age, then of the others from newest to oldest.
+// The result of load_newest_checkpoint(). `damaged` has the errors of skipped checkpoints: first checkpoints of unknown
+// age, then the others from newest to oldest.
 struct LoadedCheckpoint {
   std::filesystem::path path;
   nlohmann::json extra;
   std::vector<std::string> damaged;
 };
 
-// Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged checkpoints. One with a
-// damaged manifest has no known age and is always skipped. Collective. Waits like load_checkpoint().
+// Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged checkpoints. A checkpoint
+// with a damaged manifest has no known age, and is always skipped. Collective. Waits like load_checkpoint().
 //
 // Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is a
-// checkpoint, a file or a link to nothing; CheckpointMismatch like load_checkpoint(). Throws errors that prove no
-// damage, because an older checkpoint would lose progress: StorageUnavailable (no answer, no permission, too many open
-// files, an unreadable disk), and CheckpointError for lack of memory.
+// checkpoint, a file or a broken link. Throws CheckpointMismatch like load_checkpoint(). After an error that proves no
+// damage, throws instead of loading an older checkpoint, which would lose progress. Such errors are StorageUnavailable
+// (no answer, no permission, too many open files, an unreadable disk), and CheckpointError for lack of memory.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
                                                        torch::optim::Optimizer& optimizer,
                                                        const LoadOptions& options = {});
 
-// Returns the newest complete checkpoint among the entries of a folder, or nullopt. Prefers one with a damaged
-// manifest, so that loading it reports the damage. Throws CheckpointError if the folder is itself a checkpoint, a file
-// or a link to nothing. Not collective: must be called on rank 0 only, or while no save is in flight.
+// Returns the newest complete checkpoint among the entries of a folder, or nullopt. Prefers a checkpoint with a damaged
+// manifest, so that a load reports the damage. Throws CheckpointError if the folder is itself a checkpoint, a file or a
+// broken link. Not collective: must be called on rank 0 only, or while no save is in flight.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
 // A lock that gives one job exclusive use of a folder, such as its output folder. The job's rank 0 holds the lock: a
@@ -142,8 +142,8 @@ std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::pa
 class FolderLock {
  public:
   // Creates the folder if it is missing. If another job holds the lock, throws CheckpointError with process, host and
-  // file. On a file system without locks, the file's text decides. A holder that is a dead process of this host is
-  // ignored. The file of any other holder must be removed by hand.
+  // file. On a file system without locks, the text of the file names the holder. If the holder is a dead process of
+  // this host, takes over the lock. The file of any other dead holder must be removed by hand.
   explicit FolderLock(const std::filesystem::path& folder);
   ~FolderLock();
   FolderLock(FolderLock&& other) noexcept;

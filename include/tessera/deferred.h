@@ -29,28 +29,28 @@ class DeferredScope {
 
 }  // namespace internal
 
-// Builds a module whose parameters and buffers take no memory yet:
+// Builds a module whose parameters and buffers have no memory yet:
 //
 //   auto model = tessera::deferred([&] { return Gpt(config); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {...});   // fills it unit by unit
 //
 // Constructors run unmodified (torchdistX's deferred_init). The values will be bit for bit those of an ordinary build()
-// at the time of this call. Random numbers are drawn from the current state of the default CPU generator, which does
-// not advance. A constructor that reads or writes values directly (item(), data_ptr(), torch::tensor of a vector)
-// throws. Some operators have a meta kernel in Python only (flip, where, complex and others in 2.11). These also run
-// once at this call, on zeros and ones, for the shape of their results. An operator whose shape depends on values
-// throws std::logic_error with its name; call it before deferred(), and copy its result. Values are computed on the
-// CPU. Constructors that name another device draw random numbers from that device's generator.
+// at the time of this call. They use the current state of the default CPU generator, which this call does not advance.
+// A constructor that reads or writes values directly (item(), data_ptr(), torch::tensor of a vector) throws. Some
+// operators have a meta kernel in Python only (flip, where, complex and others in 2.11). At this call, they also run
+// once on zeros and ones, to find the shapes of their results. An operator whose shape depends on values throws
+// std::logic_error with its name; call it before deferred(), and copy its result. Values are computed on the CPU.
+// Constructors that name another device draw random numbers from that device's generator.
 template <class Build>
 auto deferred(Build build) {
   internal::DeferredScope scope;
   return build();
 }
 
-// Whether the tensor has no values yet.
+// Returns whether the tensor was made inside deferred() and has no values yet.
 bool is_deferred(const at::Tensor& tensor);
 
-// Fills all deferred parameters and buffers of a module, for use without a wrapper.
+// Computes the values of all deferred parameters and buffers of a module, for use without a wrapper.
 void materialize(torch::nn::Module& module);
 
 }  // namespace tessera

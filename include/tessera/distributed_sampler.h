@@ -16,18 +16,18 @@
 
 namespace tessera {
 
-// An endless sequence of permutations of a data set's items, one for each epoch. The permutations depend only on the
-// constructor's arguments, and are equal with every standard library.
+// An endless sequence of a data set's items: one permutation of the items for each epoch. The permutations depend only
+// on the constructor's arguments, and are equal with every standard library.
 class EpochOrder {
  public:
   // Throws std::invalid_argument unless items_numel > 0. If `shuffle` is false, every epoch has the original order.
   EpochOrder(int64_t items_numel, uint64_t seed, bool shuffle = true);
 
   int64_t items_numel() const { return items_numel_; }  // number of items in an epoch
-  // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps the
-  // permutation of one epoch in memory, 8 bytes an item.
+  // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps one epoch's
+  // permutation in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // Returns an epoch's random number in [0, bound), such as the offset of its windows. Drawn before the permutation.
+  // Returns a random number of the epoch in [0, bound), for example the offset of its windows.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:
@@ -44,20 +44,20 @@ class EpochOrder {
 
 // Options of DistributedSampler. Must be equal on all ranks.
 struct DistributedSamplerOptions {
-  int64_t batch_numel = 1;   // items of a rank in a micro-batch; a data loader's batch_size
-  int64_t accumulation = 1;  // micro-batches of a rank in a step
+  int64_t batch_numel = 1;   // items of each rank in a micro-batch; a loader's batch_size
+  int64_t accumulation = 1;  // micro-batches of each rank in a step
   uint64_t seed = 0;
   bool shuffle = true;
   // If an epoch's last items do not fill a step of all ranks, that step repeats items, unless one of these is true:
-  bool drop_last = false;  // leaves the last items out; a loader's drop_last(true) sets this option
+  bool drop_last = false;  // omits the last items; a loader's drop_last(true) sets this option
   bool partition = false;  // spreads the last items without repeats, for validation: some ranks may have
                            // one item, and so one batch, fewer than others. Such loops need ranks_with_data().
 };
 
-// Selects the items of each rank, in an order that survives a restart with another number of ranks
+// Selects the items of each rank, in an order that survives a restart with another world size
 // (torch.utils.data.DistributedSampler with a position). A step takes the next ranks * batch_numel * accumulation items
-// of EpochOrder. Each rank gets batch_numel * accumulation consecutive ones of these, so ranks never share an item. If
-// the product is equal, a step has the same items for any number of ranks. Not collective.
+// of EpochOrder. Each rank receives batch_numel * accumulation consecutive items, so ranks never share an item. If the
+// product is equal, a step has the same items at any world size. Not collective.
 //
 // As the sampler of a libtorch data loader, with any number of workers:
 //
@@ -67,36 +67,36 @@ struct DistributedSamplerOptions {
 //   while (sampler.epoch() < 10)
 //     for (auto& batch : *loader) { ...; save_checkpoint(path, {model, optimizer, sampler}); }
 //
-// The first loop over the loader yields the rest of an epoch, each later loop a whole epoch. Ranks have equally many
-// batches of equal sizes, because the last step repeats items of the epoch's beginning (see the options). The position
-// counts the batches that the loop has received, without batches that workers have read ahead. So a saved run continues
-// with the next batch. The next loop over a loader also continues after a `break`. With workers, libtorch then requires
-// a new loader.
+// The first loop over the loader yields the rest of an epoch, each later loop a whole epoch. All ranks have equally
+// many batches of equal sizes, because the last step repeats items from the start of the epoch (see the options). The
+// position counts the batches that the loop has received, without batches that workers have read ahead. So a resumed
+// run continues with the next batch. After a `break`, the next loop over the loader also continues. With workers,
+// libtorch then requires a new loader.
 //
 // Without a loader, next() returns endless batches, and one step may span two epochs:
 //
 //   for (...) { auto items = sampler.next(); ... }
 //
-// After a load, the sampler continues at the next step, even if a step now takes another number of items. Copies share
-// one position: if a loader's copy advances, so does the caller's sampler. Must be used by one thread at a time. A
+// After a load, the sampler continues at the next step, even if the number of items in a step has changed. Copies share
+// one position: if a loader's copy advances, the caller's sampler does, too. Must be used by one thread at a time. A
 // loader uses the sampler on the loop's thread.
 class DistributedSampler : public torch::data::samplers::Sampler<>, public Stateful {
  public:
-  // Throws std::invalid_argument for counts below 1, for a rank outside the world, and for drop_last with partition or
-  // with fewer items than a step takes.
+  // Throws std::invalid_argument for counts below 1 and for a rank outside the world. Throws it also for drop_last, if
+  // `partition` is set or if a step takes more items than there are.
   DistributedSampler(int64_t items_numel, int rank, int world_size, DistributedSamplerOptions options = {});
 
-  // Returns this rank's `batch_numel` items of the next micro-batch. Throws std::logic_error with the option
-  // `partition`.
+  // Returns this rank's items of the next micro-batch: [batch_numel]. If the option `partition` is set, throws
+  // std::logic_error.
   std::vector<int64_t> next();
 
   // For data loaders: returns the next batch of the epoch, and nullopt after the last one. Throws std::invalid_argument
-  // unless batch_numel is the option's.
+  // unless `batch_numel` equals the option of that name.
   std::optional<std::vector<size_t>> next(size_t batch_numel) override;
-  // For data loaders: begins the rest of the current epoch. If the number of items changes, restarts that epoch.
+  // For data loaders: begins the rest of the current epoch. If the number of items has changed, restarts that epoch.
   void reset(std::optional<size_t> new_items_numel = std::nullopt) override;
 
-  // Begins an epoch. Is a no-op for the current epoch, so that a resumed loop continues within it. Must be called
+  // Begins an epoch. A no-op for the current epoch, so that a resumed loop continues within the epoch. Must be called
   // between loops over a loader. Needed only to skip or repeat epochs.
   void set_epoch(int64_t epoch);
   int rank() const;              // the constructor's `rank`
@@ -105,12 +105,12 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   int64_t micro_batch() const;   // received micro-batches of the current step; 0 after the step's last one
   int64_t batches_left() const;  // batches that the loop over a loader will still receive; 0 in the last iteration
 
-  // The name of the state, which has items, seed, shuffle, and the number of items that all ranks have taken. The state
-  // must be saved between steps: within a step, state_values() throws std::logic_error. It also throws while a loader
-  // without enforce_ordering reads ahead, because the number of received batches is then unknown.
+  // Returns the name of the state. The state has items, seed, shuffle, and the number of items that all ranks have
+  // taken. It must be saved between steps: within a step, state_values() throws std::logic_error. It also throws while
+  // a loader without enforce_ordering reads ahead, because the number of received batches is then unknown.
   std::string state_name() const override { return "sampler"; }
   StateValues state_values() const override;  // items, seed, shuffle and position
-  // Throws std::invalid_argument for another number of items, another seed or another order.
+  // Throws std::invalid_argument if items, seed or shuffle differ from this sampler's.
   void check_state_values(const StateValues& values) const override;
   void load_state_values(const StateValues& values) override;  // continues at the saved position
 
@@ -120,8 +120,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  // Records how far a loader with these options reads ahead. Throws std::invalid_argument for a loader's drop_last with
-  // `partition`.
+  // Records the number of batches that a loader with these options reads ahead. Throws std::invalid_argument if the
+  // loader has drop_last and the sampler `partition`.
   void follow(const torch::data::FullDataLoaderOptions& loader);
 
  private:
@@ -146,8 +146,8 @@ class LoaderSampler : public DistributedSampler {
 
 namespace torch::data {
 
-// Gives the loader's options to the sampler. The sampler sees only requests, which are up to max_jobs ahead of the
-// loop. Without the options, it could not compute how many batches the loop has received.
+// Passes the loader's options to the sampler. The sampler observes only the loader's requests, which are up to max_jobs
+// ahead of the loop. It needs the options to compute the number of batches that the loop has received.
 template <typename Dataset>
 class StatelessDataLoader<Dataset, tessera::DistributedSampler>
     : public StatelessDataLoader<Dataset, tessera::internal::LoaderSampler> {

@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-// Thrown if a collective failed: a peer died, did not arrive in time, or called another operation. what() names the
-// operation, its unit and the rank. The group is broken afterwards. Wrong arguments throw std::invalid_argument
+// Thrown if a collective failed: a peer died, did not join in time, or called another operation. what() names the
+// operation, its unit and the rank. The group is broken afterwards. Invalid arguments throw std::invalid_argument
 // instead, before any bytes are sent.
 class CommError : public std::runtime_error {
  public:
@@ -15,7 +15,7 @@ class CommError : public std::runtime_error {
 };
 
 // Thrown if a checkpoint cannot be written or read, or does not fit the model. what() names the directory or file, the
-// tensor and the reason; from a collective function also the rank.
+// tensor and the reason. If a collective function throws, what() also names the rank.
 class CheckpointError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -28,24 +28,24 @@ class CheckpointMismatch : public CheckpointError {
 };
 
 // Thrown if the storage could not provide a file now: no answer after all attempts, a refusal, no permission, too many
-// open files, a disk that cannot be read. Does not mean that the checkpoint is damaged.
+// open files, or an unreadable disk. Does not mean that the checkpoint is damaged.
 class StorageUnavailable : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
 // Thrown if an archive of torch.export cannot be read, or needs an operator or feature that is not supported or
-// allowed. what() names the file; for an error in the graph also the node, its operator and its line of Python.
+// allowed. what() names the file and, for an error in the graph, the node with its operator and line of Python.
 class ExportedError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Sets the function that gets Tessera's warnings, each a text of one line. null restores the default. By default, a
+// Sets the function that receives Tessera's warnings, each a text of one line. null restores the default. By default, a
 // warning goes to libtorch's warning handler if the program has replaced that handler on the calling thread. Otherwise
-// it goes to stderr, but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists. Without
-// such a group, Tessera writes nothing to stdout and stderr. The function may be called by any thread, also while the
-// process ends. It must not throw. Thread-safe.
+// the warning goes to stderr, but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists.
+// Without such a group, Tessera writes nothing to stdout and stderr. The function may be called by any thread, also
+// while the process ends. The function must not throw. Thread-safe.
 void set_warning_handler(std::function<void(const std::string& text)> handler);
 
 }  // namespace tessera

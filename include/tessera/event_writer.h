@@ -10,28 +10,28 @@
 
 namespace tessera {
 
-// Writes scalars for TensorBoard (torch.utils.tensorboard's SummaryWriter.add_scalar):
+// Writes scalars to files for TensorBoard, like SummaryWriter.add_scalar of torch.utils.tensorboard:
 //
 //   tessera::EventWriter events("runs/first");  // on one rank
 //   events.scalar("train/loss", loss, step);
 //   // tensorboard --logdir runs
 //
 // Each writer creates its own file in the folder, "events.out.tfevents.<seconds>.<host>.<process>.<number>", and only
-// appends to it. So resumed runs, and processes that share a folder, write separate files, which TensorBoard shows as
-// one curve. The file contains only complete records (TFRecord: length, checksum, Event message, checksum), even if the
-// disk is full. After a kill, the last record may be incomplete. Thread-safe.
+// appends to the file. So resumed runs, and processes that share a folder, write separate files. TensorBoard shows
+// these files as one curve. A file contains only complete records (TFRecord: length, checksum, Event message,
+// checksum), even if the disk is full. After a kill, the last record may be incomplete. Thread-safe.
 class EventWriter {
  public:
   // Options of EventWriter.
   struct Options {
-    // scalar() writes pending records if the last write is at least this old. A kill loses at most these records.
+    // scalar() writes pending records if the last write is at least this old. A kill loses at most the pending records.
     std::chrono::milliseconds flush_every{5000};
-    // Called by the writing thread when writes begin to fail, with the file, the reason and the consequence. Must not
-    // call the writer. Empty: the text becomes a warning (errors.h).
+    // Called by the writing thread when writes begin to fail. The text has the file, the reason and the consequence.
+    // Must not call the writer. Empty: the text becomes a warning (errors.h).
     std::function<void(const std::string& problem)> on_failure{};
   };
 
-  // Creates the folder and the file. Throws std::runtime_error with the path if that fails.
+  // Creates the folder and the file. If that fails, throws std::runtime_error with the path.
   explicit EventWriter(const std::filesystem::path& folder, Options options);
   explicit EventWriter(const std::filesystem::path& folder) : EventWriter(folder, Options()) {}
   ~EventWriter();  // flushes
@@ -43,8 +43,8 @@ class EventWriter {
   // not throw if the disk is full, so that logging cannot end the training.
   void scalar(std::string_view tag, double value, int64_t step);
 
-  // Writes pending records. Returns false if the write fails. The file still has complete records only. Pending ones
-  // are kept for the next try, up to kMaxKeptBytes; beyond that, the newest points are dropped.
+  // Writes pending records. If the write fails, returns false, and the file still has complete records only. Pending
+  // records are kept for the next write, up to kMaxKeptBytes; beyond that, the newest points are dropped.
   bool flush() noexcept;
 
   // Returns the number of dropped points.
@@ -57,7 +57,7 @@ class EventWriter {
 
  private:
   using Clock = std::chrono::steady_clock;
-  bool write();  // mutex_ must be locked; returns false if the write fails
+  bool write();  // needs mutex_; false: the write failed
   void tell(const std::string& problem) const noexcept;
 
   const Options options_;

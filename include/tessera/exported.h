@@ -18,7 +18,7 @@
 
 namespace tessera {
 
-// Options of load_exported(): the sources of a model's values, their device and dtype, and the checks.
+// Options of load_exported().
 struct ExportedOptions {
   // Device of parameters and buffers; replaces every device in the archive.
   at::Device device = at::kCPU;
@@ -45,9 +45,9 @@ struct ExportedOptions {
   // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // true: accepts an archive without results that tools/export_model.py records: gradients of decomposed programs,
-  // eval() of models with random operators, ties of tensors without values. Also ignores unreadable guards and tensors'
-  // checksums. false: throws if such a record is missing, or warns if nothing indicates an error.
+  // tools/export_model.py records checks: of gradients of decomposed programs, of eval() with random operators, of ties
+  // of tensors without values. true: does not need these records, and ignores unreadable guards and tensors' checksums.
+  // false: throws if a needed record is missing, or only warns if nothing indicates an error.
   bool unchecked = false;
 };
 
@@ -55,21 +55,21 @@ namespace internal {
 class ExportedProgram;
 }
 
-// A trainable model that Python exported (torch.export.save). Its modules have their Python names and hold the
-// parameters and buffers. forward() runs the archive's operators through libtorch's dispatcher, so autograd and paging
-// work as for any module.
+// A trainable model that Python exported (torch.export.save). Its modules have their Python names, and hold the
+// parameters and buffers. forward() runs the archive's operators through libtorch's dispatcher, so autograd and
+// sharding work as for any module.
 //
 //   auto model = tessera::load_exported("llama.pt2");
 //   auto out = model->forward(tessera::NamedInputs{{"input_ids", ids}, {"labels", labels}});
 //   out["loss"].tensor().backward();
 //
 // A module's name() is its Python class. train() and eval(), of one module or of all, switch dropout and batch norm.
-// The initial mode is that of the export. Python code that branched on the mode is fixed to that mode: in the other
+// The initial mode is that of the export. If Python code branched on a module's mode, the mode is fixed: in the other
 // mode, forward() throws with the module's name. buffers() has the persistent buffers only, without constants, so saved
 // names equal Python's state_dict().
 class ExportedModule : public torch::nn::Module, public internal::HasLinearWeights {
  public:
-  // For load_exported(), which programs should call instead.
+  // Programs should call load_exported() instead.
   ExportedModule(const std::filesystem::path& archive, const ExportedOptions& options);
   ~ExportedModule() override;
 
@@ -90,16 +90,16 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   // Like forward(), for inputs that the caller has collected.
   ExportedValue run(const ExportedInputs& inputs);
 
-  // Returns the names of forward's inputs, in order.
+  // Returns the names of the inputs of forward(), in order.
   std::vector<std::string> input_names() const;
-  // Returns inputs of zeros on the CPU, for a dry run. 0: the size in the export. See InputSignature::zeros().
+  // Returns inputs of zeros on the CPU, for a dry run. 0: the size at export. See InputSignature::zeros().
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
-  // Returns the bytes of weights read so far. Excludes weights of the archive that are mapped, not deferred.
+  // Returns the bytes of weights read so far. Excludes archive weights that are mapped instead of read.
   int64_t weight_bytes_read() const;
 
-  // Returns parameters that the graph uses only as weights of aten.linear, for quantize_linears(). Excludes tied ones.
+  // Returns the untied parameters that the graph uses only as weights of aten.linear, for quantize_linears().
   std::vector<internal::LinearWeight> linear_weights() override;
 
   // Like torch::nn::Module::to(); also converts the graph's constants.
@@ -126,13 +126,13 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
 //   auto model = tessera::deferred([] { return tessera::load_exported("llama.pt2", {.weights = "llama/"}); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_classes({"LlamaDecoderLayer"})});
 //
-// Not collective. Throws ExportedError, with the line of Python for an error in a node, and CheckpointError for files
-// of `weights`. Never unpickles, loads a library, or opens a file other than these.
+// Not collective. Throws ExportedError; for an error in a node, with the line of Python. Throws CheckpointError for
+// files of `weights`. Never unpickles, never loads a library, and opens no other files.
 std::shared_ptr<ExportedModule> load_exported(const std::filesystem::path& archive,
                                               const ExportedOptions& options = {});
 
-// Returns a policy that selects modules by Python class: "LlamaDecoderLayer", or qualified
-// ("transformers.models.llama.modeling_llama.LlamaDecoderLayer"). Also for checkpointing and mixed precision.
+// Returns a policy that selects modules by Python class, for units, checkpointing and mixed precision. Short
+// ("LlamaDecoderLayer") or qualified ("transformers.models.llama.modeling_llama.LlamaDecoderLayer").
 WrapPolicy wrap_classes(std::vector<std::string> classes);
 
 }  // namespace tessera

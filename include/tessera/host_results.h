@@ -10,16 +10,16 @@ namespace tessera {
 
 // Collectives whose results the host needs at once. They return tensors in host memory. They throw like Communicator.
 
-// Returns the reduction of all ranks' `own` by `op`. `own` must have one shape on all ranks, and may be on any device.
-// Leaves `own` unspecified.
+// Returns the reduction of all ranks' `own` by `op`. `own` must have the same shape on all ranks, and may be on any
+// device. Overwrites `own` with unspecified values.
 at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op, std::string_view what);
 
-// Returns all ranks' `own` in rank order: [size(), ...]. `own` must have one shape on all ranks, and may be on any
+// Stacks all ranks' `own` in rank order: [size(), ...]. `own` must have the same shape on all ranks, and may be on any
 // device.
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
 
 // Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). If a rank
-// left the loop early, the collectives of other ranks would fail. Is collective (one number). To use all data, ranks
+// left the loop early, the collectives of other ranks would fail. Collective: one number. To use all data, ranks
 // without data continue with any batch and a loss of 0. Gradients, which are averages over all ranks, must then be
 // rescaled:
 //
@@ -30,7 +30,7 @@ at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string
 //     ...
 //   }
 //
-// To stop all ranks when the first has no data: while (ranks_with_data(*comm, has_next) == comm->size()).
+// To stop all ranks when one rank has no more data: while (ranks_with_data(*comm, has_next) == comm->size()).
 int ranks_with_data(Communicator& comm, bool has_data);
 
 }  // namespace tessera

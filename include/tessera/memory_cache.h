@@ -19,8 +19,8 @@ struct MemoryCacheStats {
 MemoryCacheStats memory_cache_stats();
 
 // Returns freed memory to the system: the cache's idle blocks and malloc's free memory (torch.cuda.empty_cache for the
-// CPU). Useful after an unusual phase of the program. Thread-safe. If ranks are threads, keeps the blocks that other
-// ranks have freed, because those ranks may be in the middle of a step.
+// CPU). Useful after a phase with unusual sizes. Thread-safe. If ranks are threads, keeps blocks that other ranks have
+// freed, because those ranks may be in the middle of a step.
 void release_freed_memory();
 
 }  // namespace tessera

@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-// Counts the bytes of tensors exactly, as requested from the allocator.
+// Counts the bytes of tensors exactly as requested from the allocator.
 //
 //   tessera::PeakMemory memory;
 //   auto model = Gpt(config);
@@ -19,7 +19,7 @@ namespace tessera {
 // the statistics of the device's caching allocator, which count all threads; reset() resets its peak.
 //
 // The counts include temporary memory of kernels, not only tensors. Must be used by the thread that made the object.
-// (torch.cuda.max_memory_allocated, also for the CPU.)
+// Like torch.cuda.max_memory_allocated, but also for the CPU.
 class PeakMemory {
  public:
   // Throws std::invalid_argument if the device's allocator has no statistics.

@@ -14,8 +14,8 @@ namespace tessera {
 // The storage format of a frozen weight.
 enum class WeightFormat : uint8_t {
   kFull,  // the weight's own dtype, not quantized
-  // 4 bits: QLoRA's NormalFloat (Dettmers et al., 2023). Elements are the nearest of 16 quantiles of the normal
-  // distribution, times an fp32 scale for each block of 64 elements: 4.5 bits an element.
+  // 4 bits: QLoRA's NormalFloat (Dettmers et al., 2023). An element is rounded to the nearest of 16 quantiles of the
+  // normal distribution, times an fp32 scale for each block of 64 elements: 4.5 bits an element.
   kNf4,
   // kNf4 with its scales in 8 bits, as in bitsandbytes (its dynamic map, blocks of 256 scales, minus the scales' mean):
   // 4.13 bits an element.
@@ -34,16 +34,16 @@ struct LoraOptions {
 struct QuantizeOptions {
   WeightFormat format = WeightFormat::kNf4Double;
   LoraOptions lora{};  // rank 0: no adapters
-  // Selects Linear layers by name and by their weight's numel, as a WrapPolicy selects modules. Empty: all.
+  // Selects Linear layers by name and by the numel of their weights, like a policy for units. Empty: all layers.
   WrapPolicy which{};
   // true: freezes all other parameters, so that only the adapters train (QLoRA). false: leaves them unchanged.
   bool freeze_others = true;
 };
 
 // Replaces the weights of torch::nn::Linear layers by frozen weights of `format`, with LoRA adapters. Finds layers
-// anywhere: members of your own types, Sequential, AnyModule, ModuleList, the model itself, linear nodes of an
+// everywhere: members of your own types, Sequential, AnyModule, ModuleList, the model itself, linear nodes of an
 // ExportedModule. No module changes its type. `weight` becomes a read-only stand-in for the decoded values. forward()
-// of a Linear also computes with the adapter. Returns the layers' names, in order.
+// of a Linear also adds the adapter's result. Returns the layers' names, in order.
 //
 //   tessera::quantize_linears(*model, {.lora = {.rank = 16}});
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = ...});
@@ -61,23 +61,23 @@ struct QuantizeOptions {
 // Backward decodes a layer again, so no decoded values are kept after forward. Call to() before quantize_linears(): a
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
-// Is not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is
-// selected. Throws it also, naming the layer, if a layer is tied, paged, not of floating-point type, already quantized,
-// or recorded by a deferred() that has ended.
+// Not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is selected.
+// Also throws std::invalid_argument, naming the layer, for a layer that cannot be quantized: tied, paged, not of
+// floating-point type, already quantized, or recorded by a deferred() that has ended.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
-// Decodes the weights, adds the adapters and keeps the results for evaluation. While merged, a module that trains
-// throws std::logic_error. Later loads and steps do not change the results; call this function again.
-// unmerge_adapters() restores the previous bits. Is not collective, except under FullyShardedDataParallel. There, each
-// rank then holds the merged weights in full.
+// Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in
+// training mode throws std::logic_error. Later loads and steps do not change the results; call this function again.
+// unmerge_adapters() restores the previous bits. Collective only under FullyShardedDataParallel, where each rank then
+// holds the merged weights in full.
 void merge_adapters(torch::nn::Module& module);
 // Frees the merged values. Layers then compute with the quantized weights and the adapters again.
 void unmerge_adapters(torch::nn::Module& module);
 
-// Returns the state that the model had before quantize_linears(), under its names. Computes it from `state`, the
-// quantized model's full_state_dict() or named_parameters(). If `with_adapters`, the weights include the adapters. The
-// result can be saved, or loaded into an ordinary model. `module` defines the layers and formats. Throws
-// std::invalid_argument if `state` lacks a name. Is not collective.
+// Returns the state that the model had before quantize_linears(), under the original names. Computes it from `state`,
+// the quantized model's full_state_dict() or named_parameters(). If `with_adapters`, the weights include the adapters.
+// The result can be saved, or loaded into an ordinary model. `module` defines the layers and formats. Throws
+// std::invalid_argument if `state` lacks a name. Not collective.
 torch::OrderedDict<std::string, at::Tensor> dequantized_state(const torch::nn::Module& module,
                                                               const torch::OrderedDict<std::string, at::Tensor>& state,
                                                               bool with_adapters = true);

@@ -6,13 +6,13 @@
 
 namespace tessera {
 
-// A scope in which a wrapper behaves differently, such as no_sync() or summon_full_params(). Move-only.
+// A guard that ends a scope, such as that of no_sync() or summon_full_params(), when it is destroyed. Move-only.
 class [[nodiscard]] ScopeExit {
  public:
-  // Calls `leave`, unless null, once, when the scope ends.
+  // Calls `leave` once, when the scope ends. A null `leave` is allowed.
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  // Takes over `other`, then ends the scope that this object held. Throws the errors of that scope's `leave`.
+  // First takes over the scope of `other`, then ends the scope of this object. Throws the errors of the ended scope.
   ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): throws
     ScopeExit ended(std::exchange(leave_, std::exchange(other.leave_, nullptr)));
     ended.leave();
@@ -22,7 +22,7 @@ class [[nodiscard]] ScopeExit {
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }
-  // Ends the scope. During unwinding, discards exceptions of `leave`: the exception in flight says more.
+  // Ends the scope. During stack unwinding, discards exceptions of `leave`, so that the first exception propagates.
   ~ScopeExit() noexcept(false) {
     try {
       leave();

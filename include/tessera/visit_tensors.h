@@ -10,18 +10,18 @@
 #include <vector>
 
 // Functions that visit the tensors in the arguments and results of a module. Tessera uses them to cast inputs, to
-// recompute in backward, and to find used parameters.
+// recompute activations in backward, and to find used parameters.
 //
 // They find tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and
-// torch::OrderedDict. A program's own struct is opaque until the program declares, in the struct's namespace, which
-// members to visit. The members may be of any of these types:
+// torch::OrderedDict. A program's own struct is opaque until the program declares the members to visit, in the struct's
+// namespace. The members may be of any of these types:
 //
 //   struct Prediction { at::Tensor logits; std::vector<at::Tensor> states; int steps = 0; };
 //   template <class Visit>
 //   void tessera_visit_tensors(Prediction& value, Visit&& visit) { visit(value.logits, value.states); }
 //
-// The declaration must precede the first use of the struct with Tessera. checkpointed() copies such a struct.
-// FullyShardedDataParallel with MixedPrecision::cast_forward_inputs also default-constructs one and assigns to it.
+// The declaration must precede the first use of the struct with Tessera. checkpointed() copies such a struct. With
+// MixedPrecision::cast_forward_inputs, FullyShardedDataParallel also default-constructs a struct and assigns to it.
 namespace tessera {
 
 namespace internal {
@@ -49,7 +49,7 @@ concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// A range whose elements are not proxies, and not of the range's own type, as those of JSON values and paths are.
+// Ranges of real elements, without proxies. Excludes ranges of their own type, such as JSON values and paths.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();
@@ -60,7 +60,7 @@ concept IsRange = requires(Value& value) {
 template <class Value>
 concept IsTuple = requires { std::tuple_size<Value>::value; };
 
-// The visitor that a program's tessera_visit_tensors() gets. Visits the members that are passed to it.
+// The visitor passed to a program's tessera_visit_tensors(). Visits the members that are passed to it.
 template <class Visitor>
 struct Members {
   Visitor& visitor;
@@ -74,7 +74,7 @@ struct Ignore {
 template <class Value>
 concept IsTaught = requires(Value& value, Members<Ignore> visit) { tessera_visit_tensors(value, visit); };
 
-// kHolds: a value may contain a tensor that can be replaced. kKnown: no part of the type is opaque.
+// kHolds: a value may contain a replaceable tensor. kKnown: no part of the type is opaque.
 template <class Value>
 struct Traits;
 template <class... Values>
@@ -86,7 +86,7 @@ struct Opaque {
   static constexpr bool kHolds = false, kKnown = false;
 };
 
-// Calls act(element) for each element of the value. Returns Elements of the elements' types, or Opaque.
+// Calls act(element) for each element of the value. Returns Elements<types of the elements>, or Opaque.
 template <class Value, class Act>
 auto for_each_element(Value& value, Act act) {
   if constexpr (IsOptional<Value>) {
@@ -125,7 +125,7 @@ struct Traits<Value> {
 template <class Value, class Visitor>
 void look_into(Value& value, Visitor& visitor) {
   if constexpr (IsTensor<Value>) {
-    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // otherwise skips a tensor that is const
+    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // else skips a const tensor
   } else if constexpr (IsTaught<Value>) {
     tessera_visit_tensors(value, Members<Visitor>{visitor});
   } else {

@@ -13,22 +13,22 @@ namespace tessera {
 // last rank joins it, so the rank with the shortest waits is the straggler.
 struct WaitReport {
   struct Rank {
-    double wait_s = 0;      // sum of the thread's waits in Pending::wait()
+    double wait_s = 0;      // seconds that the rank's thread spent in Pending::wait()
     double longest_s = 0;   // the part of wait_s in `operation`
     std::string operation;  // operation with the longest waits, cut to kOperationBytes - 1; "" if none
   };
   std::vector<Rank> ranks;  // in rank order
-  double elapsed_s = 0;     // the longest interval of any rank
+  double elapsed_s = 0;     // the maximum of the interval over ranks
 
-  // Returns the straggler: the rank that waits least, if the median wait of the others exceeds its own by at least this
-  // share of elapsed_s. Otherwise, and with one rank, returns nullopt.
+  // Returns the straggler: the rank with the shortest waits. Returns nullopt with one rank, or if the median wait of
+  // the other ranks exceeds the shortest wait by less than this share of elapsed_s.
   std::optional<int> waited_for(double least_share = 0.1) const;
 
   // Returns one line: "rank 2 is waited for: it waited 1% of 10.0 s, the others 38% (median), most in all-reduce of
   // losses", or "no rank is waited for: ...".
   std::string text() const;
 
-  // Bytes of an operation's name in a report, with the terminating 0.
+  // Size of an operation's name in a report, in bytes, with the terminating 0.
   static constexpr size_t kOperationBytes = 88;
 };
 
@@ -40,15 +40,15 @@ struct WaitReport {
 //     if (step % 100 == 0) { auto report = waits.report(); if (comm->rank() == 0) std::cout << report.text() << "\n"; }
 //   }
 //
-// With NCCL, the waits are those of the host, which runs ahead of the device and waits only when it needs a value. A
-// communicator can have one reporter. Must be used by one thread at a time.
+// With NCCL, the report has the waits of the host, which runs ahead of the device and waits only when it needs a value.
+// Only one reporter per communicator is allowed. Must be used by one thread at a time.
 class WaitReporter {
  public:
   // Starts the first interval. `comm` must outlive this object.
   explicit WaitReporter(Communicator& comm);
 
-  // Reports the interval since the last report or construction, for this group and those split from it. Collective: one
-  // all-gather of 112 bytes a rank. The wait for it counts in the next report. Throws CommError.
+  // Reports the interval since the last report or construction, for this group and the groups split from it.
+  // Collective: one all-gather of 112 bytes a rank, whose wait counts in the next report. Throws CommError.
   WaitReport report();
 
  private:

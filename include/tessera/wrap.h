@@ -9,16 +9,16 @@
 
 namespace tessera {
 
-// Selects the modules that become units, which are unsharded, used and resharded together.
+// Selects the modules that become units. The parameters of a unit are unsharded and resharded together.
 //
-// A policy returns whether a module becomes a unit. It is called for every module but the root, children before
-// parents. `unclaimed_numel` counts parameter elements below the module, trainable or frozen, that belong to no unit
-// yet. Elements that stay unclaimed belong to the root's unit. With an empty policy, the whole model is one unit.
+// A policy returns whether a module becomes a unit. It is called for every module except the root, children before
+// parents. `unclaimed_numel` counts the module's parameter elements, trainable or frozen, that belong to no unit yet.
+// Elements that no other unit claims belong to the root's unit. With an empty policy, the whole model is one unit.
 using WrapPolicy =
     std::function<bool(const std::string& fqn, const torch::nn::Module& module, int64_t unclaimed_numel)>;
 
-// Returns a policy that makes a unit of each module of these types: wrap_modules<BlockImpl>(). A type may be a common
-// base class (FSDP's transformer_auto_wrap_policy).
+// Returns a policy that makes each module of these types a unit: wrap_modules<BlockImpl>(). A type may be a common base
+// class (FSDP's transformer_auto_wrap_policy).
 template <class... Modules>
 WrapPolicy wrap_modules() {
   static_assert((... && !torch::detail::is_module_holder<Modules>::value),
@@ -28,11 +28,11 @@ WrapPolicy wrap_modules() {
   };
 }
 
-// Returns a policy that makes a unit of each module with at least min_numel unclaimed elements (FSDP's
+// Returns a policy that makes each module with at least min_numel unclaimed elements a unit (FSDP's
 // size_based_auto_wrap_policy). Throws std::invalid_argument if min_numel < 1.
 WrapPolicy wrap_by_size(int64_t min_numel);
 
-// Selects modules by `predicate`; `fqn` is the dotted name. Throws std::invalid_argument if `predicate` is empty.
+// Returns a policy that calls `predicate` with dotted names. If `predicate` is empty, throws std::invalid_argument.
 WrapPolicy wrap_if(std::function<bool(const std::string& fqn, const torch::nn::Module& module)> predicate);
 
 }  // namespace tessera

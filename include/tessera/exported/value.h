@@ -13,10 +13,10 @@
 
 namespace tessera {
 
-// A value that Python passes to a module or gets from it: a tensor, a number, a text, None, or a structure of these.
-// Lists and tuples are sequences. Dictionaries, named tuples and result classes (transformers' ModelOutput) have named
-// elements. Supports include/tessera/visit_tensors.h, so every wrapper and checkpointed() accept it. An accessor throws
-// std::invalid_argument, naming the actual kind, for a value of another kind.
+// An input or output of an exported Python module: a tensor, a number, a text, None, or a structure of these. Lists and
+// tuples are sequences. Dictionaries, named tuples and result classes (transformers' ModelOutput) have named elements.
+// Every wrapper and checkpointed() accept this type (include/tessera/visit_tensors.h). If the value has another kind
+// than an accessor expects, the accessor throws std::invalid_argument with the actual kind.
 class ExportedValue {
  public:
   ExportedValue() = default;                                      // None
@@ -36,7 +36,7 @@ class ExportedValue {
     requires std::convertible_to<Value, ExportedValue> && (!std::same_as<Value, ExportedValue>)
   ExportedValue(const std::vector<Value>& elements)  // NOLINT(google-explicit-constructor)
       : ExportedValue(std::vector<ExportedValue>(elements.begin(), elements.end())) {}
-  // Makes None of an empty optional, otherwise the converted value.
+  // Makes None from an empty optional; otherwise converts the value.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue>
   ExportedValue(const std::optional<Value>& value) {  // NOLINT(google-explicit-constructor)
@@ -85,12 +85,12 @@ class ExportedValue {
   std::variant<std::monostate, at::Tensor, bool, int64_t, double, std::string, Elements, Named> value_;
 };
 
-// Inputs of a module by their Python names: model->forward(NamedInputs{{"input_ids", ids}, {"labels", labels}}). In a
-// call, they may follow positional inputs.
+// Inputs of a module by their Python names: model->forward(NamedInputs{{"input_ids", ids}, {"labels", labels}}).
+// Positional inputs may precede them.
 class NamedInputs {
  public:
   NamedInputs() = default;
-  // Takes inputs in this order; add() appends one.
+  // Stores the inputs in this order; add() appends another input.
   NamedInputs(std::initializer_list<std::pair<std::string, ExportedValue>> inputs) : inputs_(inputs) {}
   // Appends an input.
   void add(std::string name, ExportedValue value) { inputs_.emplace_back(std::move(name), std::move(value)); }
