@@ -82,8 +82,8 @@ struct DistributedSamplerOptions {
 // loader uses the sampler on the loop's thread.
 class DistributedSampler : public torch::data::samplers::Sampler<>, public Stateful {
  public:
-  // Throws std::invalid_argument for counts below 1 and for a rank outside the world. Throws it also for drop_last, if
-  // `partition` is set or if a step takes more items than there are.
+  // Throws std::invalid_argument for counts below 1 and for a rank outside the world. With drop_last, also throws if
+  // `partition` is set, or if a step takes more items than there are.
   DistributedSampler(int64_t items_numel, int rank, int world_size, DistributedSamplerOptions options = {});
 
   // Returns this rank's items of the next micro-batch: [batch_numel]. If the option `partition` is set, throws
@@ -106,8 +106,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   int64_t batches_left() const;  // batches that the loop over a loader will still receive; 0 in the last iteration
 
   // Returns the name of the state. The state has items, seed, shuffle, and the number of items that all ranks have
-  // taken. It must be saved between steps: within a step, state_values() throws std::logic_error. It also throws while
-  // a loader without enforce_ordering reads ahead, because the number of received batches is then unknown.
+  // taken. It must be saved between steps: within a step, state_values() throws std::logic_error. state_values() also
+  // throws while a loader without enforce_ordering reads ahead: the number of received batches is then unknown.
   std::string state_name() const override { return "sampler"; }
   StateValues state_values() const override;  // items, seed, shuffle and position
   // Throws std::invalid_argument if items, seed or shuffle differ from this sampler's.
@@ -120,8 +120,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  // Records the number of batches that a loader with these options reads ahead. Throws std::invalid_argument if the
-  // loader has drop_last and the sampler `partition`.
+  // Records the number of batches that a loader with these options reads ahead. If the loader has drop_last and the
+  // sampler has `partition`, throws std::invalid_argument.
   void follow(const torch::data::FullDataLoaderOptions& loader);
 
  private:

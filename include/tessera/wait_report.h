@@ -18,7 +18,7 @@ struct WaitReport {
     std::string operation;  // operation with the longest waits, cut to kOperationBytes - 1; "" if none
   };
   std::vector<Rank> ranks;  // in rank order
-  double elapsed_s = 0;     // the maximum of the interval over ranks
+  double elapsed_s = 0;     // the longest interval of all ranks
 
   // Returns the straggler: the rank with the shortest waits. Returns nullopt with one rank, or if the median wait of
   // the other ranks exceeds the shortest wait by less than this share of elapsed_s.

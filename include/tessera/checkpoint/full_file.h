@@ -17,22 +17,22 @@ namespace tessera {
 // Saves and loads whole models as safetensors files, under the module's own names, like Python's safetensors and
 // Hugging Face's programs. The files have parameters and buffers only.
 
-// How save_full() and write_full() split a model into files. Must be equal on all ranks.
+// Options of save_full() and write_full(): the split of a model into files. Must be equal on all ranks.
 struct SaveFullOptions {
-  // Above this many bytes, tensors are split over several files with an index: "<stem>-00001-of-00003.safetensors",
-  // ..., "<stem>.safetensors.index.json". A single tensor is never split. 0: one file of any size.
+  // A model of more bytes is split into several files with an index: "<stem>-00001-of-00003.safetensors", ...,
+  // "<stem>.safetensors.index.json". A single tensor is never split. 0: one file of any size.
   int64_t max_file_bytes = 0;
 };
 
 // Writes `file` ("model.safetensors"). Collective. Each rank writes its shards in place, without a gather. When all
-// ranks are done, one rename makes the file appear or replaces the old one. Several files get new names. The rename of
-// their index commits them, and the previous files are then removed. Errors as in save_checkpoint().
+// ranks are done, one rename makes the file appear or replaces the old file. Several files get new names. The rename of
+// their index commits the files, and then the old files are removed. Throws like save_checkpoint().
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads a file of save_full(), an index, or a directory of safetensors files. The directory may be the output of
 // PyTorch's HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names a snapshot. If
-// an index exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads
-// only its part, without checksums. Collective. Errors as in load_checkpoint().
+// an index exists ("<path>.index.json", or an index in the directory), reads only the files that it lists. Each rank
+// reads only its part, without checksums. Collective. Throws like load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
 // The description of a tensor in a full file.
@@ -44,7 +44,7 @@ struct FullTensor {
 };
 
 // Writes full files from one process. data(t) must return the values of `t`, row-major in host memory. Holds one tensor
-// at a time. The files appear at the end. Throws CheckpointError.
+// at a time. The files appear when all are complete. Throws CheckpointError.
 void write_full(const std::filesystem::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options = {},
                 const std::function<void(int64_t bytes)>& progress = {});

@@ -9,28 +9,28 @@ namespace tessera {
 
 // Options of a save. Must be equal on all ranks.
 struct SaveOptions {
-  // Number of newest complete checkpoints to keep in the directory's parent after a save; 0: all. If above 0, the
+  // Number of newest complete checkpoints that stay in the directory's parent after a save; 0: all. If above 0, the
   // parent must hold the checkpoints of one run only. Files of your own in a removed checkpoint are kept.
   int keep_last = 0;
 
-  // Bytes that one checksum covers. A rank that needs a part of a slice reads at least so many bytes. Must be a
-  // multiple of 16, at most 1 GiB.
+  // Number of bytes that one checksum covers. A rank reads whole blocks of this size, even for a smaller part. Must be
+  // a multiple of 16, at most 1 GiB.
   int64_t block_bytes = int64_t{1} << 20;
 
   // For save_checkpoint_async() only. true: a thread copies parameters and optimizer state to the host during the next
-  // forward and backward. PendingSave::copied() must return before optimizer.step() modifies them. A write before that
-  // fails the save, with the tensor's name. Copied before the call returns: buffers, Stateful objects, and optimizers
-  // whose writes autograd does not count (torch's SGD, LBFGS, your own).
+  // forward and backward. optimizer.step() must wait until PendingSave::copied() returns. An earlier write fails the
+  // save, with the tensor's name. The call itself copies buffers, Stateful objects, and optimizers whose writes
+  // autograd does not count (torch's SGD, LBFGS, your own).
   bool copy_in_background = false;
 
-  // true: also saves the random generators' states. Ranks that are threads of one process share the CPU generator. Each
-  // of them saves the state that the generator then has.
+  // true: also saves the random generators' states. Ranks that are threads of one process share the CPU generator, and
+  // each of them saves the current state of that generator.
   bool rng = true;
 };
 
 // Differences that a load with strict = false skipped. Equal on all ranks.
 struct LoadReport {
-  std::vector<std::string> missing;     // names that the checkpoint lacks
+  std::vector<std::string> missing;     // names in the model that the checkpoint lacks
   std::vector<std::string> unexpected;  // names of tensors and states in the checkpoint that the model lacks
   std::vector<std::string> optimizer;   // differences in the optimizer's groups and state, as sentences
 };
@@ -42,7 +42,7 @@ struct LoadOptions {
   // names. Shapes must agree in either case.
   bool strict = true;
 
-  // If not null, receives the differences that were skipped; with `strict`, an empty report.
+  // If not null, receives the skipped differences. With `strict`, the report is empty.
   LoadReport* report = nullptr;
 
   // Maps a parameter's or buffer's name in the checkpoint to its name in the model; "" skips the tensor. Applies to

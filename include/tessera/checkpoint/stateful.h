@@ -15,26 +15,26 @@ namespace tessera {
 using StateValue = std::variant<bool, int64_t, double, std::string>;
 using StateValues = std::map<std::string, StateValue>;
 
-// State that is saved and loaded with the model and its optimizer: a sampler, a gradient scaler, a schedule, averaged
-// weights. Not collective.
+// An object whose state is saved and loaded with the model and its optimizer: a sampler, a gradient scaler, a schedule,
+// averaged weights. Not collective.
 class Stateful {
  public:
   virtual ~Stateful() = default;
-  // Returns the name in a checkpoint: letters, digits and '_', equal on all ranks, and unique in the training state.
+  // Returns the name for checkpoints: letters, digits and '_', equal on all ranks, and unique in the training state.
   virtual std::string state_name() const = 0;
   // Returns the values to save. Only rank 0's values are saved.
   virtual StateValues state_values() const = 0;
   // Throws std::invalid_argument unless load_state_values() accepts the values.
   virtual void check_state_values(const StateValues& values) const = 0;
-  // Restores the state. check_state_values() has accepted the values, which are equal on all ranks.
+  // Restores the state. The values have passed check_state_values(), and are equal on all ranks.
   virtual void load_state_values(const StateValues& values) = 0;
-  // Returns the state's tensors: this rank's part of each, with the same names on all ranks. Loading writes to these
+  // Returns this rank's part of each tensor of the state, with the same names on all ranks. Loading writes to these
   // tensors. Replicas and shards are as in NamedShard.
   virtual std::vector<NamedShard> state_shards() const { return {}; }
 };
 
 // For check_state_values(). Throws std::invalid_argument unless `values` has the names and types of `expected`. The
-// error names the wrong value, and `whose` state it is.
+// error has the name of the wrong value, and `whose`, the owner of the state.
 inline void require_same_form(const StateValues& values, const StateValues& expected, const std::string& whose) {
   constexpr const char* kTypes[] = {"true or false", "an integer", "a number", "a text"};
   for (const auto& [name, value] : expected) {

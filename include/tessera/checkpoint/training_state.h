@@ -16,26 +16,26 @@
 
 namespace tessera {
 
-// The objects of one training state: models, optimizers and Stateful objects. A single model may have no name; each of
-// several models needs a name. The same holds for optimizers. An optimizer may have parameters of several models:
+// The objects of one training state: models, optimizers and Stateful objects. A single model needs no name, but each of
+// several models does. The same holds for optimizers. An optimizer may have parameters of several models:
 //
 //   {{"generator", g}, {"critic", c}, {"of_generator", g_adam}, {"of_critic", c_adam}, scaler}
 //   {model, {"muon", muon}, {"adamw", adamw}}
 class TrainingState {
  public:
-  // Refers to one object whose state is saved. The object must outlive the reference.
+  // A reference to one object whose state is saved. The object must outlive the reference.
   class StateRef {
    public:
     // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
-    StateRef(ModelShards& model);  // An Ema is saved as averages named "ema", not as a model.
+    StateRef(ModelShards& model);  // an Ema is saved as averages "ema", not as a model
     StateRef(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
     StateRef(Stateful& stateful);
     StateRef(ShardedGradScaler& scaler);  // named "grad_scaler"
     // Named "scheduler". The state is the count of steps; learning rates belong to the optimizer.
     StateRef(torch::optim::LRScheduler& scheduler);
     // NOLINTEND(google-explicit-constructor)
-    // For several objects of one kind, each with its own name. Tensors of a named model are "<name>.<fqn>" in the
-    // checkpoint. The averages of a named Ema::with_model() are "<name>_ema".
+    // For several objects of one kind, each with its own name. In the checkpoint, tensors of a named model are
+    // "<name>.<fqn>". The averages of a named Ema::with_model() are "<name>_ema".
     StateRef(const std::string& name, ModelShards& model);
     StateRef(const std::string& name, torch::optim::Optimizer& optimizer);
     StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
@@ -50,8 +50,8 @@ class TrainingState {
     std::shared_ptr<Stateful> stateful_;
   };
 
-  // Throws std::invalid_argument without a model, for models of different communicators, for several models or
-  // optimizers if one has no name, and for names that are invalid or duplicate.
+  // Throws std::invalid_argument without a model, and if models have different communicators. Throws it also if names
+  // are invalid or duplicate, or if one of several models or optimizers has no name.
   TrainingState(std::initializer_list<StateRef> all);
 
   ModelShards& model() const { return *model_; }  // the only model, or all named models as one

@@ -7,23 +7,23 @@
 
 namespace tessera::internal {
 
-// Converts the tensors among forward's arguments, for MixedPrecision::cast_forward_inputs, and copies forward's
-// in-place changes of the results back to the caller's tensors. Must be used by one thread, during one forward.
+// Converts the tensors in forward's arguments, for MixedPrecision::cast_forward_inputs. Copies forward's in-place
+// changes of the converted tensors back to the caller's tensors. Must be used by one thread, during one forward.
 class ConvertedInputs {
  public:
-  // Returns `own` itself if it has the dtype, otherwise a converted copy. Calls with one tensor return one copy.
+  // Returns `own` itself if it has the dtype, otherwise a converted copy. A second call returns the same copy.
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
   // Copies in-place changes to the caller's tensors. Autograd records the copies.
   void copy_changes() const;
   // Returns the caller's tensor if `tensor` is a converted copy, otherwise `tensor` itself.
   at::Tensor own_of(const at::Tensor& tensor) const;
-  // Whether two lists have the same tensors in the same order.
+  // Returns whether two lists have the same tensors in the same order.
   static bool are_same(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others);
 
  private:
   struct Input {
     at::Tensor own, given;
-    int64_t version;  // version of `given` when it was made
+    int64_t version;  // version of `given` before forward
   };
   std::vector<Input> inputs_;
 };

@@ -16,17 +16,17 @@ class GradientSource {
  public:
   virtual ~GradientSource() = default;
 
-  // Arrived is called for each set of parameters whose .grad is now the average over ranks. It is called
-  // on the thread that runs backward, and not for a backward that does not reduce (no_sync()). It must
-  // return soon. Its exceptions leave backward(). Failed, unless null, is called if a backward that
-  // reduces fails, before backward() throws. Failed must not throw. It may wait for other threads that use
-  // the parameters.
+  // Arrived is called when the .grad of each parameter in a set has become the average over ranks. The caller is
+  // the thread that runs backward. Arrived is not called for a backward that does not reduce (no_sync()). It must
+  // return soon, and backward() rethrows its exceptions. If a backward that reduces fails, Failed, unless null, is
+  // called before backward() throws. Failed must not throw. Failed may wait for other threads that use the
+  // parameters.
   using Arrived = std::function<void(const std::vector<at::Tensor>& parameters)>;
   using Failed = std::function<void()>;
-  // Registers an observer until the scope ends. Throws std::logic_error if one exists, and inside a backward pass.
+  // Registers an observer until the scope ends. Throws std::logic_error inside a backward, and if an observer exists.
   virtual ScopeExit on_gradients(Arrived arrived, Failed failed) = 0;
 
-  // Returns the wrapper's parameters that have a .grad, of the last backward or of an earlier one.
+  // Returns the wrapper's parameters that have a .grad, from the last backward or an earlier one.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
 
   // While the scope exists, uses of the parameters' values outside backward throw std::logic_error with `reason`. Such

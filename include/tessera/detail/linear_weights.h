@@ -13,13 +13,13 @@ struct LinearWeight {
   torch::nn::Module* owner;
   std::string fqn;   // dotted name of the parameter
   std::string name;  // name of the parameter in `owner`
-  // The tensor that the module's computation reads. Assigning another tensor replaces the weight.
+  // The tensor that the module reads in its computation. Assigning another tensor replaces the weight.
   at::Tensor* used;
 };
 class HasLinearWeights {
  public:
   virtual ~HasLinearWeights() = default;
-  // Returns the weights, with names relative to this module. `used` is valid as long as the module exists.
+  // Returns the weights, with names relative to this module. `used` stays valid as long as the module exists.
   virtual std::vector<LinearWeight> linear_weights() = 0;
 };
 

@@ -17,14 +17,14 @@
 
 namespace tessera::internal {
 
-// Bases of options and states of Tessera's own optimizers. `Derived` lists its fields once, in a visit() function:
+// Base classes of options and states of Tessera's optimizers. `Derived` lists its fields once, in a visit() function:
 //
 //   template <class Visit> void visit(Visit visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
 //
-// libtorch's archives (in this file) and checkpoints (optimizer_state.h) use that function. Fields of options are bool
-// or double. Fields of states are int64_t or tensors. Archives omit undefined tensors.
+// libtorch's archives (in this file) and checkpoints (optimizer_state.h) call visit() to read and write fields. Fields
+// of options are bool or double. Fields of states are int64_t or tensors. Archives omit undefined tensors.
 
-// Throws std::invalid_argument unless `holds`: "Muon: momentum is 1, expected 0 or more and below 1". For check().
+// Unless `holds`, throws std::invalid_argument: "Muon: momentum is 1, expected 0 or more and below 1". For check().
 void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected);
 
 // Like TORCH_ARG, but for a base class: the setter returns a reference to the derived options.
@@ -52,7 +52,7 @@ void visit_whole_number(Visit& visit, const char* name, int64_t& number) {
 
 namespace listed {
 
-// Throws std::invalid_argument if fields are missing or unknown, because the archive is then another optimizer's.
+// Throws std::invalid_argument if fields are missing or unknown: the archive then belongs to another optimizer.
 void require_fields(const std::vector<std::string>& missing, const std::vector<std::string>& unknown);
 
 template <class Listed>
@@ -81,7 +81,7 @@ void write(const Listed& fields, torch::serialize::OutputArchive& archive) {
 
 }  // namespace listed
 
-// Base of options. `Derived` must have a kName and a field lr().
+// Base class of options. `Derived` must have a kName and a field lr().
 template <class Derived>
 class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
  public:
@@ -96,7 +96,7 @@ class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
   const Derived& self() const { return static_cast<const Derived&>(*this); }
 };
 
-// Base of options with weight decay. The check() and visit() of `Derived` must first call those of this class.
+// Base class of options with weight decay. check() and visit() of `Derived` must first call those of this class.
 template <class Derived>
 class ListedDecay : public ListedOptions<Derived> {
  public:
@@ -122,7 +122,7 @@ class ListedDecay : public ListedOptions<Derived> {
   double lr_, weight_decay_;
 };
 
-// Base of options with beta1 and beta2, the decay factors of moving averages.
+// Base class of options with beta1 and beta2, the decay factors of moving averages.
 template <class Derived>
 class ListedBetas : public ListedDecay<Derived> {
  public:
@@ -153,7 +153,7 @@ class ListedBetas : public ListedDecay<Derived> {
 
 #undef TESSERA_LISTED_OPTION
 
-// Base of the state of one parameter.
+// Base class of the state of one parameter.
 template <class Derived>
 class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
  public:
@@ -173,14 +173,14 @@ void require_dense(const at::Tensor& parameter, const char* optimizer);
 // kElements: the optimizer is elementwise and may step shards. kParameters: it computes over whole parameters.
 enum class Sees { kElements, kParameters };
 
-// Base of Tessera's own optimizers: construction, checks and archives. `Options`, derived from ListedOptions, must have
-// a kName, and a check() that throws std::invalid_argument for invalid values.
+// Base class of Tessera's own optimizers: construction, checks and archives. `Options` must be derived from
+// ListedOptions, with a kName, and with a check() that throws std::invalid_argument for invalid values.
 template <class Options, class State, Sees sees>
 class ListedOptimizer : public torch::optim::Optimizer {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;  // parameters, each group with its own options
 
-  // Takes whole parameters, like torch's optimizers. If the optimizer is elementwise, takes shards, too. Throws
+  // Accepts whole parameters, like torch's optimizers. An elementwise optimizer also accepts shards. Throws
   // std::invalid_argument for invalid options, for options of another optimizer, and for shards if the optimizer is not
   // elementwise.
   explicit ListedOptimizer(Groups groups, Options defaults = Options())
@@ -191,9 +191,9 @@ class ListedOptimizer : public torch::optim::Optimizer {
   explicit ListedOptimizer(std::vector<at::Tensor> parameters, Options defaults = Options())
       : ListedOptimizer(one_group(std::move(parameters)), std::move(defaults)) {}
 
-  // Takes a wrapper's parameters. The groups must be equal and in the same order on all ranks. Construction and step()
-  // are collective over model.comm(). Throws as the constructors above, also for tensors that are not in
-  // model.named_shards(), and if groups or options differ between ranks. Learning rates set later are not compared.
+  // Accepts the parameters of a wrapper. The groups must be equal and in the same order on all ranks. Construction and
+  // step() are collective over model.comm(). Throws as the constructors above, also for tensors that are not in
+  // model.named_shards(), and if groups or options differ between ranks. Ignores later learning rates.
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {
@@ -204,8 +204,8 @@ class ListedOptimizer : public torch::optim::Optimizer {
     requires(sees == Sees::kParameters)
       : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
 
-  // Adds a group. If construction would throw for the group, throws the same error, with nothing changed. Is collective
-  // if constructed with a wrapper. Groups that the base class's function added are checked in step().
+  // Adds a group. Throws the errors that construction with the group would throw, with nothing changed. Collective if
+  // constructed with a wrapper. step() checks groups that the base class's add_param_group() has added.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     add_checked_group(*this, group, [this] { check(); });
   }
@@ -223,15 +223,15 @@ class ListedOptimizer : public torch::optim::Optimizer {
   static const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
     return static_cast<const Options&>(group.options());
   }
-  // Returns the parameter's state; creates a missing one.
+  // Returns the parameter's state. Creates the state if it is missing.
   State& state_of(const at::Tensor& parameter) {
     auto& slot = state()[parameter.unsafeGetTensorImpl()];
     if (!slot) slot = std::make_unique<State>();
     return static_cast<State&>(*slot);
   }
   const ParameterParts& parts() const { return parts_; }
-  // Throws std::invalid_argument if require_dense() refuses a parameter with a gradient, or if a group that the base
-  // class's add_param_group() added is invalid. Changes nothing.
+  // Throws std::invalid_argument if require_dense() rejects a parameter that has a gradient. Also throws if the base
+  // class's add_param_group() has added an invalid group. Changes nothing.
   void require_steppable() {
     if (checked_groups_ != param_groups().size()) check();
     for (const auto& group : param_groups())
@@ -258,7 +258,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // Runs the collective check first: a rank whose local check throws has then joined it, so no other rank waits.
+  // Runs the collective check first. If a local check then throws on one rank, no other rank waits for that rank.
   void check() {
     if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();

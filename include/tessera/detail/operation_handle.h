@@ -6,14 +6,14 @@
 namespace tessera::internal {
 
 // An operation that runs while its caller continues, such as a collective or a copy. If the object is destroyed before
-// finish(), the implementation must keep the resources alive that are still in use.
+// finish(), the implementation must keep all resources alive that the operation still uses.
 class AsyncOperation {
  public:
   AsyncOperation() = default;
   AsyncOperation(const AsyncOperation&) = delete;
   AsyncOperation& operator=(const AsyncOperation&) = delete;
   virtual ~AsyncOperation() = default;
-  // Blocks until the operation completes. Throws the operation's error. The handle calls it at most once.
+  // Blocks until the operation completes. Throws the operation's error. Called at most once.
   virtual void finish() = 0;
 };
 
@@ -28,11 +28,11 @@ class [[nodiscard]] OperationHandle {
   // Makes the handle of an operation in flight. For implementations of operations.
   explicit OperationHandle(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
-  // Whether the handle has no operation left to wait for.
+  // Returns whether there is no operation left to wait for.
   bool done() const noexcept { return operation_ == nullptr; }
 
  protected:
-  // Waits for the operation; throws its error. The handle is then done() in any case. A second call is a no-op.
+  // Blocks until the operation completes. Throws its error. done() is then true, also after an error. May be repeated.
   void finish() {
     if (auto operation = std::exchange(operation_, nullptr)) operation->finish();
   }

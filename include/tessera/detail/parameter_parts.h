@@ -10,25 +10,25 @@
 
 namespace tessera::internal {
 
-// Maps an optimizer's tensors to the parameters that they are parts of, and to the ranks with the other parts. For
-// optimizers that are not elementwise.
+// For each tensor of an optimizer: the parameter to which it belongs, and the ranks that have the parameter's other
+// parts. For optimizers that are not elementwise.
 class ParameterParts {
  public:
-  // Without a wrapper: every tensor is a whole parameter.
+  // Without a wrapper. Every tensor is a whole parameter.
   ParameterParts() = default;
-  // With a wrapper: every tensor is one of its parameters(). Collective over model.comm(): one small all-gather.
+  // With a wrapper. Every tensor must be in its parameters(). Collective over model.comm(): one small all-gather.
   explicit ParameterParts(const ModelShards& model);
 
-  // Without a wrapper, throws std::invalid_argument for a shard. With a wrapper, throws it for a tensor that is not in
-  // the wrapper's parameters(), and on all ranks if groups, options or their order differ between ranks. The call is
-  // then collective. Errors name `optimizer`.
+  // Without a wrapper, throws std::invalid_argument for a shard. With a wrapper, the call is collective, and throws
+  // std::invalid_argument for a tensor that is not in the wrapper's parameters(). It also throws, on all ranks, if
+  // groups, options or their order differ between ranks. Errors name `optimizer`.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
-  // Returns this rank's part of a parameter. A whole parameter has its current strides, which set_data() may have
-  // changed. Without a wrapper, the part is the whole parameter, without a name. Throws for an unknown tensor.
+  // Returns this rank's part of a parameter. A whole parameter is returned with its current strides, which set_data()
+  // may have changed. Without a wrapper, the part is the whole parameter, without a name. Throws for an unknown tensor.
   NamedShard of(const at::Tensor& parameter) const;
-  // A rank's range of a parameter's elements, and the rank's replica of the model. by_rank() has one entry for each
-  // rank, in rank order. Without a wrapper it is empty.
+  // A rank's range of a parameter's elements, and the index of the rank's copy of the model. by_rank() has one entry
+  // for each rank, in rank order. Without a wrapper, by_rank() is empty.
   struct Held {
     Range range;
     int copy = 0;
@@ -37,13 +37,13 @@ class ParameterParts {
 
   // Returns the wrapper's group; null without a wrapper.
   Communicator* comm() const { return comm_.get(); }
-  // Whether parameters may be sharded (FullyShardedDataParallel on more than one rank). Equal on all ranks.
+  // Returns whether parameters may be sharded (FullyShardedDataParallel on more than one rank). Equal on all ranks.
   bool are_cut() const { return are_cut_; }
-  // Whether sums over ranks include this rank's part: always if parameters are whole, else only in replica 0.
+  // Returns whether this rank adds its part to sums over ranks: always if parameters are whole, else only in replica 0.
   bool counts(const at::Tensor& parameter) const { return !are_cut_ || of(parameter).replica == 0; }
 
-  // Returns for each parameter whether any rank has a gradient. A rank without elements of a parameter may have none,
-  // although other ranks do. Is collective if parameters are cut: one small all-reduce.
+  // Returns for each parameter whether any rank has a gradient. A rank that holds no elements of a parameter may have
+  // no gradient, although other ranks have one. Collective if parameters are sharded: one small all-reduce.
   std::vector<bool> have_gradients(const std::vector<at::Tensor>& parameters) const;
 
  private:
@@ -64,8 +64,8 @@ at::Tensor in_memory_order(const at::Tensor& dense);
 // Returns `tensor` if it has these strides, otherwise a copy that has them. Dtype and device are unchanged.
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 
-// Restores the options of `added` in the groups from index `first` on. libtorch 2.15 replaces options of classes other
-// than its own by the defaults. Options of its own classes stay as libtorch merged them.
+// Restores the options of the groups from index `first` on to those of `added`. libtorch 2.15 replaces options of
+// classes other than its own by the defaults. Options of its own classes stay as libtorch merged them.
 void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
                      const std::vector<torch::optim::OptimizerParamGroup>& added);
 

@@ -22,19 +22,19 @@ class ReplicatedGradients;
 struct PlannedParameter;
 struct ReplicatedOptions;
 
-// A module whose parameters every rank holds in full: the base of DistributedDataParallel and ShardedDataParallel.
+// A module whose parameters are whole on every rank. Base class of DistributedDataParallel and ShardedDataParallel.
 class ReplicatedModule : public DataParallel {
  public:
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // parameters() returns the module's own parameters, each once, in the module's order.
+  // parameters() returns the parameters of the module and its submodules, each once, in the module's order.
 
   // Returns copies of all parameters (under each of their names) and buffers, by name. Not collective. Throws CommError
   // if a collective of this group was aborted, because values may then be undefined.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
-  // Counts parameters, defined gradients except placeholders, and buckets whose memory is not itself a gradient.
+  // Includes parameters, gradients except placeholders, and buckets. Counts memory of gradients in a bucket once.
   MemoryReport memory() const override;
   void reset_peak_memory() override;
 
@@ -46,17 +46,17 @@ class ReplicatedModule : public DataParallel {
  protected:
   struct Setup {
     std::string wrapper;             // class name of the wrapper, for errors
-    std::string options;             // the options as one line of text; must be equal on all ranks
-    bool sync_module_states = true;  // true: all ranks get rank 0's parameters and buffers
+    std::string options;             // text of the options in one line; must be equal on all ranks
+    bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers
     bool broadcast_buffers = true;   // rank 0 sends its buffers before each forward that follows a training forward
     // true: gradients from before wrapping must be equal on all ranks, because each rank steps with its own gradients.
     bool compares_gradients = false;
   };
   // Checks that all ranks have equal modules and options. Collective. If ranks differ, throws std::invalid_argument on
-  // every rank, with the name of the first difference. Throws it also for a parameter that a wrapper cannot train.
+  // every rank, with the name of the first difference. Also throws for a parameter that a wrapper cannot train.
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
-  // Must end the construction: creates gradients(). `owner_of` returns the owner of a parameter's gradient.
+  // Must be called at the end of construction. Creates gradients(). `owner_of` returns the owner of a gradient.
   void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
   ReplicatedGradients& gradients() const { return *gradients_; }
 

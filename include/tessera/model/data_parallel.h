@@ -20,22 +20,22 @@ class Optimizer;
 
 namespace tessera {
 
-// Bytes of tensors that a wrapper holds on this rank. FlatLayout predicts each number.
+// The bytes of tensors that a wrapper holds on this rank. FlatLayout predicts each number.
 struct MemoryReport {
   int64_t shard_bytes = 0;           // this rank's part of the parameters
   int64_t grad_bytes = 0;            // this rank's part of the gradients
-  int64_t gathered_bytes = 0;        // full parameters of units that are unsharded, or being unsharded, now
+  int64_t gathered_bytes = 0;        // full parameters of units that are unsharded now, or being unsharded
   int64_t peak_gathered_bytes = 0;   // the peak of gathered_bytes
-  int64_t secondary_bytes = 0;       // secondary shards for backward (hybrid sharding), now
+  int64_t secondary_bytes = 0;       // secondary shards for backward now (hybrid sharding)
   int64_t peak_secondary_bytes = 0;  // the peak of secondary_bytes
-  int64_t bucket_bytes = 0;          // gradients in buckets now, not reduced or being reduced
+  int64_t bucket_bytes = 0;          // buckets of gradients now, before and during reduction
   int64_t peak_bucket_bytes = 0;     // the peak of bucket_bytes
   int64_t largest_unit_bytes = 0;    // full parameters of the largest unit
   int64_t unsharded_bytes = 0;       // the parameters of the whole model
-  int64_t staging_bytes = 0;         // with offload: staging buffers of copies to and from the device, now
+  int64_t staging_bytes = 0;         // with offload: staging buffers now, for copies to and from the device
   int64_t peak_staging_bytes = 0;    // the peak of staging_bytes
 
-  // Sums of the current numbers, one for each place of memory. host_bytes includes pinned_bytes.
+  // The current bytes in each kind of memory. host_bytes includes pinned_bytes.
   int64_t device_bytes = 0;
   int64_t host_bytes = 0;
   int64_t pinned_bytes = 0;
@@ -49,23 +49,23 @@ class BackwardPass;
 // Returns the defined buffers of a module, under each of their names.
 torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Module& module);
 
-// The interface of a wrapped module that training loops use, apart from forward().
+// The interface of all wrappers for training loops. forward() is in the derived classes.
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own full gradients of all parameters. The next backward
-  // outside the scope reduces the sum. (Without a scope, each backward reduces, and the averages add up.) All ranks
-  // must open the scope alike, around both forward and backward. Throws std::logic_error inside a backward pass.
+  // outside the scope reduces the sum. (Without a scope, each backward reduces, and `.grad` adds up the averages.) All
+  // ranks must open the scope alike, around both forward and backward. Throws std::logic_error inside a backward pass.
   ScopeExit no_sync();
 
-  // Sets the divisor of sums of gradients over ranks, in place of the number of ranks (FSDP2's
-  // set_gradient_divide_factor). Takes effect in the next backward. Example: the number of tokens of all ranks, if
-  // losses are sums over tokens. Must be equal on all ranks. Throws std::invalid_argument unless it is above 0.
+  // Sets the divisor of gradients that are summed over ranks, in place of the number of ranks (FSDP2's
+  // set_gradient_divide_factor). Takes effect in the next backward. If losses are sums over tokens, this may be the
+  // number of tokens of all ranks. Must be equal on all ranks. Throws std::invalid_argument unless it is above 0.
   void set_gradient_divide_factor(double factor);
 
   // Sets the divisor to the sum of `own` over the ranks, and returns the sum. For losses that are sums over tokens:
   // `own` is the number of tokens in this rank's part of the step, in all micro-batches together. Gradients are then
-  // those of the mean over all tokens. Must be called before the first backward of the step. Collective, one small
-  // all-reduce. Throws std::invalid_argument, on all ranks, if a number is negative or the sum is 0.
+  // those of the mean over all tokens. Must be called before the first backward of the step. Collective: one small
+  // all-reduce. If a number is negative or the sum is 0, all ranks throw std::invalid_argument.
   int64_t divide_gradients_by_sum(int64_t own);
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm. Returns the norm before
@@ -91,39 +91,39 @@ class DataParallel : public ModelShards {
   virtual const torch::nn::Module& wrapped_module() const = 0;
 };
 
-// A training step that the device replays as one CUDA graph, which costs the host one launch. The graph has forward,
+// A training step that the device replays as one CUDA graph, with one launch by the host. The graph has forward,
 // backward, clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Other optimizers step eagerly.
-// Replays follow learning rates, step counts and loaded checkpoints. docs/gpu.md lists refused changes.
+// Replays use the current learning rates, step counts and loaded checkpoints. docs/gpu.md lists refused changes.
 //
 //   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
 //   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});
 //
-// Results are bit-equal to those of the loop without a capture. The first calls are eager steps; the next one captures.
-// Every call clears gradients first, and trains one step. docs/gpu.md lists the models and options that cannot be
-// captured. A call with one of them throws an error that names it.
+// Results are bit-equal to those of the loop without a capture. The first calls are eager steps, and the next call
+// captures. Every call clears gradients first, and trains one step. docs/gpu.md lists the models and options that
+// cannot be captured. With one of them, a call throws an error that names it.
 //
 // The step runs on its own stream, after earlier and before later work of the caller's stream. It keeps gradients,
-// buffers and activations in memory of its own. Must be used by one thread, and alike on all ranks.
+// buffers and activations in memory of its own. Must be used by one thread, and by all ranks alike.
 class CapturedStep {
  public:
-  // Returns the loss, of one element, computed by the wrapper's forward. Called in eager steps and once in the capture.
-  // Replays repeat only the operators that it calls, not its other work on the host.
+  // Returns the loss, a tensor of one element that the wrapper's forward computed. Called in eager steps and once in
+  // the capture. Replays repeat only the operators that Body calls, not its other work on the host.
   using Body = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
   // `wrapper` and `optimizer` must outlive this object. `max_norm`: upper limit of the gradients' norm; empty: no
-  // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs,
-  // without TESSERA_CUDA, and, naming the option, if the wrapper or its group cannot be captured.
+  // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs and
+  // without TESSERA_CUDA. Throws it also, naming the option, if the wrapper or its group cannot be captured.
   CapturedStep(DataParallel& wrapper, torch::optim::Optimizer& optimizer, Body body,
                std::optional<double> max_norm = {}, int eager_steps = 3);
   ~CapturedStep();
 
-  // Trains one step and returns its loss on the device, without waiting for the loss. Inputs are copied and may be in
+  // Trains one step and returns its loss on the device, without waiting for the loss. Inputs are copied, and may be in
   // host memory. They must have the sizes, strides and dtypes of the first call. Collective. Throws
   // std::invalid_argument if inputs differ, or if a part of the step cannot be captured. Throws std::logic_error after
-  // a change since the capture that replays would not follow: of the model, its mode, autocast or the optimizer
-  // (docs/gpu.md). If the capture itself fails, the group is aborted with the error as the reason.
+  // a change that replays would not follow: of the model, its mode, autocast or the optimizer (docs/gpu.md). If the
+  // capture itself fails, the group is aborted with the error as the reason.
   at::Tensor operator()(const std::vector<at::Tensor>& inputs);
 
-  // Whether later calls replay the captured step.
+  // Returns whether the step is captured, so that later calls replay it.
   bool is_captured() const;
   // Returns the norm of the last step's gradients before clipping; 0 without max_norm.
   GradNorm norm() const;

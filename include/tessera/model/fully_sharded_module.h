@@ -21,15 +21,15 @@ namespace internal {
 class Scheduler;
 }
 
-// The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
+// The part of FullyShardedDataParallel that does not depend on the module's type.
 class FullyShardedModule : public DataParallel, public internal::GradientSource {
  public:
-  // parameters() returns this rank's part of every parameter, each once, in the module's order. They are 1-D leaf
-  // tensors on the communicator's device (in host memory with FsdpOptions::offload), of the parameter's dtype, empty if
-  // the rank owns no element. Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them
-  // (under NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the gradient averaged over
-  // ranks, undefined for a parameter that no rank used. After a backward that failed or ran under no_sync(), it is a
-  // placeholder: operators throw, naming the parameter, until zero_grad() or a backward that reduces.
+  // parameters() returns this rank's part of every parameter, each once, in the module's order. The parts are 1-D leaf
+  // tensors on the communicator's device (in host memory with FsdpOptions::offload), of the parameter's dtype, and
+  // empty if the rank owns no element. Any torch::optim optimizer accepts them, in any groups. Writing to them (under
+  // NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the average over ranks, undefined
+  // for a parameter that no rank used. After a backward that failed or ran under no_sync(), it is a placeholder:
+  // operators throw, naming the parameter, until zero_grad() or a backward that reduces.
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
@@ -43,17 +43,17 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
 
   // While the scope exists, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
   // precision. Parameters may be read in any way, and changed under NoGradGuard. At the end of the scope each rank
-  // copies its part into the shards, so all ranks must change parameters alike. The call is collective, the end of the
-  // scope is not. Throws std::logic_error inside a backward pass and inside another such scope. Throws
+  // copies its part into the shards, so all ranks must make equal changes. The call is collective, but not the end of
+  // the scope. Throws std::logic_error inside a backward pass and inside another such scope. Throws
   // std::invalid_argument for options that contradict each other and for unknown units.
   ScopeExit summon_full_params(SummonOptions options = {});
 
-  // Returns copies of all parameters (under each of their names) and buffers, in full, by name. They are on the
+  // Returns copies of all parameters (under each of their names) and buffers, whole, by name. They are on the
   // communicator's device or on the host. Collective. Gathers one unit at a time.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
 
   // Calls visit(name, tensor) for each entry of full_state_dict(): parameters in the order of units, then buffers. The
-  // tensor is valid during the call. Collective; with rank0_only other ranks make no calls. A rank holds at most one
+  // tensor is valid during the call. Collective; with rank0_only, only rank 0 makes the calls. A rank holds at most one
   // unit beyond its shards, so a model of any size can be written to a file.
   void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
                         StateDictOptions options = {});
@@ -68,14 +68,14 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   std::vector<NamedShard> named_shards() const override;
   std::vector<NamedShard> shards_to_save() const override;
   std::vector<HeldPart> held_by(int rank) const override;
-  // Includes, for checkpoints, the parameters of FsdpOptions::ignored_modules, because these are not sharded.
+  // Includes the parameters of FsdpOptions::ignored_modules, because checkpoints save them whole, like buffers.
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   ScopeExit begin_forward();  // the scope must live until forward ends
   // Must be called after a forward that did not throw. In no-grad mode, throws CommError if an all-gather was aborted,
-  // because no backward would detect that.
+  // because no later backward would detect the abort.
   void end_forward();
   // The dtypes to which floating-point arguments and results of forward are converted; empty: not converted.
   std::optional<at::ScalarType> input_dtype() const;

@@ -7,14 +7,14 @@
 
 namespace tessera {
 
-// The norm of gradients, which a device may still be computing. Conversion to double blocks until the norm is known. A
-// loop that only clips never blocks the host. Programs should read the norm only every few steps.
+// The norm of gradients, which a device may still be computing. Conversion to double blocks until the norm is computed.
+// A loop that only clips never blocks the host. A loop that logs the norm should read it only every few steps.
 class GradNorm {
  public:
   GradNorm(double value) : value_(value) {}                             // NOLINT(google-explicit-constructor): a double
-  explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // of one element, on any device
+  explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // `tensor` has one element, on any device
 
-  // The norm as a tensor, perhaps not computed yet. Undefined if it was made of, or converted to, a double.
+  // Returns the norm, perhaps not computed yet. Undefined if it was made of, or converted to, a double.
   const at::Tensor& on_device() const { return tensor_; }
   // Returns the norm. The first call blocks until a device has computed it.
   operator double() const {  // NOLINT(google-explicit-constructor)
@@ -26,7 +26,7 @@ class GradNorm {
   mutable double value_ = 0;
   mutable at::Tensor tensor_;
 };
-// Writes the norm; blocks until it is known.
+// Writes the norm. Blocks until the norm is computed.
 inline std::ostream& operator<<(std::ostream& out, const GradNorm& norm) { return out << static_cast<double>(norm); }
 
 }  // namespace tessera

@@ -20,16 +20,16 @@ struct NamedShard {
   std::vector<int64_t> sizes{};        // sizes of the whole parameter
   std::vector<int64_t> strides{};      // strides of the whole parameter in memory
   Range held{};                        // the range of elements on this rank, in memory order
-  // The leaf for optimizers: [held.numel()], or the parameter's own shape if ranks hold it whole. Writing to it under
-  // NoGradGuard changes the model.
+  // The leaf tensor for optimizers: [held.numel()], or the parameter's own shape if every rank holds the whole
+  // parameter. Writing to it under NoGradGuard changes the model.
   at::Tensor tensor{};
   // The index of this rank among the ranks that hold this part: 0 to replica_count - 1.
   int replica = 0;
   int replica_count = 1;
 };
 
-// The state of a wrapped model under the module's own names, for code that does not know the wrapper (checkpoints). Not
-// collective.
+// The state of a wrapped model under the module's own names, for code that is independent of the wrapper (checkpoints).
+// Not collective.
 class ModelShards {
  public:
   // The part of one parameter that a rank holds.
@@ -44,15 +44,15 @@ class ModelShards {
   // Returns every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
   // Returns the shards to save. They have the module's current values, which a scope or set_data() may have changed.
-  // Throws std::logic_error if these changes are temporary (the error names the unit), or if a parameter was registered
-  // after wrapping (the error names the parameter).
+  // Throws std::logic_error, naming the unit, if these changes are temporary. Throws std::logic_error, naming the
+  // parameter, if a parameter was registered after wrapping.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
-  // Returns the part of each of named_shards() that `rank` of comm() holds, computed without communication. Throws
+  // Returns, for each of named_shards(), the part that `rank` of comm() holds. Does not communicate. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.
   virtual std::vector<HeldPart> held_by(int rank) const;
-  // Returns the leaves of named_shards(), for an optimizer.
+  // Returns the leaf tensors of named_shards(), for an optimizer.
   std::vector<at::Tensor> parameters() const;
-  // Returns the leaves by the parameters' first names.
+  // Returns the leaf tensors by the first names of their parameters.
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   // Clears the gradients of parameters(), as optimizer.zero_grad() does.
   void zero_grad(bool set_to_none = true);
@@ -61,9 +61,9 @@ class ModelShards {
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
-// For a tensor of a wrapper's parameters(), returns the shape of the whole parameter; for any other tensor, its own
-// shape. Filters of parameters must use this function in place of dim(), because a shard of FullyShardedDataParallel is
-// one-dimensional. Not collective.
+// Returns the shape of the whole parameter if the tensor is in a wrapper's parameters(), otherwise the tensor's own
+// shape. Filters of parameters must use this function in place of dim(), because shards of FullyShardedDataParallel
+// have one dimension. Not collective.
 std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
 
 namespace internal {
@@ -72,9 +72,9 @@ namespace internal {
 class OptimizerShards {
  public:
   virtual ~OptimizerShards() = default;
-  // Returns the optimizer that steps the owned parameters. Callers inspect the optimizer's class.
+  // Returns the optimizer that steps the owned parameters. Callers inspect its class.
   virtual const torch::optim::Optimizer& local() const = 0;
-  // Whether this rank owns the parameter and keeps its state.
+  // Returns whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;
   // Returns an owner's new values as this rank receives them: rounded if OSS publishes rounded values.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }

@@ -17,7 +17,7 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
 
   TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
-  TORCH_ARG(double, eps1) = 0;              // lower bound of row means and of averages' roots; 0: the dtype's epsilon
+  TORCH_ARG(double, eps1) = 0;              // lower bound of row means and of roots of averages; 0: dtype's epsilon
   TORCH_ARG(double, eps2) = 1e-3;           // lower bound of a parameter's root mean square
   TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's root mean square; 1 or more
 

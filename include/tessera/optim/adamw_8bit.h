@@ -20,7 +20,7 @@ struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
   TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
   // true: AdamW. false: Adam, which adds weight decay to the gradient.
   TORCH_ARG(bool, decoupled) = true;
-  // New states of parameters with fewer elements than this are fp32, as with bitsandbytes' min_8bit_size. Existing
+  // A new state is fp32 if the parameter has fewer elements than this, as with bitsandbytes' min_8bit_size. Existing
   // states, for example from a checkpoint, keep their format.
   TORCH_ARG(int64_t, min_8bit_numel) = 4096;
 
@@ -60,7 +60,7 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
     visit("exp_avg_sq_scale", exp_avg_sq_scale());
   }
   // Permutes the state to the memory order of the parameter, whose strides set_data() may have changed. Encodes 8-bit
-  // values again, in new blocks, which rounds once more. Replaces tensors instead of writing to them.
+  // values again, in new blocks, with one more rounding. Replaces tensors instead of writing to them.
   void lay_out_as(const at::Tensor& parameter);
 };
 
@@ -69,9 +69,9 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 // element takes 2 1/32 bytes instead of 8.
 //
 // Blocks divide the whole parameter in memory order, independent of shards. lay_out_as() adapts them to changed
-// strides. Ranks that share a block agree on its scale in one all-reduce a step, with two numbers for each shared
-// block. So with equal gradients, parameters are bit-equal at every world size, and a checkpoint can continue at any
-// other. A step processes a million elements at a time, in fp32. fp64 parameters keep their precision.
+// strides. Ranks that share a block agree on its scale in one all-reduce per step, of two numbers for each shared
+// block. So with equal gradients, parameters are bit-equal at every world size, and a checkpoint can be loaded at any
+// world size. A step processes a million elements at a time, in fp32. fp64 parameters keep their precision.
 class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;

@@ -13,14 +13,14 @@ namespace tessera {
 struct EmaOptions {
   // Each update sets average <- decay * average + (1 - decay) * parameter. Must be in [0, 1).
   double decay = 0.9999;
-  // true: limits the decay in update n (from 0) to (1 + n) / (10 + n), so that initial values soon lose their weight.
+  // true: limits the decay in update n (from 0) to (1 + n) / (10 + n), so that initial values soon lose weight.
   bool warmup = false;
 };
 
 // The exponential moving average of a model's parameters (Polyak averaging; torch.optim.swa_utils.AveragedModel), in
-// fp32, or in fp64 for fp64 parameters. Complex parameters have complex averages. Each rank averages its own part, and
-// update() does not communicate. If N ranks hold equal parameters (DistributedDataParallel, OSS, ShardedDataParallel,
-// replicas of hybrid sharding), each of them averages 1/N of the parameters.
+// fp32, or in fp64 for fp64 parameters. Averages of complex parameters are complex. Each rank averages its own part,
+// and update() does not communicate. If N ranks hold equal parameters, each of them averages 1/N of the parameters.
+// This is the case for DistributedDataParallel, OSS, ShardedDataParallel and replicas of hybrid sharding.
 //
 //   tessera::Ema ema(fsdp, {.decay = 0.999});
 //   for (...) {
@@ -35,8 +35,8 @@ struct EmaOptions {
 //   save_full("ema.safetensors", ema);             // saves the averages under the module's names
 //
 // The ModelShards functions of an Ema return the averages, under the parameters' names. Integer parameters and buffers
-// are not averaged. With OssOptions::broadcast_dtype, averages are of the rounded values that ranks receive. Must be
-// used by one thread.
+// are not averaged. With OssOptions::broadcast_dtype, a rank averages the rounded values that it receives. Must be used
+// by one thread.
 class Ema : public ModelShards {
  public:
   // Sets the averages to the parameters. `model` must outlive this object. Is collective. Throws std::invalid_argument
@@ -53,10 +53,10 @@ class Ema : public ModelShards {
   // end, is collective: one all-gather for each parameter. Throws std::logic_error if a scope is open.
   ScopeExit swap_in();
 
-  // Returns an object that has the model's tensors, "ema.<name>" for each average, and the buffer "ema.updates". It is
-  // valid as long as this Ema. For checkpoints it is equivalent to the list {model, ema}.
+  // Returns an object with the model's tensors, an average "ema.<name>" for each parameter, and the buffer
+  // "ema.updates". The object is valid as long as this Ema. For checkpoints it is equivalent to the list {model, ema}.
   ModelShards& with_model();
-  // Returns the Ema that made this object in with_model(), or null for any other object.
+  // Returns the Ema whose with_model() returned this object, or null for any other object.
   static Ema* of(ModelShards& with_model);
 
   ModelShards& model() const { return model_; }          // the averaged model

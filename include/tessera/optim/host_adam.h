@@ -11,9 +11,9 @@
 namespace tessera {
 
 // torch::optim::Adam and AdamW for parameters in host memory (ZeRO-Offload's CPU Adam: Ren et al., 2021). A step is one
-// pass over parameter, gradient and state, in the widest vector instructions of the processor, on all intra-operator
-// threads. The pass also writes the 16-bit copy, if a wrapper sends one to a device. Options, states and archives are
-// torch's; results are equal to rounding.
+// pass over parameter, gradient and state, with the widest vector instructions of the processor, on all intra-operator
+// threads. If a wrapper sends 16-bit copies of parameters to a device, the pass also writes these copies. Options,
+// states and archives are torch's; results are equal up to rounding.
 //
 //   FullyShardedDataParallel fsdp(model, comm, {.offload = {.params = true, .grads = true}});
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
@@ -24,11 +24,11 @@ namespace tessera {
 //
 // Steps of revocable_steps() keep the previous parameter and state in host memory or, for parameters on disk, on disk.
 // The first such step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new
-// state to the allocated memory and keeps the old state where it is, which costs less than a copy.
+// state to this memory and does not move the old state, which costs less than a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;
-  // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
+  // Takes one step. If there is a closure, returns its loss. Not collective.
   at::Tensor step(LossClosure closure = nullptr) override;
   // Steps those of `parameters` that have a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;

@@ -18,13 +18,13 @@ namespace tessera {
 // the states' dtype. Norms are computed in double. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
-  // Takes whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad.
+  // Accepts whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad.
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
-  // Takes the shards of FullyShardedDataParallel. The groups must be equal and in the same order on all ranks. Throws
-  // std::invalid_argument also for tensors that are not in model.named_shards(). Construction and step() are collective
-  // over model.comm().
+  // Accepts the shards of FullyShardedDataParallel. The groups must be equal and in the same order on all ranks. Also
+  // throws std::invalid_argument for tensors that are not in model.named_shards(). Construction and step() are
+  // collective over model.comm().
   Lamb(const ModelShards& model, std::vector<torch::optim::OptimizerParamGroup> groups,
        torch::optim::AdamWOptions defaults = {});
   explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});
@@ -32,8 +32,8 @@ class Lamb : public torch::optim::Optimizer {
   // Adds a group. Throws as the constructors, with nothing changed. Is collective if constructed with a wrapper.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // Throws CommError. Throws std::invalid_argument, with nothing changed, for sparse gradients, for complex parameters,
-  // and for groups that construction would refuse.
+  // Throws CommError. Throws std::invalid_argument, with nothing changed, for sparse gradients, complex parameters, and
+  // groups that the constructors would refuse.
   at::Tensor step(LossClosure closure = nullptr) override;
   // For torch::save: writes this rank's state in AdamW's format.
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -44,15 +44,15 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   }
 };
 
-// Lbfgs's state of one parameter: its part of the search's vectors, and numbers that are equal for all parameters.
+// Lbfgs's state of one parameter: its elements of the search's vectors, and numbers that are equal for all parameters.
 struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
   int64_t func_evals = 0;           // closure calls in all step() calls
   int64_t n_iter = 0;               // iterations in all step() calls
-  double t = 0;                     // the last step is t * direction
+  double t = 0;                     // length of the last step, in multiples of `direction`
   at::Tensor direction;             // direction of the last step
   at::Tensor gradient;              // gradient before the last step
   std::vector<at::Tensor> steps;    // changes of the parameter, oldest first
-  std::vector<at::Tensor> changes;  // changes of the gradient in `steps`
+  std::vector<at::Tensor> changes;  // changes of the gradient, one for each of `steps`
 
   // Calls visit(name, value) for each field.
   template <class Visit>
@@ -78,9 +78,9 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 
 // torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
 // direction is a combination of the history's vectors, whose coefficients need only inner products (Chen et al., 2014).
-// So an iteration all-gathers about 5 doubles for each remembered step, and an evaluation 5. Losses are averaged over
-// the ranks, so that all ranks take equal steps. Needs one group, and a wrapper that has the gradients of its shards
-// (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
+// So ranks all-gather about 5 doubles for each remembered step in an iteration, and 5 doubles in an evaluation. Losses
+// are averaged over the ranks, so that all ranks take equal steps. Needs one group, and a wrapper that has the
+// gradients of its shards (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
 //
 //   tessera::Lbfgs optimizer(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));
 //   optimizer.step([&] {
@@ -90,8 +90,8 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 //     return loss;
 //   });
 //
-// The history takes 2 * history_size times the memory of the shards, or under OSS<Lbfgs> of the parameters that the
-// rank owns. OSS<Lbfgs> publishes all parameters at each point of the search.
+// The history takes 2 * history_size times the memory of the rank's shards (under OSS<Lbfgs>: of the parameters that
+// the rank owns). OSS<Lbfgs> publishes all parameters at each point of the search.
 class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
@@ -99,13 +99,13 @@ class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, in
   // std::invalid_argument without a closure, for several groups, dtypes or devices, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // The group and parameters under OSS, where each rank owns some parameters whole.
+  // The ranks and parameters under OSS, where one rank owns each whole parameter.
   struct Owners {
     Communicator* comm;
     std::vector<at::Tensor> trained;  // parameters of all ranks, without frozen ones
     std::function<void()> publish;    // collective: sends the owners' new values to all ranks
   };
-  // Runs step() over the parameters of all ranks; this rank owns those in param_groups(). Is collective.
+  // Runs step() over the parameters of all ranks. This rank owns the parameters in param_groups(). Collective.
   at::Tensor step_among(const Owners& owners, const LossClosure& closure);
 
  private:

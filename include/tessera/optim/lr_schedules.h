@@ -18,7 +18,7 @@ namespace tessera {
 //   save_checkpoint(dir, {model, optimizer, schedule});
 //
 // A checkpoint has the number of steps, but not peaks or factors. The schedule must be constructed before
-// load_checkpoint(): otherwise loaded rates become its peaks. Not collective; must be equal on all ranks.
+// load_checkpoint(); otherwise it uses the loaded rates as peaks. Not collective; must be equal on all ranks.
 class LambdaLR : public torch::optim::LRScheduler {
  public:
   // Sets the rates of step 0. The optimizer must outlive the schedule.
@@ -44,9 +44,9 @@ class WarmupLR : public LambdaLR {
   WarmupLR(torch::optim::Optimizer& optimizer, int64_t warmup_steps);
 };
 
-// WarmupLR, then half a cosine: from the peak at step `warmup_steps` to peak * final_fraction at the last step,
-// total_steps - 1. Steps after the last keep its rate. Loshchilov and Hutter, 2017 (https://arxiv.org/abs/1608.03983),
-// without restarts.
+// The rate rises like that of WarmupLR, then falls by half a cosine: from the peak at step `warmup_steps` to peak *
+// final_fraction at the last step, total_steps - 1. Later steps keep the last rate. Loshchilov and Hutter, 2017
+// (https://arxiv.org/abs/1608.03983), without restarts.
 class WarmupCosineLR : public LambdaLR {
  public:
   // Throws std::invalid_argument unless 0 <= warmup_steps <= total_steps, total_steps >= 1 and final_fraction >= 0.

@@ -16,22 +16,22 @@ namespace tessera {
 using OptimizerOption = std::variant<bool, double>;
 using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
-// An optimizer's state, like Python's optimizer.state_dict(). A parameter's key is its index in the list of all groups'
-// parameters.
+// An optimizer's state, like Python's optimizer.state_dict(). The key of a parameter is its index in the concatenated
+// parameter lists of all groups.
 struct OptimizerStateDict {
   struct Group {
     OptionList options;
     int64_t parameter_count = 0;
   };
-  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Undefined tensors are left out. Tensors are the
-  // optimizer's own in local_state_dict() of OSS, and copies in its state_dict().
+  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Omits undefined tensors. Tensors are the
+  // optimizer's own in local_state_dict() of OSS, and copies in state_dict() of OSS.
   struct ParameterState {
     std::vector<std::pair<std::string, at::Tensor>> tensors;
     std::vector<std::pair<std::string, int64_t>> numbers;
   };
   std::string kind;  // the optimizer's class, such as "Adam"; see optimizer_kind()
   std::vector<Group> groups;
-  std::map<int64_t, ParameterState> state;  // by parameter index; only parameters with a state, as whole tensors
+  std::map<int64_t, ParameterState> state;  // by parameter index, of whole parameters that have a state
 
   // Returns the number of parameters in all groups.
   int64_t parameter_count() const;

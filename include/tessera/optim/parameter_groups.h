@@ -12,16 +12,16 @@
 
 namespace tessera {
 
-// Selects parameters for a group by their NamedShard, for example by name or by the whole parameter's `sizes`.
+// Selects parameters for a group by their NamedShard, for example by `fqn` or by `sizes` of the whole parameter.
 template <class Options>
 struct GroupRule {
   std::function<bool(const NamedShard&)> matches{};  // must return equal results on all ranks
   Options options{};                                 // options of the group, e.g. torch's AdamOptions
 };
 
-// Splits the parameters of a wrapped model into optimizer groups. A parameter goes to the group of the first rule that
-// matches it. The last group has all other parameters, with the options `rest`. All ranks get equal groups in the same
-// order. A group may be empty.
+// Splits the parameters of a wrapped model into optimizer groups. The group of a parameter is that of the first rule
+// that matches it. The last group has all other parameters, with the options `rest`. All ranks get equal groups in the
+// same order. A group may be empty.
 //
 //   auto no_decay = tessera::GroupRule<AdamWOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2; }, AdamWOptions(1e-3).weight_decay(0)};
@@ -43,15 +43,15 @@ std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShard
   return groups;
 }
 
-// Returns the usual two groups: parameters with weight decay, with `options`; then all others, with `options` but
-// weight_decay(0). A parameter has no decay if the module declared it with fewer than two dimensions (biases, norms),
-// or if its name contains a text of `no_decay` ("embedding"). A group may be empty.
+// Returns the usual two groups: first the parameters with weight decay and `options`, then all others with
+// weight_decay(0). A parameter has no decay if the module declared fewer than two dimensions (biases, norms), or if the
+// name contains a text of `no_decay` ("embedding"). A group may be empty.
 //
 //   torch::optim::AdamW optimizer(tessera::decay_groups(fsdp.named_parameters(), AdamWOptions(1e-3).weight_decay(0.1)),
 //                                 AdamWOptions(1e-3));
 //
-// `named_parameters` are those of any wrapper, of a module (for OSS), or the argument of ZeroOptions::groups. All ranks
-// get equal groups.
+// `named_parameters` may be those of a wrapper, those of a module (for OSS), or the argument of ZeroOptions::groups.
+// All ranks get equal groups.
 template <class Options>
 std::vector<torch::optim::OptimizerParamGroup> decay_groups(
     const torch::OrderedDict<std::string, at::Tensor>& named_parameters, const Options& options,

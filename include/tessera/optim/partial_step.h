@@ -11,8 +11,8 @@ namespace tessera {
 
 namespace internal {
 
-// An optimizer that can step some of its parameters and leave the others for later. Must be used by one thread at a
-// time. Is not collective.
+// An optimizer that can step some of its parameters now and the others later. Must be used by one thread at a time. Not
+// collective.
 class ChosenStep {
  public:
   virtual ~ChosenStep() = default;
@@ -23,38 +23,38 @@ class ChosenStep {
   virtual void require_steppable() {}
 };
 
-// Whether the optimizer's class is derived from one of Tessera's. Such a class may override step(), and
-// step_parameters() would bypass the override.
+// Returns whether the optimizer's class is derived from one of Tessera's optimizers. Such a class may override step(),
+// and step_parameters() would bypass the override.
 bool may_have_own_step(const torch::optim::Optimizer& optimizer);
 
-// Returns the optimizer as a ChosenStep, or null if it is not one or if may_have_own_step().
+// Returns the optimizer as a ChosenStep. Returns null for any other class, and if may_have_own_step().
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
 
-// Calls take(group, parameter) in the order of the groups, for each parameter that has a gradient: of the whole
-// optimizer, or of `chosen` unless null. Calls it as often as the groups list the parameter. If the optimizer lacks a
-// parameter of `chosen`, throws std::invalid_argument after those calls. So take() must only collect.
+// Calls take(group, parameter) for each parameter that has a gradient, in the order of the groups, and as often as they
+// list it. If `chosen` is not null, skips parameters that are not in it. If the optimizer lacks a parameter of `chosen`,
+// throws std::invalid_argument after the calls. So take() must collect parameters, but not step them.
 void for_each_stepped(
     torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
     const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
 
 }  // namespace internal
 
-// An optimizer that can step some of its parameters in host memory, on any thread, and leave the others for later
+// An optimizer that can step some of its parameters in host memory now, on any thread, and the others later
 // (StepInBackward). Derived classes implement step_parameters() and, if needed, require_steppable().
 class PartialStep : public internal::ChosenStep {
  public:
-  // Takes steps of some parameters that can be rolled back, and copies the previous values for that. The optimizer must
-  // outlive this object. Must be used by one thread at a time. Is not collective.
+  // Steps some of the parameters, and keeps copies of the previous values, so that the steps can be rolled back. The
+  // optimizer must outlive this object. Must be used by one thread at a time. Not collective.
   class RevocableSteps {
    public:
     virtual ~RevocableSteps() = default;
-    // Calls PartialStep::step_parameters(parameters), and keeps the previous parameters' elements and optimizer state.
-    // May replace the state's tensors. A parameter must be stepped only once before keep() or roll_back(). Throws like
-    // step_parameters(), and if memory for copies is lacking. After an error, some parameters may have been stepped;
-    // roll_back() restores those.
+    // Calls PartialStep::step_parameters(parameters), and keeps the previous elements of parameters and optimizer
+    // state. May replace the state's tensors. A parameter must be stepped only once before keep() or roll_back().
+    // Throws like step_parameters(), and if there is no memory for copies. After an error, some parameters may have
+    // been stepped; roll_back() restores these parameters.
     virtual void step(const std::vector<at::Tensor>& parameters) = 0;
-    // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. Throws if a write to disk fails;
-    // must then be called again.
+    // Restores parameters, their 16-bit copies and the optimizer's state bit for bit. If a write to disk fails, throws,
+    // and must be called again.
     virtual void roll_back() = 0;
     // Makes the steps final: a later roll_back() does not restore them.
     virtual void keep() = 0;

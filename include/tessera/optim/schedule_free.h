@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0: it is the weight of the
-// average in the point at which gradients are computed.
+// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0. Gradients are computed at a
+// point between the last iterate and the average; beta1 is the weight of the average.
 struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "ScheduleFreeAdamW";
@@ -46,7 +46,7 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
   TORCH_ARG(at::Tensor, exp_avg_sq);  // average of squared gradients
 
  public:
-  // Calls visit(name, value) for each field. Passes doubles as integers with equal bits, for checkpoints.
+  // Calls visit(name, value) for each field. For checkpoints, passes each double as the integer with the same bits.
   template <class Visit>
   void visit(Visit visit) {
     visit("step", step());
@@ -63,9 +63,9 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 };
 
 // Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree). Needs no
-// learning-rate schedule and no number of steps in advance. Evaluation and export use the average of the iterates
-// (swap_in_averages()). In training, parameters are between the average and the last iterate. Is elementwise: results
-// are bit-equal under any sharding. Each parameter has its own count of steps, which excludes steps without a gradient.
+// learning-rate schedule, and no total number of steps. Evaluation and export use the average of the iterates
+// (swap_in_averages()). In training, parameters are between the average and the last iterate. Elementwise: results are
+// bit-equal under any sharding. Each parameter has its own count of steps, which excludes steps without a gradient.
 class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
       public Averages {

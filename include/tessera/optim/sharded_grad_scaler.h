@@ -44,17 +44,17 @@ class ShardedGradScaler {
   // all-reduce of one number. Throws std::logic_error if called twice for an optimizer without update() between.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  // Calls unscale_() unless already called, and optimizer.step() if all gradients are finite. Returns whether it
+  // Calls unscale_() if the caller has not, then optimizer.step() if all gradients are finite. Returns whether it
   // stepped, equal on all ranks. Throws std::logic_error if called twice for an optimizer without update() between.
   bool step(torch::optim::Optimizer& optimizer);
 
-  // Ends the step: raises, lowers or keeps the scale. Throws std::logic_error without unscale_() or step() before.
+  // Ends the step, and raises, lowers or keeps the scale. Throws std::logic_error without unscale_() or step() before.
   void update();
 
   // Returns the current scale.
   double get_scale() const { return scale_; }
 
-  // State for checkpoints; must be loaded between update() and scale().
+  // The state for checkpoints. Must be loaded between update() and scale().
   struct State {
     double scale = 0;
     int64_t finite_steps = 0;  // successive finite steps since the scale changed

@@ -16,13 +16,13 @@ namespace tessera {
 // Options of summon_full_params(). Must be equal on all ranks.
 struct SummonOptions {
   bool writeback = true;  // true: keeps changes made in the scope; false: drops them
-  // true: only rank 0 gets full parameters; on other ranks the use of a parameter throws std::logic_error. Needs
-  // writeback = false, because other ranks could not update their shards.
+  // true: only rank 0 unshards parameters; on other ranks, an operator that uses a parameter throws std::logic_error.
+  // Needs writeback = false, because other ranks could not update their shards.
   bool rank0_only = false;
-  // true: full parameters are in host memory, and an accelerator holds one full flat parameter at a time. Parameters
-  // may be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
+  // true: full parameters are in host memory, and an accelerator holds only one full flat parameter at a time.
+  // Parameters may be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
   bool offload_to_cpu = false;
-  // The units to summon, by the names that describe() prints: "blocks.3", "(root)". Empty: all. Other units are
+  // The units to unshard, by the names that describe() prints: "blocks.3", "(root)". Empty: all units. Other units are
   // gathered when an operator uses them.
   std::vector<std::string> units{};
 };
@@ -32,21 +32,21 @@ const SummonOptions& checked(const SummonOptions& options);
 
 // Options of full_state_dict() and visit_full_state(). Must be equal on all ranks.
 struct StateDictOptions {
-  // true: only rank 0 gets tensors; other ranks get an empty dictionary.
+  // true: only rank 0 receives tensors; other ranks receive an empty dictionary.
   bool rank0_only = false;
   // true: copies are in host memory, and an accelerator holds one unit at a time.
   bool offload_to_cpu = false;
 };
 
-// The dtype of each phase of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers); empty: the parameters' own.
-// Optimizers, checkpoints and state dictionaries always have the parameters' own dtype. Complex and integer tensors
-// always keep their dtype.
+// The dtype of each phase of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers). Empty: the parameters' own
+// dtype. Optimizers, checkpoints and state dictionaries always have the parameters' own dtype. Complex and integer
+// tensors always keep their dtype.
 struct MixedPrecision {
   // The dtype in which floating-point parameters are gathered and used. Shards are cast before they are sent. So for
   // fp32 parameters, kBFloat16 and kHalf halve the bytes sent and the memory of unsharded parameters.
   std::optional<at::ScalarType> param_dtype{};
   // The dtype in which gradients are added and reduced; empty: param_dtype. kFloat sends twice the bytes of a 16-bit
-  // dtype. It rounds once, not on every rank and in every accumulation under no_sync.
+  // dtype, but rounds only once. A 16-bit dtype rounds on every rank and in every accumulation under no_sync().
   std::optional<at::ScalarType> reduce_dtype{};
   // The dtype to which floating-point buffers are converted once, at construction. Empty: no conversion.
   std::optional<at::ScalarType> buffer_dtype{};
@@ -56,33 +56,33 @@ struct MixedPrecision {
   // The dtype to which the wrapper's forward() converts floating-point tensors in its result. Empty: no conversion.
   std::optional<at::ScalarType> output_dtype{};
   // Selects modules that compute in the parameters' own dtype, usually norms. Their parameters and buffers are never
-  // cast. If an operator uses such a parameter, its arguments of param_dtype are converted to that dtype, and its
-  // results back, in forward and in backward. Batch norms are included (FSDP1's default) unless buffer_dtype is
-  // param_dtype, because their parameters and running statistics need one dtype.
+  // cast. If an operator uses such a parameter, its arguments of param_dtype are converted to the parameter's dtype.
+  // Its results are converted back, in forward and in backward. Also selects batch norms (FSDP1's default) unless
+  // buffer_dtype is param_dtype, because their parameters and running statistics need one dtype.
   WrapPolicy full_precision{};
 };
 
 // Shards parameters within groups of ranks, and replicates them across groups (FSDP1's HYBRID_SHARD, FSDP2's 2-D mesh).
 struct HybridSharding {
   // The number of consecutive ranks that share one copy of the model. Must divide the world size. All-gathers and
-  // reduce-scatters stay within a copy; each rank's part of the gradients is then averaged over the copies. 0: all
+  // reduce-scatters stay within a copy. Each rank's part of the gradients is then averaged over the copies. 0: all
   // ranks share one copy.
   int ranks_per_copy = 0;
-  // The number n of consecutive ranks, usually those of a host, that keep secondary shards: 1/n of the unsharded
-  // parameters on each rank, from forward to the end of backward (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n).
-  // Backward, and further forwards under no_sync(), gather among these ranks only. n must divide the ranks of a copy.
-  // Each rank needs memory for 1/n of the model in param_dtype. 0: no secondary shards.
+  // The number n of consecutive ranks, usually those of a host, that together keep a secondary copy of the parameters:
+  // 1/n on each rank, from forward to the end of backward (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n). Backward,
+  // and further forwards under no_sync(), gather among these ranks only. n must divide the ranks of a copy. Each rank
+  // needs memory for 1/n of the model in param_dtype. 0: no secondary copy.
   int ranks_per_secondary_copy = 0;
 };
 
 // The format of data between the ranks of a copy of the model. For slow links: kInt8Blocks sends a quarter of fp32's
-// bytes, half of bf16's, with an error (see Int8Blocks). Shards, optimizers, checkpoints and summon_full_params() stay
+// bytes, or half of bf16's, but rounds (see Int8Blocks). Shards, optimizers, checkpoints and summon_full_params() stay
 // exact. Parameters of full_precision modules, integers, and parameters that only one rank holds are never rounded.
 struct WireFormats {
-  // All-gathers (ZeRO++'s qwZ). Forward and backward compute with rounded parameters, which are equal on all ranks.
+  // The format of all-gathers (ZeRO++'s qwZ). Forward and backward use rounded parameters, equal on all ranks.
   WireFormat parameters = WireFormat::kDtype;
-  // Reduce-scatters (one hop of ZeRO++'s qgZ). Each rank rounds its gradients once. The gradients are then exchanged,
-  // and added in fp32, in rank order.
+  // The format of reduce-scatters (one hop of ZeRO++'s qgZ). Each rank rounds its gradients once. The gradients are
+  // then exchanged, and added in fp32, in rank order.
   WireFormat gradients = WireFormat::kDtype;
 };
 
@@ -92,8 +92,8 @@ struct FsdpOptions {
   WrapPolicy auto_wrap{};
 
   // true: a unit is resharded after its forward and unsharded again in backward (ZeRO-3: 1.5 times DDP's traffic, least
-  // memory). false: a unit stays unsharded from forward until backward has all gradients of the unit (ZeRO-2's traffic;
-  // memory of the whole model). After an evaluation it stays unsharded until the next backward ends.
+  // memory). false: a unit stays unsharded until backward has computed all of its gradients (ZeRO-2's traffic; memory
+  // of the whole model). After a forward without backward, the unit stays unsharded until the next backward ends.
   bool reshard_after_forward = true;
 
   // The dtypes of parameters, gradients and buffers on the wire and in computation.
@@ -105,24 +105,24 @@ struct FsdpOptions {
   // Host or disk memory for shards and gradients.
   CpuOffload offload{};
 
-  // The number of units that are gathered ahead of the one in use, in forward and in backward, in the order of the last
-  // iteration. 0: none. Each costs the memory of an unsharded unit. Ranks that read each other's memory (gloo, one
-  // host) gather no unit of more than 65,536 elements ahead: its data would not move before its use.
+  // The number of units that are gathered ahead of the unit in use, in forward and in backward, in the order of the
+  // last iteration. 0: none. Each needs memory for an unsharded unit. Ranks that read each other's memory (gloo, one
+  // host) do not gather larger units than 65,536 elements ahead: their data would not move before the use.
   int prefetch = 1;
 
   // The number of most recently used units that stay unsharded. With 2, two units that are used in turn do not evict
-  // each other. With eight or more units, a unit that is never gathered ahead (see `prefetch`) is evicted when backward
-  // begins, unless it is backward's first unit.
+  // each other. If there are eight or more units, the start of backward evicts each unit that is never gathered ahead
+  // (see `prefetch`), except backward's first unit.
   int keep_recent = 2;
 
-  // true: all ranks get rank 0's parameters and buffers. false: all ranks must already have equal ones.
+  // true: rank 0 sends its parameters and buffers. false: all ranks must already have equal parameters and buffers.
   bool sync_module_states = true;
 
-  // Several copies of the model, each sharded over some of the ranks.
+  // Shards the model over groups of ranks, with one copy in each group.
   HybridSharding hybrid{};
 
-  // Selects modules whose parameters are not sharded and not in parameters(), and whose gradients are not reduced. For
-  // frozen parts that every rank uses, or parts that the program trains in another way.
+  // Selects modules whose parameters are not sharded and not in parameters(), and whose gradients are not reduced.
+  // Intended for frozen parts that every rank uses, or parts that the program itself trains.
   WrapPolicy ignored_modules{};
 
   // true: backward throws std::invalid_argument, on all ranks, if a parameter has a gradient on some ranks only. false:
@@ -142,7 +142,7 @@ struct FsdpOptions {
 const FsdpOptions& checked(const FsdpOptions& options);
 // Selects the modules that are not cast: full_precision, and batch norms unless buffer_dtype is param_dtype.
 WrapPolicy exempt_modules(const MixedPrecision& precision);
-// Returns, as text, the options that must be equal on all ranks.
+// Returns a text of the options that must be equal on all ranks.
 std::string describe(const FsdpOptions& options);
 
 }  // namespace tessera

@@ -6,26 +6,26 @@
 
 namespace tessera {
 
-// Options of offload to host memory or disk (ZeRO-Offload, Ren et al., 2021). Under FSDP they apply to shards between
-// their uses, under OSS to the parameters that a rank owns, between steps. Optimizer state is in the same place,
-// because optimizers allocate state where the parameters are. Limits may differ over ranks.
+// Options of offload to host memory or disk (ZeRO-Offload, Ren et al., 2021). FSDP offloads shards between their uses.
+// OSS offloads the parameters that a rank owns, between steps. Optimizer state is in the same place, because optimizers
+// allocate state where the parameters are. Limits may differ over ranks.
 struct OffloadOptions {
   // FSDP: keeps shards in host memory. Copies each unit's shard to the device just before its all-gather, one unit
-  // further ahead than `prefetch`, in param_dtype if set. OSS: keeps copies of the owned parameters in host memory;
-  // the optimizer steps the copies, and the new values are copied back.
+  // further ahead than `prefetch`, in param_dtype if set. OSS: keeps copies of the owned parameters in host memory. The
+  // optimizer steps these copies, and the new values are copied to the device.
   bool params = false;
   // FSDP: copies reduced gradients to host memory after their reduce-scatter, overlapped with backward. The copies are
-  // complete when backward returns. On an accelerator it must equal `params`, because optimizers cannot step a host
-  // parameter with a device gradient. OSS: frees the device's gradients after the step has copied them, and implies
-  // `params`. Until zero_grad(), `.grad` is then a placeholder that throws.
+  // complete when backward returns. On an accelerator, this option must equal `params`, because optimizers cannot step
+  // a host parameter with a device gradient. OSS: frees the device's gradients after the step has copied them, and
+  // implies `params`. Until zero_grad(), `.grad` is then a placeholder that throws.
   bool grads = false;
   // Uses page-locked memory, which devices access directly.
   bool pin_memory = true;
-  // Upper limit of host memory for the offload, in bytes. 0: no limit. Beyond the limit, construction or backward
-  // (FSDP) or step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
+  // Upper limit of host memory for the offload, in bytes. 0: no limit. Above the limit, construction or backward (FSDP)
+  // or step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
   int64_t host_limit_bytes = 0;
-  // FSDP only, with `params`: a folder on a local disk for the shards of units that `disk_units` selects. HostAdam and
-  // HostAdamW keep state there, too; other optimizers keep it in host memory. Empty: no disk.
+  // FSDP only, with `params`: a folder on a local disk for the shards of the units selected by `disk_units`. HostAdam
+  // and HostAdamW keep their state there, too; other optimizers keep state in host memory. Empty: no disk.
   std::string directory{};
   // Selects the units on disk by the names that describe() prints: "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units{};
@@ -33,6 +33,6 @@ struct OffloadOptions {
   int64_t disk_buffer_bytes = int64_t{256} << 20;
 };
 
-using CpuOffload = OffloadOptions;  // PyTorch's name
+using CpuOffload = OffloadOptions;  // PyTorch's name of this struct
 
 }  // namespace tessera

@@ -4,10 +4,10 @@
 
 namespace tessera {
 
-// The format in which floating-point parameters or gradients are sent to other ranks. Other values are sent as kDtype.
+// The format in which ranks send floating-point parameters or gradients. Other values are always sent as kDtype.
 enum class WireFormat : uint8_t {
   kDtype,       // values in their own dtype: exact
-  kInt8Blocks,  // 8 bits a value and an fp32 scale for 256 values (ZeRO++, Wang et al., 2023): rounds
+  kInt8Blocks,  // 8 bits a value and an fp32 scale per 256 values (ZeRO++, Wang et al., 2023): rounded
 };
 
 }  // namespace tessera
