@@ -25,10 +25,10 @@ class Scheduler;
 class FullyShardedModule : public DataParallel, public internal::GradientSource {
  public:
   // parameters() returns this rank's part of every parameter, each once, in the module's order. The parts are 1-D leaf
-  // tensors on the communicator's device (in host memory with FsdpOptions::offload), of the parameter's dtype, and
-  // empty if the rank owns no element. Any torch::optim optimizer accepts them, in any groups. Writing to them (under
-  // NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the average over ranks, undefined
-  // for a parameter that no rank used. After a backward that failed or ran under no_sync(), it is a placeholder:
+  // tensors of the parameter's dtype, empty if the rank owns no element. They are on the communicator's device, or in
+  // host memory with FsdpOptions::offload. Any torch::optim optimizer accepts them, in any groups. Writing to them
+  // (under NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the average over ranks,
+  // undefined if no rank used the parameter. After a backward that failed or ran under no_sync(), it is a placeholder:
   // operators throw, naming the parameter, until zero_grad() or a backward that reduces.
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
@@ -53,7 +53,7 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
 
   // Calls visit(name, tensor) for each entry of full_state_dict(): parameters in the order of units, then buffers. The
-  // tensor is valid during the call. Collective; with rank0_only, only rank 0 makes the calls. A rank holds at most one
+  // tensor is valid during the call. Collective. With rank0_only, only rank 0 calls visit(). A rank holds at most one
   // unit beyond its shards, so a model of any size can be written to a file.
   void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
                         StateDictOptions options = {});

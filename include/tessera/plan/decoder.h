@@ -14,7 +14,7 @@
 
 namespace tessera {
 
-// A transformer language model like GPT-2 or Llama, which a plan can train in place of the user's own model.
+// Options of a transformer language model like GPT-2 or Llama, for plans that do not use the user's own model.
 struct DecoderOptions {
   int64_t layers = 12;
   int64_t width = 768;
@@ -25,8 +25,8 @@ struct DecoderOptions {
   int64_t vocabulary = 50257;
   int64_t sequence = 1024;  // tokens of one item
   int64_t batch = 1;        // items of one rank in one step
-  // true: as Llama, with RMS norms, rotary positions and gated MLPs without biases. false: as GPT-2, with layer norms,
-  // learned positions and biases.
+  // true: Llama's RMS norms, rotary positions and gated MLPs without biases. false: GPT-2's layer norms, learned
+  // positions and biases.
   bool is_llama = false;
   bool tie = true;              // true: the output layer shares the weight of the token embedding
   int64_t positions = 0;        // GPT-2: rows of the table of positions; 0: `sequence`
@@ -34,18 +34,18 @@ struct DecoderOptions {
   bool input_bias = false;      // Llama: biases for queries, keys and values, as in Qwen2
   bool head_norms = false;      // Llama: norms of each head's query and key, as in Qwen3
   bool mlp_bias = false;        // Llama: biases in the MLP
-  std::string left_out = {};    // features of the config file that the plan omits, as text
+  std::string left_out = {};    // text: features of the config file that the plan omits
 };
 
-// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The names are those of DecoderOptions (kv_heads, head_dim,
-// mlp, vocab, sequence, batch, tie=0|1), with its defaults; for llama, tie=0. Throws std::invalid_argument that names
-// the wrong part of the text.
+// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The text has the fields of DecoderOptions (kv_heads,
+// head_dim, mlp, vocab, sequence, batch, tie=0|1), with the same defaults; for llama, tie=0. Throws
+// std::invalid_argument that names the invalid part of the text.
 DecoderOptions decoder_of(const std::string& text);
 
 // Reads a Hugging Face config.json with model_type gpt2, llama, mistral, qwen2 or qwen3. The model has as many
-// parameters as in transformers. The caller sets `batch` and `sequence` (0: the file's full context). Throws
-// std::invalid_argument, naming file and field, for missing fields, wrong types, and features without a plan: an
-// attention window shorter than the sequence, cross attention, quantized weights, too few positions.
+// parameters as in transformers. `sequence` 0 means the file's full context. Throws std::invalid_argument, naming file
+// and field, for missing fields, wrong types, and unsupported features. These are an attention window shorter than the
+// sequence, cross attention, quantized weights, and fewer positions than the sequence.
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch);
 
 // Returns the options. Throws std::invalid_argument if they do not define a model.

@@ -17,22 +17,22 @@ namespace internal {
 class Recorder;
 }
 
-// The rank and world size that a dry run simulates, and its number of steps.
+// Options of dry_run(): the simulated rank and world size, and the number of steps.
 struct DryRunOptions {
   int world_size = 1;
   int rank = 0;
-  // At least 2: the first step creates the optimizer's state, and all later steps are alike.
+  // At least 2, because the first step creates the optimizer's state. All later steps are alike.
   int steps = 2;
   // Number of consecutive ranks that read each other's memory, as gloo ranks of one host do. 0: all ranks. 1: none
   // (NCCL).
   int ranks_sharing_memory = 0;
 };
 
-// The part of dry_run() and record_run() that needs no templates.
+// The part of dry_run() and record_run() that is not a template.
 class RunScope {
  public:
-  explicit RunScope(const DryRunOptions& options);          // for dry_run(): without data
-  RunScope(std::shared_ptr<Communicator> comm, int steps);  // for record_run(): with data, on real ranks
+  explicit RunScope(const DryRunOptions& options);          // for dry_run(); tensors have no data
+  RunScope(std::shared_ptr<Communicator> comm, int steps);  // for record_run(); real data and ranks
   ~RunScope();
   RunScope(const RunScope&) = delete;
   RunScope& operator=(const RunScope&) = delete;
@@ -41,7 +41,7 @@ class RunScope {
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int steps() const { return steps_; }                    // number of steps to run
   void end_step();                                        // must be called after the constructor and after each step
-  void name_parameters(const torch::nn::Module& module);  // lets operators in the record name their module
+  void name_parameters(const torch::nn::Module& module);  // so that operators in the record name their module
   RunRecord finish();                                     // must be called while the model exists
 
  private:
@@ -50,13 +50,13 @@ class RunScope {
   const std::shared_ptr<Communicator> comm_;
   const int steps_;
   const std::shared_ptr<internal::Recorder> recorder_;
-  std::unique_ptr<Without> without_data_;  // null with data
+  std::unique_ptr<Without> without_data_;  // null for record_run()
   struct Recording;
   std::unique_ptr<Recording> recording_;
 };
 
-// Returns the module in the result of make_model(), which may be a wrapper, a pointer or a module holder. Returns null
-// for any other type; operators in the record then name no module.
+// Returns the module that make_model() made. `model` may be a wrapper, a pointer or a module holder. For any other
+// type, returns null, and operators in the record name no module.
 template <class Model>
 const torch::nn::Module* module_in(Model& model) {
   if constexpr (requires { static_cast<const torch::nn::Module&>(*model.module()); }) {
@@ -70,7 +70,7 @@ const torch::nn::Module* module_in(Model& model) {
   }
 }
 
-// Calls make_model and runs the steps in a scope. Returns the record.
+// Calls make_model, and runs the steps in a scope. Returns the record of the run.
 template <class MakeModel, class Step>
 RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
   auto model = make_model(scope.comm());
@@ -83,7 +83,7 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
   return scope.finish();
 }
 
-// Runs a training program's constructor and steps as one rank of a world of any size, without data, other ranks or
+// Runs a training program's constructor and steps as one rank of any world size. Needs no data, no other ranks and no
 // memory for tensors. Returns a record of the memory and work:
 //
 //   auto record = tessera::dry_run(
@@ -98,28 +98,28 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 //   std::cout << record.summary();
 //
 // make_model(communicator) must return the object that step(model) trains, wrapped by Tessera with that communicator.
-// Wrappers, autograd and optimizer are real and create all their tensors. Operators that would compute with
-// floating-point values do not run, and collectives move nothing (CountingCommunicator). The run assumes that all ranks
-// have equal data and use equal parameters.
+// Wrappers, autograd and optimizer are real and create all their tensors. Operators on floating-point values do not
+// run, and collectives move no data (CountingCommunicator). The run assumes that all ranks have equal data and use the
+// same parameters.
 //
-// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes. But a library may choose
-// other kernels there (attention, convolutions), which save other tensors for backward. The allocator's rounding and
-// the kernels' scratch memory are unknown to a dry run.
+// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes. But on a GPU a library
+// may use other kernels (attention, convolutions), which save other tensors for backward. The allocator's rounding and
+// the kernels' scratch memory are not counted.
 //
 // Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
-// computed (a loss's item(), a norm) reads as 0, and RunRecord::stand_ins lists it. Code that bypasses the dispatcher
-// reads zeros. Throws std::invalid_argument, naming the operator, if a result's shape depends on missing values, or if
-// libtorch cannot infer the shape in C++ and the operator is too large to run. Throws it also for fewer than 2 steps.
-// Throws std::logic_error in a nested run on this thread. Restores the default CPU generator. Not collective. Uses one
-// thread. While the first dry run of a process starts, no other thread may create tensors.
+// computed (a loss's item(), a norm) reads as 0, and RunRecord::stand_ins lists the operator. Code that bypasses the
+// dispatcher reads zeros. Throws std::invalid_argument, naming the operator, if a result's shape depends on missing
+// values. Throws it also if libtorch cannot infer a shape in C++ and the operator is too large to run, and for fewer
+// than 2 steps. Throws std::logic_error in a nested run on this thread. Restores the default CPU generator. Not
+// collective. Uses one thread. While the first dry run of a process starts, no other thread may create tensors.
 template <class MakeModel, class Step>
 RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {
   RunScope scope(options);
   return run_recorded(scope, make_model, step);
 }
 
-// Records a run with data on the CPU, as this rank sees it, to compare with a dry run. `comm` is real; its internal
-// tensors are not recorded. Collective, as make_model and step are. Throws like dry_run().
+// Records this rank's part of a real run on the CPU, for comparison with a dry run. `comm` is real; its internal
+// tensors are not recorded. Collective, like make_model and step. Throws like dry_run().
 template <class MakeModel, class Step>
 RunRecord record_run(MakeModel make_model, Step step, std::shared_ptr<Communicator> comm, int steps = 2) {
   RunScope scope(std::move(comm), steps);

@@ -12,15 +12,15 @@
 
 namespace tessera {
 
-// Maps an amount of work (FLOP, bytes) to seconds, from measured points or one speed. Is linear between two points, and
-// proportional below the first and above the last.
+// Maps an amount of work (FLOP, bytes) to seconds. Made of measured points, or of one speed. Linear between two points,
+// and proportional below the first and above the last point.
 class SpeedCurve {
  public:
   SpeedCurve() = default;  // a curve of unknown speed
-  // Returns a curve of constant speed, in amounts a second. Throws std::invalid_argument unless it is above 0.
+  // Returns a curve of constant speed, in amounts per second. Throws std::invalid_argument unless `per_s` is above 0.
   static SpeedCurve of_speed(double per_s);
-  // Makes a curve of points (amount, seconds). Throws std::invalid_argument without points, and unless the amounts are
-  // above 0 and increase.
+  // Makes a curve of points (amount, seconds). Throws std::invalid_argument if there are no points, or unless the
+  // amounts are above 0 and increase.
   explicit SpeedCurve(std::vector<std::pair<double, double>> points);
 
   bool is_known() const { return !points_.empty(); }  // false if default-constructed
@@ -31,8 +31,8 @@ class SpeedCurve {
   std::vector<std::pair<double, double>> points_;
 };
 
-// The time of one operator by its work. Work is FLOP plus flop_per_byte * bytes, because memory limits the product of
-// flat matrices. For operators without FLOP, work is bytes.
+// The time of one operator as a function of its work. Work is FLOP plus flop_per_byte * bytes, because memory bandwidth
+// limits products of flat matrices. For operators without FLOP, work is bytes.
 struct OperatorSpeed {
   double flop_per_byte = 0;
   SpeedCurve curve{};  // seconds by work
@@ -47,8 +47,8 @@ inline constexpr size_t kWorkClasses = 4;
 WorkClass work_class_of(const RecordedOperator& op);  // by the operator's name and FLOP
 const char* name_of(WorkClass work);                  // the name in speed files: "matmul"
 
-// The link from one rank to another of its group: the latency of a message, and the bytes that each rank sends in a
-// second. Reductions are slower, because ranks add the received numbers.
+// The link between ranks of a group: the latency of a message, and the bytes that each rank sends per second.
+// Reductions are slower, because ranks add the received numbers.
 struct LinkSpeed {
   double latency_s = 0;
   double bytes_per_s = 0;          // 0: unknown
@@ -59,7 +59,7 @@ struct LinkSpeed {
 
 // The speed of one rank on one or several machines, while all other ranks do the same work.
 struct MachineSpeed {
-  // By WorkClass: FLOP to seconds; for kMemory, bytes to seconds. A class without a curve uses that of kMatmul.
+  // For each WorkClass: FLOP to seconds; for kMemory, bytes to seconds. A class without a curve uses that of kMatmul.
   std::array<SpeedCurve, kWorkClasses> work{};
   // For 16-bit operators. A class without a curve uses `work`.
   std::array<SpeedCurve, kWorkClasses> work_16bit{};
@@ -68,12 +68,12 @@ struct MachineSpeed {
   LinkSpeed within_host{};
   LinkSpeed between_hosts{};
   int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first host, and so on; 0: one host
-  // The share of compute speed that communication costs, because both use the same processors. 0 on GPUs with few
-  // channels.
+  // The share of compute speed that is lost during communication, because both use the same processors. 0 on GPUs with
+  // few channels.
   double lost_to_communication = 0;
 
-  // Cores that the ranks of a host share; a rank uses at most one at a time. Times are then processor time. If there
-  // are more ranks than cores, ranks take turns (shared_cores.h). 0: cores are not shared.
+  // Number of cores that the ranks of a host share; a rank uses at most one at a time. Times are then processor time.
+  // If there are more ranks than cores, ranks take turns (shared_cores.h). 0: cores are not shared.
   int cores = 0;
   double wake_s = 0;  // seconds from the end of a wait until the sleeping thread runs
   double jitter = 0;  // standard deviation of the logarithm of one operator's times
@@ -81,27 +81,27 @@ struct MachineSpeed {
   // true: hosts are namespaces of one machine. Not stored in speed files.
   bool shares_cores_between_hosts = false;
 
-  double seconds_of(const RecordedOperator& op) const;  // time without concurrent communication
+  double seconds_of(const RecordedOperator& op) const;  // time if nothing is communicated meanwhile
 
-  // Throws std::invalid_argument that names missing speeds of operators. Links are checked when used.
+  // Throws std::invalid_argument that names missing speeds of operators. Speeds of links are checked at use.
   void check() const;
 };
 
-// The seconds of a collective, and the links that the collective uses.
+// The time of a collective, and the links that it uses.
 struct CollectiveTime {
   double seconds = 0;
   bool within_host = false;    // true: uses the link within hosts
   bool between_hosts = false;  // true: uses the link between hosts
 };
 
-// Throws std::invalid_argument, because the time of `operation` cannot be computed.
+// Throws std::invalid_argument with the message that the time of `operation` cannot be computed.
 [[noreturn]] void refuse_collective(const std::string& operation);
 
-// Returns the time of a collective. In one level a rank sends (n - 1) / n of the full tensor for an all-gather,
-// reduce-scatter, scatter or all-to-all, twice that for an all-reduce, and all of it for a broadcast or reduce. The
-// latency counts ceil(log2(n)) times, twice that for an all-reduce. With m ranks on each of h hosts, adds the times
-// within hosts (m ranks) and between hosts (h ranks). Between hosts, a rank sends 1 / m of the bytes, because m ranks
-// send concurrently. Throws std::invalid_argument for an unknown operation, and for a link of unknown speed.
+// Returns the time of a collective. In a group of n ranks, a rank sends (n - 1) / n of the full tensor for an
+// all-gather, reduce-scatter, scatter or all-to-all, twice that for an all-reduce, and all of it for a broadcast or
+// reduce. The latency counts ceil(log2(n)) times, twice that for an all-reduce. With m ranks on each of h hosts, adds
+// the times within hosts (m ranks) and between hosts (h ranks). Between hosts, a rank sends 1 / m of the bytes, because
+// m ranks send at once. Throws std::invalid_argument for an unknown operation, and for a link of unknown speed.
 CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed);
 
 // Reads a speed file (JSON). Throws std::invalid_argument that names the file and the missing or wrong field.

@@ -11,25 +11,25 @@ namespace tessera {
 struct MeasuredInterval {
   enum class Kind : uint8_t { kCompute, kWait, kCollective };
   Kind kind = Kind::kCompute;
-  // kCompute: the unit's name under FullyShardedDataParallel, otherwise "forward" or "backward"; "optimizer" for a step
-  // of the optimizer. Other kinds: the operation, such as "all-gather of unit 'blocks.3'".
+  // kCompute: the unit's name under FullyShardedDataParallel, otherwise "forward" or "backward"; "optimizer" for the
+  // optimizer's step. Other kinds: the operation, such as "all-gather of unit 'blocks.3'".
   std::string name;
   double begin_s = 0;
   double end_s = 0;
   bool in_backward = false;
 };
 
-// A measured training step.
+// The measured training step of median time.
 struct MeasuredStep {
   double total_s = 0;  // from the end of the previous optimizer step to the end of this one
-  double wait_s = 0;   // time that the rank was blocked
-  int steps = 0;       // steps in the trace, except the first; this one has the median time
+  double wait_s = 0;   // time in which the rank was blocked
+  int steps = 0;       // number of steps in the trace, except the first
   std::vector<MeasuredInterval> intervals;
 };
 
-// Returns a rank's step of median time from the last run in a file of TESSERA_TRACE. Ignores the first step, which
-// creates the optimizer's state. A step ends with an optimizer's span. Throws std::invalid_argument, naming the file,
-// if it is unreadable, is no trace, or has fewer than three steps of the rank. The first step counts among the three.
+// Returns the step of median time of a rank, from the last run in a file of TESSERA_TRACE. Ignores the first step,
+// which creates the optimizer's state. A step ends with an optimizer's span. Throws std::invalid_argument, naming the
+// file, if it is unreadable, is no trace, or has fewer than three steps of the rank, including the first.
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank);
 
 }  // namespace tessera

@@ -7,8 +7,8 @@ namespace tessera {
 
 // The purpose of a tensor's memory.
 enum class MemoryKind : uint8_t {
-  kUnknown,      // not known, because no scope named a kind
-  kParameters,   // this rank's shards; replicated parameters and buffers
+  kUnknown,      // no scope named a kind
+  kParameters,   // this rank's shards, and replicated parameters and buffers
   kGathered,     // full parameters of unsharded units
   kSecondary,    // secondary shards that are kept for backward, in hybrid sharding
   kBuckets,      // gradients that are not reduced yet

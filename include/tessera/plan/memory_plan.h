@@ -13,27 +13,27 @@
 
 namespace tessera {
 
-// The memory and work of a choice on one rank: two steps of AdamW with clipping by norm.
+// The predicted memory and work of a choice on one rank: two steps of AdamW with clipping by norm.
 struct PlannedTraining {
   TrainingChoice choice;
   std::string options;  // source text of the options: options_text()
-  // the rank that needs most memory: rank 0, or in stages 1 and 2 the owner of most parameters
+  // The rank that needs most memory: rank 0, or in stages 1 and 2 the owner of most parameters.
   int rank = 0;
   BytesByKind peak;              // peak memory on the device of `rank`
   int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory
   int64_t copies_bytes = 0;      // host memory for the copies of an elastic run: copies_bytes()
-  int64_t collective_bytes = 0;  // bytes of full tensors in the collectives of a step
+  int64_t collective_bytes = 0;  // bytes of the full tensors in a step's collectives
   int64_t between_bytes = 0;     // the part of collective_bytes that crosses hosts
   int64_t flop = 0;              // FLOP of a step, with recomputation
   int64_t tokens = 0;            // tokens of a step, on all ranks
-  // The time of a step, without intervals. Empty if the machines' speed is unknown, and with offload, because the
-  // host's Adam and the copies are not operators.
+  // The time of a step, without intervals. Empty if the machines' speed is unknown. Empty with offload, because the
+  // record has no operators for the host's Adam and the copies.
   std::optional<StepTime> time;
   std::string why_not;  // libtorch's error if the model cannot run this way (in bfloat16, for example)
 };
 
-// The machines for the training. For bytes and for times, ranks 0 to ranks_per_host - 1 are on the first host, the next
-// ranks_per_host ranks on the second, and so on.
+// The machines for the training. Ranks 0 to ranks_per_host - 1 are on the first host, the next ranks_per_host ranks on
+// the second, and so on. Predictions of bytes and of times assume this.
 struct Machines {
   int ranks = 1;
   int ranks_per_host = 8;
@@ -44,22 +44,22 @@ struct Machines {
 
   // Returns the smaller of ranks and ranks_per_host.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
-  // DryRunOptions::ranks_sharing_memory, for machines with the speed of CPUs.
+  // Returns DryRunOptions::ranks_sharing_memory: ranks_per_host if the speed is that of CPUs, otherwise 1.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
 
-// Predicts ElasticRun::copied_bytes() while no copy is made. Memory holds two steps of this rank's part of a checkpoint
-// and of `copies` others; after a loss of ranks, up to three steps of larger parts. `record` must use AdamW.
+// Predicts ElasticRun::copied_bytes() while no copy is made. Memory holds two steps of this rank's part and of `copies`
+// other parts. After a loss of ranks, it holds up to three steps of larger parts. `record` must use AdamW.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
-// Runs the choice as a dry run. Throws like run() and predict_step(), but puts libtorch's errors into `why_not`.
+// Runs the choice as a dry run. Throws like run() and predict_step(), but stores errors of libtorch in `why_not`.
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
 
-// Returns PlannedTraining::time of a record of the choice, with its intervals. Throws like predict_step().
+// Returns PlannedTraining::time for a record of the choice, with intervals. Throws like predict_step().
 std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoice& choice, const Machines& machines);
 
-// The usable share of a device's or a host's memory. A dry run does not count the rest: the GPU's allocator, scratch
-// memory of kernels, and the driver.
+// The usable share of a device's or a host's memory. The rest is for memory that a dry run does not count: the GPU's
+// allocator, scratch memory of kernels, and the driver.
 inline constexpr double kUsable = 0.9;
 // Returns the index of the recommended plan, or -1 if no plan fits. A plan's peak must be at most kUsable of the
 // device's memory. With offload or copies, a host's ranks must also fit in that share of the host's memory, if known.
@@ -67,7 +67,7 @@ inline constexpr double kUsable = 0.9;
 // hosts, the least exchange, the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Returns the indices of the plans by preference: first the recommended plan, last plans that do not fit, by memory.
+// Returns the indices of the plans: the recommended plan first, plans that do not fit last, by memory.
 std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
 // Returns a table with each plan's memory, milliseconds of a step and tokens a second (if known), and whether the plan
 // fits. The recommended plan, its options and its unknowns follow.

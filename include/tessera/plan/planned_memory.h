@@ -4,8 +4,8 @@
 
 namespace tessera {
 
-// The memory of a planned training step on one rank, with optimizer and activations. While an object of this class
-// exists, wrappers of this thread compare this number with free memory, in place of their own estimate.
+// Sets the memory of a planned training step on one rank, including optimizer and activations. While an object of this
+// class exists, wrappers on this thread compare the planned memory with free memory, in place of their own estimate.
 //
 //   const PlannedMemoryScope planned(record.peak_bytes());  // of a dry_run()
 //   auto model = zero(Gpt(config), options, comm, {.stage = 3});

@@ -19,13 +19,13 @@ struct PlannedRun {
   std::vector<int64_t> owned_bytes;  // in stages 1 and 2: bytes of parameters that each rank owns; otherwise empty
 };
 
-// A model that a plan trains.
+// The interface of models that a plan trains.
 class PlannedModel {
  public:
   virtual ~PlannedModel() = default;
 
-  // Returns a dry run of two steps of AdamW (HostAdamW with offload), with clipping by norm. `ranks_sharing_memory`:
-  // see DryRunOptions. Throws like dry_run().
+  // Makes a dry run of two steps of AdamW (HostAdamW with offload), with clipping by norm. `ranks_sharing_memory`: see
+  // DryRunOptions. Throws like dry_run().
   PlannedRun run(const TrainingChoice& choice, int world_size, int rank, int ranks_sharing_memory = 0) const {
     return run_as(choice, {.world_size = world_size, .rank = rank, .ranks_sharing_memory = ranks_sharing_memory});
   }
@@ -40,12 +40,12 @@ class PlannedModel {
   virtual PlannedRun run_as(const TrainingChoice& choice, const DryRunOptions& where) const = 0;
 };
 
-// Returns a GPT-2 or Llama with these options, which include batch and sequence. Its loss is cross entropy.
+// Returns a GPT-2 or Llama with these options, which define batch and sequence, too. Its loss is cross entropy.
 std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options);
 
-// Returns a model of an archive of torch.export, with inputs of zeros (ExportedModule::example_inputs). The loss is the
-// output "loss", otherwise the first floating-point scalar output, otherwise the sum of the first floating-point
-// tensor. A unit is one of several numbered modules of a class, such as "layers.3". Throws ExportedError, and
+// Returns the model of an archive of torch.export, with inputs of zeros (ExportedModule::example_inputs). The loss is
+// the output "loss", otherwise the first floating-point scalar output, otherwise the sum of the first floating-point
+// tensor. If a class has several numbered modules, such as "layers.3", each is a unit. Throws ExportedError, and
 // std::invalid_argument for unsupported sizes and for archives without a floating-point output.
 std::unique_ptr<PlannedModel> planned_archive(std::filesystem::path archive, int64_t batch, int64_t sequence);
 

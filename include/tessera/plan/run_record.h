@@ -19,7 +19,7 @@ inline bool is_tensors(MemoryKind kind) {
   return kind != MemoryKind::kScratch && kind != MemoryKind::kTransport && kind != MemoryKind::kDisk;
 }
 
-// Bytes of tensors by kind.
+// Bytes by kind of memory.
 struct BytesByKind {
   std::array<int64_t, kMemoryKinds> bytes{};
 
@@ -33,7 +33,7 @@ struct BytesByKind {
   bool operator==(const BytesByKind&) const = default;
 };
 
-// A call of an operator, as dispatched below autograd, and the memory in use after the call.
+// A call of an operator, as dispatched below autograd, and the memory in use until the next call.
 struct RecordedOperator {
   std::string name;  // "aten::addmm"
   int unit = 0;      // index in RunRecord::units: the unit of the last used parameter
@@ -43,15 +43,15 @@ struct RecordedOperator {
   int step = 0;              // 0: the constructor; 1: the first step
   bool in_backward = false;  // includes recomputation
   int64_t flop = 0;          // multiplications and additions of a matrix product, convolution or attention; otherwise 0
-  // Bytes read and written: each input once, and each output. Without scratch memory.
+  // Bytes read and written: each input once, and each output. Excludes scratch memory.
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;  // dtype of the first floating-point input or output
-  double seconds = 0;                                  // wall-clock time of its kernel; 0 in a dry run
-  double processor_s = 0;                              // processor time of that kernel on the calling thread
+  double seconds = 0;                                  // wall-clock time of the kernel; 0 in a dry run
+  double processor_s = 0;                              // processor time of the kernel on the calling thread
   BytesByKind live;                                    // memory in use when the next operator is called
 };
 
-// A wait for a collective. From then on, the rank needs the collective's result.
+// A wait for a collective. After the wait, the rank uses the collective's result.
 struct RecordedWait {
   int step = 0;
   size_t operators = 0;    // operators called before the wait
@@ -75,27 +75,27 @@ struct RecordedCollective {
   std::optional<RecordedWait> wait;  // empty: never awaited
 };
 
-// The operators of one rank's run, and the memory of its tensors after each operator. The run has data (record_run())
-// or none (dry_run()); the counts are alike.
+// The operators of one rank's run, and the memory of its tensors after each operator. The run is real (record_run()) or
+// has no data (dry_run()); both give the same counts.
 //
-// Bytes are those that storages request from the allocator. Kinds that are unknown when a tensor is created are decided
-// when it is freed. A tensor created in forward is an activation if it exists when a backward begins. One created in
-// backward that outlives the step is a gradient. Tensors that stay from the first step to the end are optimizer state,
-// and those left by the constructor are parameters or buffers.
+// Bytes are those that storages request from the allocator. If a tensor's kind is unknown when the tensor is created,
+// it is decided when the tensor is freed. A tensor created in forward is an activation if it exists when a backward
+// begins. A tensor created in backward that outlives the step is a gradient. Tensors that exist from the first step to
+// the end are optimizer state. Tensors that exist since the constructor are parameters or buffers.
 struct RunRecord {
   std::vector<std::string> units;  // names; the first is "", for operators before the use of any parameter
   // Dotted names of submodules; the first is "", for operators in no module and of parameters without names.
   std::vector<std::string> modules;
   std::vector<RecordedOperator> operators;
   std::vector<RecordedCollective> collectives;
-  BytesByKind peak;                   // memory when tensors() was largest
+  BytesByKind peak;                   // memory by kind when tensors() was largest
   size_t peak_at = 0;                 // index of the operator at the peak
   BytesByKind end;                    // memory after the last step, while the model exists
-  BytesByKind most;                   // the maximum of each kind, at its own time
+  BytesByKind most;                   // the maximum of each kind over the run
   int64_t scratch = 0;                // largest memory that one operator allocated and freed; 0 in a dry run
   int64_t flop = 0;                   // FLOP in the last step
   std::vector<int64_t> flop_by_unit;  // FLOP in the last step, by index in `units`
-  // Dry run only: operators that requested a value and got 0, once for each unit.
+  // Dry run only: the operators that requested a missing value and received 0, once for each unit.
   std::vector<std::string> stand_ins;
 
   // Returns the bytes of tensors at the peak.

@@ -20,7 +20,7 @@ struct TimedInterval {
   Lane lane = Lane::kCompute;
   double begin_s = 0;
   double end_s = 0;
-  std::string unit;  // of an operator: its unit's name; "" outside units
+  std::string unit;  // for operators: the unit's name; "" outside units
   bool in_backward = false;
 };
 
@@ -30,20 +30,20 @@ struct StepTime {
   double compute_s = 0;                  // time in operators, slowed by concurrent communication
   double exposed_s = 0;                  // time in which collectives block compute: total_s - compute_s
   double communication_s = 0;            // sum of the times of the step's collectives
-  double processor_s = 0;                // this rank's time on a core, with MachineSpeed::cores; otherwise compute_s
+  double processor_s = 0;                // with MachineSpeed::cores: time on a core; otherwise compute_s
   std::vector<TimedInterval> intervals;  // in each lane sorted by begin_s; a two-level collective is in two lanes
 };
 
 // Predicts the time of a recorded step on a machine. Simulates this rank's operators, starts of collectives, and waits,
-// in their recorded order. Operators run in sequence. A collective begins when it has been started and its lanes are
-// free, in the order of starts. A wait blocks compute until the collective completes. Collectives of earlier steps,
-// except the constructor's, continue into the step. Assumes that all ranks are equally fast, and that the host is
-// always ahead of the device.
+// in their recorded order. Operators run in sequence. Collectives begin in the order of their starts, each as soon as
+// its lanes are free. A wait blocks compute until the collective completes. Collectives of earlier steps, except the
+// constructor's, continue into the step. Assumes that all ranks are equally fast, and that the host is always ahead of
+// the device.
 //
 // `step`: number of the step in the record, from 1; 0: the last step. Throws std::invalid_argument for any other step,
 // and if `speed` lacks a speed that the record needs.
 //
-// With MachineSpeed::cores, simulates all ranks of a host, because they share the cores: shared_cores.h.
+// With MachineSpeed::cores, simulates all ranks of a host, because they share the cores. See shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
 // Like the function above, for the first rank of a host. Takes the records of all ranks of that host, in rank order.
 // With MachineSpeed::cores, ranks with more work delay the others. Also throws std::invalid_argument without records.
