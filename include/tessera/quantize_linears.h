@@ -56,7 +56,7 @@ struct QuantizeOptions {
 //
 // Inside deferred(), after the model is built, the call allocates no memory. Wrapping the model then reads and
 // quantizes one weight at a time. Weights that each rank reads for itself (load_exported()) may also be quantized after
-// deferred() has ended. A rank then reads every weight of which it keeps a part.
+// deferred() has ended. Each rank then reads all weights of which it keeps a part.
 //
 // Backward decodes a layer again, so no decoded values are kept after forward. Call to() before quantize_linears(): a
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.

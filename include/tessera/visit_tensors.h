@@ -149,8 +149,8 @@ constexpr bool kHoldsTensors = internal::Traits<std::decay_t<Value>>::kHolds;
 template <class Value>
 constexpr bool kKnowsTensorsOf = internal::Traits<std::decay_t<Value>>::kKnown;
 
-// Calls visit(at::Tensor&) for each tensor in `value`, in order, also for undefined ones. For tensors that cannot be
-// replaced (in a set, an at::TensorList, a const value), calls visit(const at::Tensor&) if `visit` accepts that.
+// Calls visit(at::Tensor&) for each tensor in `value`, defined or not, in order. For tensors that cannot be replaced
+// (in a set, an at::TensorList, a const value), calls visit(const at::Tensor&) if `visit` accepts that type.
 template <class Value, class Visit>
   requires std::invocable<Visit&, at::Tensor&>
 void visit_tensors(Value& value, Visit&& visit) {

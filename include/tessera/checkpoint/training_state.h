@@ -50,7 +50,7 @@ class TrainingState {
     std::shared_ptr<Stateful> stateful_;
   };
 
-  // Throws std::invalid_argument without a model, and if models have different communicators. Throws it also if names
+  // Throws std::invalid_argument without a model, and if models have different communicators. Also throws it if names
   // are invalid or duplicate, or if one of several models or optimizers has no name.
   TrainingState(std::initializer_list<StateRef> all);
 

@@ -111,7 +111,7 @@ class CapturedStep {
   using Body = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
   // `wrapper` and `optimizer` must outlive this object. `max_norm`: upper limit of the gradients' norm; empty: no
   // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs and
-  // without TESSERA_CUDA. Throws it also, naming the option, if the wrapper or its group cannot be captured.
+  // without TESSERA_CUDA. Also throws it, naming the option, if the wrapper or its group cannot be captured.
   CapturedStep(DataParallel& wrapper, torch::optim::Optimizer& optimizer, Body body,
                std::optional<double> max_norm = {}, int eager_steps = 3);
   ~CapturedStep();

@@ -30,7 +30,7 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
   using torch::optim::Adam::Adam;
   // Takes one step. If there is a closure, returns its loss. Not collective.
   at::Tensor step(LossClosure closure = nullptr) override;
-  // Steps those of `parameters` that have a gradient: see PartialStep.
+  // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
   // Throws what step() would throw for its parameters and gradients; changes nothing.
   void require_steppable() override;
@@ -43,7 +43,7 @@ class HostAdamW : public torch::optim::AdamW, public PartialStep {
   using torch::optim::AdamW::AdamW;
   // See HostAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
-  // Steps those of `parameters` that have a gradient: see PartialStep.
+  // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
   // Throws what step() would throw for its parameters and gradients; changes nothing.
   void require_steppable() override;

@@ -12,10 +12,10 @@ namespace tessera {
 // LAMB (You et al., 2020, algorithm 2, with bias correction): scales Adam's direction plus weight decay by the ratio of
 // the parameter's norm to the direction's norm (1 if either is 0).
 //
-// Norms are those of whole parameters. If parameters are sharded, one all-reduce a step sums the squares of all parts,
-// with two numbers for each parameter. Results equal the unsharded optimizer's up to rounding. Options and states are
-// AdamW's, so checkpoints support them. amsgrad must be false. Parameters must be of floating-point type, which is also
-// the states' dtype. Norms are computed in double. A step allocates one more tensor of each shard's size.
+// Norms are computed over whole parameters, in double. If parameters are sharded, one all-reduce per step sums the
+// squares of all parts, with two numbers for each parameter. Results equal the unsharded optimizer's up to rounding.
+// Options and states are AdamW's, so checkpoints support them. amsgrad must be false. Parameters must be of
+// floating-point type, which is also the dtype of states. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
   // Accepts whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad.

@@ -16,7 +16,7 @@ namespace internal {
 class ChosenStep {
  public:
   virtual ~ChosenStep() = default;
-  // Steps those of `parameters` that have a gradient, like step(). Throws std::invalid_argument for a tensor that is
+  // Steps each of `parameters` that has a gradient, like step(). Throws std::invalid_argument for a tensor that is
   // not a parameter of the optimizer.
   virtual void step_parameters(const std::vector<at::Tensor>& parameters) = 0;
   // Throws if step() would refuse parameters or gradients; changes nothing.
