@@ -32,8 +32,8 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 using State = StateObjects;
-// Returns the state. Throws std::invalid_argument while averages are swapped in. The optimizer's state then belongs to
-// other parameter values, and loaded values would be lost at the end of the swap.
+// Returns `state`. Throws std::invalid_argument while an optimizer's averages are swapped in. During a swap, optimizer
+// state does not match the parameter values, and the end of the swap would overwrite loaded values.
 State without_averages(State state) {
   for (const auto& [name, optimizer] : state.optimizers)
     if (const auto* averages = dynamic_cast<const Averages*>(optimizer);
@@ -45,14 +45,14 @@ State without_averages(State state) {
 State state_of(const TrainingState& state) {
   return without_averages({state.model(), state.model_names(), state.optimizers(), state.beside()});
 }
-// Returns the state of a model that was passed without a TrainingState. Includes the model's Ema, if it has one.
+// Returns the state of a model that the caller passed without a TrainingState. Includes the model's Ema, if one exists.
 State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
   State state = Ema::of(model) == nullptr ? State{model} : state_of(TrainingState({model}));
   if (optimizer != nullptr) state.optimizers.emplace("", optimizer);
   return without_averages(std::move(state));
 }
 
-// Returns whether autograd's version counters record every write of the optimizer's step.
+// Returns whether every write to a tensor in the optimizer's step() increments the tensor's autograd version counter.
 bool counts_writes(const torch::optim::Optimizer& optimizer) {
   const auto* shards = dynamic_cast<const OptimizerShards*>(&optimizer);
   const torch::optim::Optimizer& local = shards == nullptr ? optimizer : shards->local();
@@ -62,7 +62,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
-// Throws std::invalid_argument for a value that a manifest cannot hold, before any file is written.
+// Throws std::invalid_argument for a value that a manifest cannot store. Called before any file is written.
 void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
   const std::string where = " of the state '" + state_name + "'";
   if (!is_utf8(name)) throw std::invalid_argument("the name of a value" + where + " is not UTF-8");
@@ -80,7 +80,7 @@ SavePlan internal::plan_save(const StateObjects& state, const json& extra, const
   const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // a caller's `{}` is a JSON null
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` as the argument is a JSON null
   plan.models = state.models;
   NamedOptimizers named = named_optimizers(shards, state.optimizers);
   bool all_count_writes = !named.empty();
@@ -115,20 +115,20 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// Called on all ranks after a load failed. If another job replaced the checkpoint meanwhile, the load may have mixed
-// two checkpoints. In this case, returns the path to read again; otherwise "". While `lock` (rank 0's) is held, a
-// replaced local checkpoint remains under another path. Collective; all ranks get the same path.
+// After a failed load, returns the path to load again, or "" if a retry cannot help. If another job replaced
+// the checkpoint during the load, the ranks may have read parts of two checkpoints. As long as rank 0 holds `lock`, a
+// replaced local checkpoint stays available under another path. Collective. Returns the same path on all ranks.
 fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std::string& manifest_text,
                              const std::optional<ReadLock>& lock) {
   std::string next;
   try {
     if (lock) next = lock->moved_from(dir).string();
     if (next.empty() && comm.rank() == 0 && read_manifest_text(dir) != manifest_text) next = dir.string();
-  } catch (const CheckpointError&) {  // the checkpoint was removed
+  } catch (const CheckpointError&) {  // thrown if the checkpoint was removed
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
 }
-constexpr int kMostReplacements = 20;  // limit of retries of one load, because jobs may replace a checkpoint repeatedly
+constexpr int kMostReplacements = 20;  // maximum number of retries of a load, each after the checkpoint was replaced
 
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
@@ -145,9 +145,9 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
   fs::path from = dir;
-  std::optional<ReadLock> hold;  // held by rank 0 until all ranks have read
+  std::optional<ReadLock> hold;  // held on rank 0 until all ranks have read the checkpoint
   for (int replacements = 0;; ++replacements) {
-    // Rank 0 reads the manifest for all ranks, because another job may replace it between their reads.
+    // Only rank 0 reads the manifest. If all ranks read it, another job could replace the manifest between the reads.
     const auto texts = gather_results(comm, attempt([&] {
                                         if (comm.rank() != 0) return std::string();
                                         if (from == dir) hold.emplace(dir);
@@ -170,8 +170,8 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   }
 }
 
-// Returns "name/sequence/" of each checkpoint of a folder, the newest first. Damaged checkpoints, whose age is unknown,
-// precede all others and have an empty sequence. Rank 0 lists for all ranks, because the folder may change.
+// Lists the checkpoints of a folder as "name/sequence/name/sequence/...", newest first. Damaged checkpoints, of unknown
+// age, precede all others, with an empty sequence. Rank 0 lists for all ranks, because the folder may change.
 std::string list_newest_first(Communicator& comm, const fs::path& folder) {
   const auto names = attempt([&] {
     std::string all;
@@ -202,12 +202,12 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
     } catch (const CheckpointMismatch&) {
       throw;
     } catch (const StorageUnavailable&) {
-      throw;  // loading an older checkpoint would lose progress
+      throw;  // does not try older checkpoints, which would lose progress
     } catch (const OtherFailure&) {
       throw;
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
-      // If another job removed or replaced this checkpoint, it is not damaged. Starts again if the list has changed.
+      // Starts again if the list has changed. Another job may have removed the checkpoint, which is then not damaged.
       if (std::string now = list_newest_first(comm, folder); now != listing && listings++ < kMostListings) {
         listing = std::move(now);
         newest_first = std::istringstream(listing);
@@ -247,8 +247,8 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  // During unwinding, other ranks may have failed, or may not know of the exception. So the save must not wait for
-  // other ranks until the group's timeout.
+  // During stack unwinding, other ranks may have failed, or may not know of the exception. So the save must not wait
+  // for them until the group's timeout.
   if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }

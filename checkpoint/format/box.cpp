@@ -66,7 +66,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   const auto strides = row_major_strides(sizes);
   std::vector<Box> boxes;
   for (int64_t begin = range.begin; begin < range.end; begin += boxes.back().numel()) {
-    // In the first dimension where a whole row starts at `begin` and fits in the range, takes as many rows as fit.
+    // Finds the outermost dimension in which a whole row starts at `begin` and fits. The box has as many rows as fit.
     Box& box = boxes.emplace_back(whole_box(sizes));
     for (size_t d = 0; d < sizes.size(); ++d) {
       box.offsets[d] = begin / strides[d] % sizes[d];
@@ -98,7 +98,7 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;
-  // A dimension of size 1 keeps its position, because its stride says nothing about the memory.
+  // A dimension of size 1 keeps its position, because its stride has no effect on the memory layout.
   const std::vector<int64_t> longer = longer_dimensions(sizes, strides);
   size_t next = 0;
   for (int64_t& d : order)
@@ -130,7 +130,7 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
   };
   const auto source_strides = row_major_strides(source.sizes);
   Run run{.target = -target_origin};
-  std::vector<Dimension> dimensions;  // outer to inner; adjacent ones that are contiguous in both arrays are merged
+  std::vector<Dimension> dimensions;  // from outer to inner; merges neighbors that are contiguous in both arrays
   for (size_t d = 0; d < part.sizes.size(); ++d) {
     run.source += (part.offsets[d] - source.offsets[d]) * source_strides[d];
     run.target += part.offsets[d] * target_strides[d];
@@ -144,7 +144,7 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
     }
     dimensions.push_back(next);
   }
-  // The elements of the innermost dimension are a run if they are contiguous in the source; else each is a run.
+  // The innermost dimension forms one run if it is contiguous in the source. Otherwise, each element is a run.
   if (!dimensions.empty() && dimensions.back().source_stride == 1) {
     run.numel = dimensions.back().size;
     run.target_step = dimensions.back().target_stride;

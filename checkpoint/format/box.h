@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// A rectangular part of an N-d tensor, in elements: offsets[d] <= index[d] < offsets[d] + sizes[d].
+// A rectangular part of an N-d tensor: the elements with offsets[d] <= index[d] < offsets[d] + sizes[d].
 struct Box {
   std::vector<int64_t> offsets;
   std::vector<int64_t> sizes;
@@ -21,32 +21,32 @@ struct Box {
 int64_t numel_of(const std::vector<int64_t>& sizes);
 Box whole_box(const std::vector<int64_t>& sizes);
 std::vector<int64_t> row_major_strides(const std::vector<int64_t>& sizes);
-std::string to_string(const std::vector<int64_t>& numbers);  // "[2, 3]"
-std::string to_string(const Box& box);                       // "[0:2, 3:6]"
+std::string to_string(const std::vector<int64_t>& numbers);  // returns "[2, 3]"
+std::string to_string(const Box& box);                       // returns "[0:2, 3:6]"
 
-// Returns the elements that two boxes of one tensor share, or nullopt.
+// Returns the elements that two boxes of one tensor share, or nullopt if there are none.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
 // Splits a range of a row-major N-d tensor's elements into boxes, in order. Returns at most max(1, 2 N - 1) boxes.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 
-// Returns whether these strides place each element in memory once, with neither holes nor overlaps.
+// Returns whether a tensor with these strides occupies contiguous memory, without holes or overlaps.
 bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
-// Returns the dimensions by descending stride. A dimension of size 1 keeps its position, and so do all dimensions of an
-// empty tensor. Throws std::invalid_argument if the strides have holes or overlaps.
+// Returns the dimensions, sorted by descending stride. Dimensions of size 1, and all dimensions of empty tensors, keep
+// their positions. Throws std::invalid_argument if the strides have holes or overlaps.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // A box whose elements are contiguous in memory.
 struct Segment {
   Box box;       // indices in the tensor's own dimensions
-  Range memory;  // the box's elements, as positions in memory order
+  Range memory;  // positions of the box's elements in the tensor's memory order
 };
 
-// Splits `held`, a range in memory order of a tensor with these strides, into segments. Throws like memory_order().
+// Splits `held`, a range of a tensor's elements in memory order, into segments. Throws the errors of memory_order().
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
-// Consecutive elements of a row-major source array. In the target, they are `target_step` elements apart.
+// Consecutive elements of a row-major source array, to be copied to a target in which they are `target_step` apart.
 struct Run {
   int64_t source = 0;
   int64_t target = 0;
@@ -54,8 +54,8 @@ struct Run {
   int64_t target_step = 1;
 };
 
-// Splits `part` of a row-major array of `source` into as few runs as possible, and visits them in ascending source
-// order. In the target, the element at index i is at sum(i * target_strides) - target_origin.
+// Splits `part`, a box inside the box `source`, into as few runs as possible. Visits the runs in the row-major order of
+// `source`. In the target, the element with index i has the position sum(i * target_strides) - target_origin.
 void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
                   const std::function<void(const Run&)>& visit);
 

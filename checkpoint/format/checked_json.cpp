@@ -15,8 +15,8 @@ using nlohmann::json;
 
 namespace {
 
-// Builds the value from the parser's events. nlohmann's own callback parser visits all earlier members of an object at
-// the end of each member, so its cost is quadratic in the number of members.
+// Builds a JSON value from the parser's events. Replaces nlohmann's callback parser, whose cost is quadratic in the
+// number of members: at the end of each member, it scans all earlier members.
 class TreeBuilder : public nlohmann::json_sax<json> {
  public:
   TreeBuilder(const std::string& where, int max_depth, const MemberVisitor* visit = nullptr)
@@ -62,7 +62,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   bool visits_members() const { return visit_ != nullptr && open_.size() == 1 && root_.is_object(); }
   bool end_value() {
     if (visits_members()) {
-      const auto member = root_.begin();  // the only member: earlier ones were cleared
+      const auto member = root_.begin();  // the only member, because earlier members were erased
       (*visit_)(member.key(), member.value());
       root_.clear();
     }
@@ -75,7 +75,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   std::unordered_set<std::string> visited_;
   json root_;
   std::vector<json*> open_;  // objects and arrays, from the root to the innermost
-  json* member_ = nullptr;   // value of the key that was read last in the innermost object
+  json* member_ = nullptr;   // the value for the key that was read last
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-// Compiles xxHash into this file. So no library is linked, and the compiler can use its vector instructions.
+// Compiles xxHash into this file, so that no library must be linked and the compiler can vectorize the hash.
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

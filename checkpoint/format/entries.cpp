@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The text of each FileAction in error messages, in the order of the enumeration.
+// The error-message text of each FileAction, in the order of the enumeration.
 constexpr const char* kDoing[] = {
     "creating",          "opening", "looking at", "reading", "writing", "writing to the disk", "setting the size of",
     "claiming space for"};
@@ -43,7 +43,7 @@ void throw_checkpoint_error(const FileFailure& failure) {
 
 const Storage& storage_of(const fs::path& path) {
   static std::mutex mutex;
-  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // never destroyed: threads outlive main()
+  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // not destroyed, as threads outlive main()
   const std::string scheme = scheme_of(path);
   const std::lock_guard lock(mutex);
   auto& storage = all[scheme];
@@ -68,7 +68,7 @@ void sync_directory(const fs::path& directory) {
   const int error_number = retried([&] { return ::fsync(fd); }) == 0 ? 0 : errno;
   ::close(fd);
   errno = error_number;
-  // EINVAL: the file system has no fsync for directories.
+  // Ignores EINVAL, which means that the file system does not support fsync for directories.
   if (errno != 0 && errno != EINVAL) fail_at(directory, "writing to the disk");
 }
 
@@ -95,7 +95,7 @@ std::string first_line(const fs::path& path) {
 
 void rename_entry(const fs::path& from, const fs::path& to, bool replace) {
   int result = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), replace ? 0 : RENAME_NOREPLACE);
-  // Without RENAME_NOREPLACE on this file system, uses rename(), which still refuses a directory that has entries.
+  // If the file system lacks RENAME_NOREPLACE, uses rename(), which fails if the target is a non-empty directory.
   if (result != 0 && !replace && (errno == EINVAL || errno == ENOSYS)) result = ::rename(from.c_str(), to.c_str());
   if (result != 0) fail_at(to, "renaming " + from.string() + " to it");
 }

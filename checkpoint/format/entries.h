@@ -10,41 +10,41 @@
 
 namespace tessera::internal {
 
-// Functions for files and directories of checkpoints. Failures throw CheckpointError with the path and the reason.
+// Functions for the files and directories of checkpoints. On failure, they throw CheckpointError with path and reason.
 
 // Returns the storage of a path. Each scheme has one instance, which is never destroyed.
 const Storage& storage_of(const std::filesystem::path& path);
-// Opens an existing file on any storage; refuses a symbolic link.
+// Opens an existing file on any storage. Throws for a symbolic link.
 inline std::unique_ptr<InputFile> open_file(const std::filesystem::path& path) { return storage_of(path).open(path); }
 
-// Read or write a small file as a whole, on any storage. read_text() throws for a file above max_bytes; write_text()
-// creates the file, durably.
+// Read or write a small file as a whole, on any storage. read_text() throws for a file larger than max_bytes.
+// write_text() creates a file, which is durable on return.
 std::string read_text(const std::filesystem::path& path, int64_t max_bytes);
 inline void write_text(const std::filesystem::path& path, std::string_view text) {
   storage_of(path).put(path, text, /*durable=*/true);
 }
 
-// The functions below take local paths.
+// The functions below support local paths only.
 
-// Creates a file. Throws if it exists.
+// Creates a file. Throws if the file exists.
 File create_file(const std::filesystem::path& path);
-// Opens an existing file in order to write parts of it.
+// Opens an existing file for writing, and keeps its content.
 File open_file_to_write(const std::filesystem::path& path);
 
-// Creates a directory and its missing parents, durably. The path must be absolute.
+// Creates a directory and its missing parents, which are durable on return. The path must be absolute.
 void make_directories(const std::filesystem::path& directory);
-// Makes a directory's entries durable (fsync).
+// Makes the entries of a directory durable with fsync().
 void sync_directory(const std::filesystem::path& directory);
 
-// Returns the first line of a file (at most 4096 bytes); "" if the file is empty or cannot be read.
+// Returns the first line of a file, cut to 4096 bytes. Returns "" if the file is empty or not readable.
 std::string first_line(const std::filesystem::path& path);
 
-// Renames an entry. Replaces an existing target only if `replace`; otherwise throws.
+// Renames a file or directory. If the target exists, replaces the target if `replace` is set, and otherwise throws.
 void rename_entry(const std::filesystem::path& from, const std::filesystem::path& to, bool replace);
-// Exchanges two directory entries atomically. Throws if the file system cannot.
+// Exchanges two directory entries atomically. Throws if the file system does not support an exchange.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);
 
-// Formats a number for a file name: 42 is "00042".
+// Formats a number for a file name with at least five digits: 42 becomes "00042".
 std::string five_digits(int64_t number);
 
 }  // namespace tessera::internal

@@ -16,7 +16,7 @@ using nlohmann::json;
 constexpr const char* kKinds[] = {"parameter", "buffer", "state", "beside"};
 constexpr int64_t kMaxWorld = 10'000'000;
 
-// Accepts letters, digits, '.', '_' and '-' without a leading dot. Such a name cannot lead out of its directory.
+// Accepts only letters, digits, '.', '_' and '-', and no leading dot. So the name cannot refer to another directory.
 bool is_plain_file_name(const std::string& name) {
   constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
   return !name.empty() && name.size() < 256 && name[0] != '.' && name.find_first_not_of(kPlain) == std::string::npos;
@@ -30,7 +30,7 @@ SavedSlice slice_from_json(const json& entry, const std::string& where) {
           checksums_from_hex(slice.text("checksums"), slice.where())};
 }
 
-// Parses [rank, rank_step, count, begin, numel].
+// Parses a run from the JSON array [rank, rank_step, count, begin, numel].
 RankRun run_from_json(const json& entry, const JsonObject& tensor) {
   const bool fits = entry.is_array() && entry.size() == 5 && std::all_of(entry.begin(), entry.end(), [](const json& n) {
                       return n.is_number_unsigned() && n.get<uint64_t>() <= uint64_t{JsonObject::kMost};
@@ -79,7 +79,7 @@ SavedOptimizer optimizer_from_json(const json& value, const std::string& where, 
   for (const auto& [name, entry] : fields.object("numbers").items()) {
     if (!entry.is_object()) fields.refuse("'numbers' of '" + name + "' is not an object");
     for (const auto& [key, number] : entry.items()) {
-      const bool is_bits = key.ends_with("_bits") && number.is_number_integer();  // a double's bits, as an int64_t
+      const bool is_bits = key.ends_with("_bits") && number.is_number_integer();  // the bits of a double as an int64_t
       if (!is_bits && !is_count(number))
         fields.refuse("the number '" + key + "' of '" + name + "' is not a count: " + number.dump());
       optimizer.numbers[name][key] = number.get<int64_t>();
@@ -142,7 +142,7 @@ void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   }
 }
 
-// Formats a field on one line. For "files", "tensors" and "rng", writes one line for each entry.
+// Formats a field's value on one line, but "files", "tensors" and "rng" with one line for each entry.
 std::string in_lines(const json& value, std::string_view field) {
   if ((field != "files" && field != "tensors" && field != "rng") || !value.is_structured() || value.empty())
     return value.dump();
@@ -262,7 +262,7 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
   GeneratorStates states;
   try {
     for (const auto& [device, bytes] : value.items()) states[device] = bytes_from_hex(bytes.get<std::string>());
-  } catch (const std::bad_alloc&) {  // lack of memory does not mean that the file is damaged
+  } catch (const std::bad_alloc&) {  // is not reported as a damaged file
     throw;
   } catch (const std::exception&) {
     throw CheckpointError(where + ": 'rng' has an entry that is not hex digits");
@@ -294,7 +294,7 @@ std::string format_manifest(const Manifest& manifest) {
     for (const auto& states : manifest.rng) rng.push_back(generators_to_json(states));
   }
   fields["checksum"] = take_sum(fields);
-  // Writes the fields that people look up first, then the fields with one line for each file or tensor.
+  // Writes short fields before the fields with one line for each file or tensor, so that people find them easily.
   std::string text = "{";
   for (const char* name : {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes",
                            "extra", "beside", "models", "optimizer", "optimizers", "files", "tensors", "rng"}) {

@@ -20,14 +20,14 @@ constexpr int64_t kMaxRank = 10'000'000;
 
 int64_t blocks_of(int64_t bytes, int64_t block_bytes) { return (bytes + block_bytes - 1) / block_bytes; }
 
-// Returns the position of a header's own checksum, or npos.
+// Returns the position of the header's own checksum in the header, or npos if there is none.
 size_t seal_position(const std::string& header) {
   const size_t found = header.find(kSeal);
   if (found == std::string::npos || found + sizeof kSeal - 1 + kSealDigits > header.size()) return std::string::npos;
   return found + sizeof kSeal - 1;
 }
 
-// Returns the checksum of a header in which the digits of its own checksum are zeroed.
+// Computes the header's own checksum, for which the digits of that checksum in the header count as zeros.
 std::string seal_of(std::string header, size_t position) {
   header.replace(position, kSealDigits, kUnsealed);
   return to_hex(checksum(header));
@@ -50,7 +50,7 @@ struct HeldBox {
   Box box;
 };
 
-// Adds a file of the rank, and the slices of `boxes` in it, to `all`. The file's header gives the slices' positions.
+// Adds a file of the rank and its slices to `all`. `boxes` are the slices' boxes. Reads the positions from the file.
 void list_file(const SavedTensors& saved, int64_t rank, size_t number, const std::vector<HeldBox>& boxes,
                SavedTensors& all) {
   const auto file = open_file(saved.directory / rank_file_name(rank, number));
@@ -87,7 +87,7 @@ std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held) {
   if (numel_of(tensor.shape) == 0) return {whole_box(tensor.shape)};
   std::vector<Box> boxes;
   for (auto& segment : segments_of(tensor.shape, memory_strides(tensor), held)) boxes.push_back(std::move(segment.box));
-  // Sorts the largest box first, as write_rank_files() does.
+  // Sorts by descending size, like write_rank_files().
   std::stable_sort(boxes.begin(), boxes.end(), [](const Box& a, const Box& b) { return a.numel() > b.numel(); });
   return boxes;
 }

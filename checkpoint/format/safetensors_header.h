@@ -14,21 +14,21 @@
 
 namespace tessera::internal {
 
-// Returns safetensors' name of a dtype ("F32", "BF16", "I64", "BOOL", ...), or nullopt if it has none.
+// Returns the name of a dtype in safetensors files ("F32", "BF16", "I64", "BOOL", ...), or nullopt if there is none.
 std::optional<std::string> safetensors_name(at::ScalarType dtype);
-// Returns the field "dtype". Throws CheckpointError for an unknown dtype.
+// Parses the field "dtype" of a JSON object. Throws CheckpointError for an unknown dtype.
 at::ScalarType dtype_field(const JsonObject& fields);
 
-// Returns the bytes of a tensor of these sizes, or nullopt if they exceed 2^62.
+// Returns the size in bytes of a tensor with these sizes, or nullopt if the size exceeds 2^62.
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
-// Throws std::invalid_argument if safetensors has no name for the dtype of a tensor to write.
+// Throws std::invalid_argument if safetensors files do not support the dtype. The error text names `tensor`.
 void check_dtype(const std::string& tensor, at::ScalarType dtype);
 
 bool is_utf8(const std::string& text);
 
-// Throws CheckpointError if the name is empty, "__metadata__", longer than 4096 bytes or not UTF-8, or has control
-// characters.
+// Throws CheckpointError if a name is empty, "__metadata__" or above 4096 bytes. Also throws if the name is not UTF-8
+// or has control characters.
 void check_tensor_name(const std::string& name, const std::string& where);
 
 // One tensor of a safetensors file.
@@ -36,7 +36,7 @@ struct SafetensorsEntry {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
-  int64_t begin = 0;  // first byte, counted from the start of the file
+  int64_t begin = 0;  // position of the first byte in the file
   int64_t bytes = 0;
 };
 
@@ -46,18 +46,18 @@ struct SafetensorsHeader {
   int64_t header_bytes = 0;                     // bytes before the data: length, JSON and padding
 };
 
-constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the limit of the safetensors library, too
+constexpr int64_t kMaxHeaderBytes = 100'000'000;  // equals the limit of the safetensors library
 
-// Parses the JSON `text` of the header of a file of file_bytes bytes. Checks that byte counts match shapes, and that
-// the data fills the rest of the file without overlaps or holes. Throws CheckpointError; `where` names the file.
+// Parses a file header's JSON `text`. Checks that byte counts match shapes, and that the tensors fill the rest of the
+// file (of file_bytes bytes) without overlaps or holes. Throws CheckpointError; `where` names the file.
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where);
 
-// Returns the bytes before the data: length, JSON, padding. Throws CheckpointError if the length is impossible.
+// Reads the bytes before the data: length, JSON and padding. Throws CheckpointError if the length is impossible.
 std::string read_header_bytes(const InputFile& file);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 
-// Returns the bytes before the data (a multiple of 64) for a file with these entries in this order. Sets `begin` and
-// `bytes` of each entry.
+// Returns the bytes before the data for a file with these entries in this order. Their number is a multiple of 64. Sets
+// `begin` and `bytes` of each entry.
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
                                       const std::map<std::string, std::string>& metadata);
 

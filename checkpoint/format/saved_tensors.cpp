@@ -81,7 +81,7 @@ class Checker {
       refuse("its ranks have " + std::to_string(covered) + " of its " + std::to_string(numel) + " elements");
   }
 
-  // Checks that the slices do not overlap and have as many elements as the tensor. They then cover the tensor.
+  // Checks that the slices cover the tensor: they do not overlap, and have as many elements as the tensor.
   void check_cover(const SavedTensor& tensor) const {
     int64_t covered = 0;
     std::vector<const Box*> boxes;
@@ -89,7 +89,7 @@ class Checker {
       covered += slice.box.numel();
       if (slice.box.numel() > 0) boxes.push_back(&slice.box);
     }
-    // Compares each box only with earlier boxes that extend past its start in the first dimension. Those are few.
+    // Compares each box only with the few earlier boxes that extend beyond its start in the first dimension.
     std::sort(boxes.begin(), boxes.end(), [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
     std::vector<const Box*> open;
     for (const Box* box : boxes) {

@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 struct SavedFile {
-  std::string name;  // name in the directory, or the absolute target of a symbolic link in it
+  std::string name;  // file name in the directory; for a symbolic link, the absolute path of its target
   int64_t bytes = 0;
   int64_t header_bytes = 0;
   uint64_t header_checksum = 0;
@@ -29,8 +29,8 @@ struct SavedSlice {
 
 enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: a tensor of a Stateful object
 
-// Parts of a tensor on several ranks. Each of the `count` ranks rank, rank + rank_step, ... holds `numel` elements. The
-// parts are adjacent in memory order, and the first part begins at element `begin`.
+// Parts of equal size of a tensor on several ranks. The `count` ranks rank, rank + rank_step, ... hold `numel` elements
+// each. Their parts are adjacent in memory order, and the first part begins at element `begin`.
 struct RankRun {
   int64_t rank = 0;
   int64_t rank_step = 0;
@@ -45,31 +45,31 @@ struct SavedTensor {
   std::vector<int64_t> shape;
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
-  std::vector<SavedSlice> slices;  // empty if SavedTensors::by_rank, because `order` and `runs` imply the slices
-  // If SavedTensors::by_rank, rank_files.h computes the slices from `order` and `runs`. `order` has the dimensions by
-  // descending stride (empty: row-major). `runs` has the ranks' elements in memory order.
+  std::vector<SavedSlice> slices;  // empty if SavedTensors::by_rank is true
+  // Used if SavedTensors::by_rank is true: rank_files.h computes the slices from these fields. `order` lists the
+  // dimensions by descending stride, or is empty for row-major order. `runs` lists the ranks' elements in memory order.
   std::vector<int64_t> order;
   std::vector<RankRun> runs;
 };
 
-// The positions of the slices of all tensors in files. A value type that accesses no file.
+// A list of saved tensors with the positions of their slices in files. A value type that accesses no file.
 struct SavedTensors {
   std::filesystem::path directory;
   std::vector<SavedFile> files;
   std::map<std::string, SavedTensor> tensors;
-  int64_t block_bytes = 0;  // bytes that one checksum covers; 0: no checksums
-  // If true, `files` is empty. The file names follow from `world_size` (rank_files.h), and each file's header has `id`.
+  int64_t block_bytes = 0;  // number of bytes that one checksum covers; 0 if there are no checksums
+  // True for rank files, whose names follow from `world_size` and whose headers contain `id`. `files` is then empty.
   bool by_rank = false;
   int64_t world_size = 0;
   uint64_t id = 0;
   bool has_rng = false;  // whether rank files include random generator states
 };
 
-// Throws CheckpointError, which starts with `where`, unless every slice is inside its tensor and its file, slices share
-// no byte, and the slices (or runs) of each tensor cover it without overlap.
+// Checks that every slice is inside its tensor and its file, and that slices share no byte of a file. Also checks that
+// slices (or runs) cover each tensor without overlap. Throws CheckpointError with a text that starts with `where`.
 void check_saved_tensors(const SavedTensors& saved, const std::string& where);
 
-// Return the bytes of the data of all tensors, of one tensor or of one slice, without headers.
+// Return the data size in bytes of all tensors, of one tensor or of one slice, without file headers.
 int64_t bytes_of(const SavedTensors& saved);
 int64_t bytes_of(const SavedTensor& tensor);
 int64_t bytes_of(const SavedTensor& tensor, const SavedSlice& slice);

@@ -11,9 +11,9 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int64_t kWriteBytes = int64_t{8} << 20;  // approximate bytes of one write
+constexpr int64_t kWriteBytes = int64_t{8} << 20;  // approximate size of one write
 
-// Writes a slice, several whole blocks at a time. Returns the blocks' checksums; none if block_bytes is 0.
+// Writes a slice, several whole blocks at a time. Returns the blocks' checksums, or none if block_bytes is 0.
 std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int64_t block_bytes,
                                   const Progress& progress = {}) {
   const char* from = static_cast<const char*>(data.const_data_ptr());
@@ -46,7 +46,7 @@ FileEntries entries_of(const std::vector<const Piece*>& pieces) {
   return file;
 }
 
-// Returns the length of a file. format_safetensors_header() must have set the positions of the entries.
+// Returns the length of a file with these entries, whose positions format_safetensors_header() must have set.
 int64_t end_of(const std::string& header, const std::vector<SafetensorsEntry>& entries) {
   return entries.empty() ? static_cast<int64_t>(header.size()) : entries.back().begin + entries.back().bytes;
 }
@@ -86,7 +86,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
                                 path.filename().string() + " would have " + std::to_string(digits) +
                                 " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
                                 " that a header may have; take larger blocks");
-  // A placeholder as long as the final header, whose checksums are not known yet.
+  // A placeholder with the length of the final header, because the checksums are not known before the data is written.
   const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
   const auto file = create(path, room, entries);
   for (const Piece* piece : pieces)
@@ -96,7 +96,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
   file->finish(header);
 }
 
-// Assigns the largest piece of each tensor to the first file, the next largest to the second, and so on.
+// Assigns the largest piece of each tensor to the first file, the second largest piece to the second file, and so on.
 std::vector<std::vector<const Piece*>> spread_over_files(const std::vector<Piece>& pieces) {
   std::map<std::string, std::vector<const Piece*>> by_name;
   for (const Piece& piece : pieces) by_name[piece.name].push_back(&piece);

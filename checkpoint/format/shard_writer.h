@@ -22,36 +22,36 @@ struct Piece {
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
   Box box;
-  // Returns the box's elements, row-major and contiguous in host memory. The writer calls data() when it writes the
-  // piece, and frees the result before the next piece, so that only one result is in memory.
+  // Returns the box's elements, row-major and contiguous in host memory. The writer calls data() once for each piece.
+  // It frees the result before the next piece, so that only one result is in memory at a time.
   std::function<at::Tensor()> data;
-  // Used by write_rank_files(): the positions of the box's elements in memory order, and the tensor's dimensions by
-  // descending stride (empty: row-major).
+  // write_rank_files() uses these fields. `memory` has the positions of the box's elements in memory order. `order`
+  // lists the tensor's dimensions by descending stride, or is empty for row-major order.
   Range memory;
   std::vector<int64_t> order;
-  // Returns the box's elements in the live tensor, on any device and with any strides. Null: only data() has them.
+  // Returns a view of the box's elements in the live tensor, on any device and with any strides. Null if there is none.
   std::function<at::Tensor()> view = nullptr;
 };
 int64_t bytes_of(const Piece& piece);
 // Returns piece.data(). Throws std::logic_error if the tensor does not match the piece.
 at::Tensor checked_data(const Piece& piece);
 
-// Called with the number of bytes read or written since the last call.
+// A callback whose argument is the number of bytes that were read or written since the last call.
 using Progress = std::function<void(int64_t bytes)>;
 
 // Writes the pieces to new files "<stem>-0.safetensors", "<stem>-1.safetensors", ... in the directory and syncs them.
-// Each file has at most one piece of a tensor, and the metadata that PyTorch's HuggingFaceStorageReader expects.
-// Returns the files and slices for a manifest. If block_bytes is 0, writes no checksums.
+// Each file contains at most one piece of a tensor, and the metadata that PyTorch's HuggingFaceStorageReader expects.
+// Returns the files and slices for a manifest. If block_bytes is 0, computes no checksums.
 SavedTensors write_pieces(const std::filesystem::path& directory, const std::string& stem,
                           const std::vector<Piece>& pieces, int64_t block_bytes);
 
-// Writes the pieces as the files of a rank (FORMAT.md, "Rank files"): "rank-00042-0.safetensors", ..., with checksums
-// and generator states. Each piece of a tensor must start where its previous piece ends. Returns the tensors with this
-// rank's runs.
+// Writes the pieces to the rank files "rank-00042-0.safetensors", ... (FORMAT.md, "Rank files"), with checksums and
+// generator states. Each piece of a tensor must start where the tensor's previous piece ends. Returns the tensors, each
+// with a run that describes this rank's elements.
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// Adds the tensors written by one rank to those of other ranks. After the last append(), call join_all() to merge runs.
+// append() adds one rank's tensors to those of other ranks. join_all() merges the runs after the last append().
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

@@ -16,11 +16,11 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;                   // unit of reading in files without checksums
+constexpr int64_t kPageBytes = 4096;                   // block size for reads from files without checksums
 constexpr size_t kOpenFiles = 16;                      // maximum number of files kept open between reads
-constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // with fewer bytes, one thread is as fast as several
+constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // one thread is as fast as several for fewer bytes
 
-// Copies a run's elements to the target. `data` has the slice's elements `read`; copies only elements in that range.
+// Copies the run's elements that are in `data` to the target. `data` contains the elements `read` of the slice.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
   const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
   const char* from = data + (begin - read.begin) * element_bytes;
@@ -104,7 +104,7 @@ void SliceReader::read_interval(const InputFile& file, const Part& part, size_t 
     return (run.source + run.numel) * element_bytes <= from;
   });
   const int64_t run_begin = first->source * element_bytes, run_end = run_begin + first->numel * element_bytes;
-  // Reads directly into the target if one run contains the whole interval and is contiguous in the target.
+  // Reads directly into the target if a run that is contiguous in the target contains the whole interval.
   const bool direct = first->target_step == 1 && run_begin <= begin && end <= run_end;
   char* target = part.wanted->target;
   if (!direct) buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
@@ -135,8 +135,8 @@ void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& par
   if (progress_) progress_(bytes);
 }
 
-// Each thread reads its own section of the file in sequence, because interleaved reads stop the system's read-ahead.
-// While one thread waits for the disk, another computes checksums. Threads write to disjoint parts of the targets.
+// Each thread reads its own section of the file sequentially, because interleaved reads would stop the system's
+// read-ahead. One thread computes checksums while another waits for the disk. Threads write to disjoint target memory.
 void SliceReader::read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes) {
   std::atomic<bool> failed = false;
   std::mutex mutex;

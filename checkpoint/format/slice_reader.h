@@ -17,26 +17,26 @@
 
 namespace tessera::internal {
 
-// Reads boxes of saved tensors from files, and verifies the checksums of every block and file header that it reads.
-// Reads only the blocks that contain the boxes, and keeps at most 16 files open. Must be used by one thread at a time.
-// Throws CheckpointError with file, tensor and reason.
+// Reads boxes of saved tensors from files. Reads only the blocks that contain elements of the boxes, and verifies the
+// checksums of these blocks and of file headers. Keeps at most 16 files open. Must be used by one thread at a time. On
+// failure, throws CheckpointError with the file, the tensor and the reason.
 class SliceReader {
  public:
   // `saved` must pass check_saved_tensors() and outlive the reader. fetch() reads on up to `threads` threads.
   explicit SliceReader(const SavedTensors& saved, Progress progress = {}, int threads = 1);
 
-  // Schedules a box for fetch(). Writes the element at index i to target[sum(i * strides) - origin], in elements of the
-  // tensor's dtype.
+  // Schedules a box for fetch(). fetch() writes the element with index i to target[sum(i * strides) - origin], where
+  // `target` is an array of the tensor's dtype.
   void want(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
-  // Reads all scheduled boxes, file by file; opens each file once.
+  // Reads all scheduled boxes, one file after the other, and opens each file only once.
   void fetch();
 
-  // Calls want() and fetch().
+  // Schedules a box with want(), and calls fetch().
   void read(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
   // Returns the box as a new row-major tensor.
   at::Tensor read(const std::string& name, const Box& box);
 
-  // Opens a listed file, if it is not open yet, and verifies its size and header.
+  // Opens the file with this index in SavedTensors::files, if the file is not open, and verifies its size and header.
   void open(int file) { listed_file(file); }
 
   // Returns the bytes read from files so far.
@@ -47,7 +47,7 @@ class SliceReader {
   struct Wanted {
     const std::string* name;
     const SavedTensor* tensor;
-    const SavedSlice* slice;  // null for a rank's file, whose header then gives the slice of `box`
+    const SavedSlice* slice;  // null in a rank file; fetch_file() then finds the slice in the file's header
     Box box;                  // the slice's box
     Box part;
     char* target;
@@ -62,7 +62,7 @@ class SliceReader {
     std::vector<Run> runs;
     std::vector<Range> intervals;
   };
-  using FileKey = std::pair<int64_t, size_t>;  // {index of a listed file, 0}, or {rank, number of its file}
+  using FileKey = std::pair<int64_t, size_t>;  // {index in SavedTensors::files, 0}, or {rank, number of its file}
 
   const InputFile& listed_file(int index);
   void fetch_file(const FileKey& key, const std::vector<Wanted>& wanted);
@@ -70,17 +70,17 @@ class SliceReader {
   void read_parts(const InputFile& file, const std::vector<Part>& parts);
   void read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes);
   void read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer);
-  // Returns the byte ranges of a slice that the runs need: whole blocks, up to window_bytes_ (or one block) each.
+  // Returns the byte ranges of a slice to read for the runs: whole blocks, at most window_bytes_ (or one block) each.
   std::vector<Range> intervals_of(const std::vector<Run>& runs, int64_t element_bytes, int64_t slice_bytes) const;
   void verify(const InputFile& file, const Part& part, Range interval, const char* data) const;
 
   const SavedTensors& saved_;
   const Progress progress_;
   const int threads_;
-  const int64_t window_bytes_;  // most bytes of one read, unless a block is larger
+  const int64_t window_bytes_;  // maximum size of one read, unless a block is larger
   std::map<FileKey, std::vector<Wanted>> wanted_;
-  std::map<int, std::unique_ptr<InputFile>> files_;  // open listed files, by index
-  std::vector<bool> verified_;                       // by index of a listed file: whether its header was verified
+  std::map<int, std::unique_ptr<InputFile>> files_;  // open files; the key is the index in SavedTensors::files
+  std::vector<bool> verified_;                       // whether the header of each of SavedTensors::files was verified
   std::vector<char> buffer_;
   std::atomic<int64_t> bytes_read_ = 0;
 };

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns the offsets of an entry in its tensor, from PyTorch's {"<name>": {"saved_offsets": [...]}}, or zeros.
+// Returns an entry's offsets in its tensor, from PyTorch's {"<name>": {"saved_offsets": [...]}}; zeros if that is null.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -34,7 +34,7 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   return offsets;
 }
 
-// Returns the target of a symbolic link, or any other path unchanged. The caches of model hubs consist of links.
+// Returns the target of a symbolic link, or any other path unchanged. Model hubs store links in their caches.
 fs::path followed(const fs::path& path) {
   std::error_code error;
   if (is_remote(path) || !fs::is_symlink(path, error)) return path;
@@ -43,7 +43,7 @@ fs::path followed(const fs::path& path) {
   return target;
 }
 
-// Adds a file, and those of its tensors that `belongs` accepts. Infers a tensor's shape from the extent of its slices.
+// Adds a file and its tensors to `saved`. Skips tensors that `belongs` rejects. Infers shapes from the slices' extents.
 void add_file(const fs::path& path, SavedTensors& saved, const std::function<bool(const std::string&)>& belongs) {
   const auto file = open_file(followed(path));
   const bool is_link = file->path() != path;
@@ -71,17 +71,17 @@ void add_file(const fs::path& path, SavedTensors& saved, const std::function<boo
     }
     for (size_t d = 0; d < entry.shape.size(); ++d)
       tensor.shape[d] = std::max(tensor.shape[d], box.offsets[d] + entry.shape[d]);
-    // If several ranks wrote copies of a replicated tensor, uses only the first copy.
+    // Skips a slice with a known box, because several ranks may have written copies of a replicated tensor.
     if (std::none_of(tensor.slices.begin(), tensor.slices.end(), [&](const auto& slice) { return slice.box == box; }))
       tensor.slices.push_back({index, entry.begin, box, {}});
   }
-  // safetensors.torch.save_model stores the omitted names of tied tensors as {"<alias>": "<name>"}.
+  // safetensors.torch.save_model() writes a tied tensor once, and lists its other names as {"<alias>": "<name>"}.
   for (const auto& [alias, name] : header.metadata)
     if (saved.tensors.contains(name) && !saved.tensors.contains(alias) && alias != "format")
       saved.tensors[name].aliases.push_back(alias);
 }
 
-// Reads the file name of each tensor from an index. Throws CheckpointError if a file is not in the index's folder.
+// Reads an index, a map from tensors to file names. Throws CheckpointError for a file outside the index's folder.
 std::map<std::string, std::string> read_index(const fs::path& path) {
   const json index = parse_json(read_text(followed(path), int64_t{1} << 30), path.string());
   const JsonObject fields(index, path.string(), {"weight_map"}, {"metadata"});
@@ -95,11 +95,11 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return places;
 }
 
-// Returns whether the path names an index. save_full() adds ".index.json" to the path of a file, with any extension.
+// Returns whether the path names an index. save_full() appends ".index.json" to the file's path with its extension.
 bool is_index(const fs::path& path) { return path.filename().string().ends_with(".index.json"); }
 
-// Returns the only safetensors index of the directory, or "" if there is none. If there are several, returns
-// model.safetensors.index.json, or throws CheckpointError if that is not among them.
+// Returns the path of the directory's safetensors index, or "" if there is none. If there are several indices, chooses
+// model.safetensors.index.json. Throws CheckpointError if none of them has that name.
 fs::path index_of(const fs::path& directory) {
   std::vector<fs::path> found;
   for (const auto& name : storage_of(directory).list(directory))
@@ -111,7 +111,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// If `path` is a hub's cache ("models--gpt2"), returns the snapshot that refs/main names, or the only one; else `path`.
+// For a model hub's cache ("models--gpt2"), returns the snapshot in refs/main, or the only snapshot; else `path`.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;
@@ -151,7 +151,7 @@ SavedTensors internal::find_full_tensors(const fs::path& given) {
   SavedTensors saved{.directory = directory ? path : path.parent_path()};
   if (saved.directory.empty()) saved.directory = ".";
   fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
-  // If save_full() wrote several files, an index is beside the path. A file at the path is then from an older save.
+  // Prefers an index beside the path. save_full() writes it with several files; a file at `path` is from an older save.
   if (const fs::path beside = path.string() + ".index.json";
       !directory && index.empty() && storage_of(path).exists(beside))
     index = beside;

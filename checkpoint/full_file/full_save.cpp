@@ -24,22 +24,22 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kBufferBytes = int64_t{4} << 20;
 
-// Assigns each tensor a file and an offset. A value type that accesses no file.
+// The planned files of a save, and the position of each tensor in them. A value type that accesses no file.
 struct FullLayout {
   struct FullFile {
     fs::path path;
-    std::string start;  // the file's first bytes: a header, or a whole index
+    std::string start;  // the first bytes of the file: the header, or the whole text of an index
     int64_t bytes = 0;
   };
   struct Position {
     size_t file = 0;
     int64_t begin = 0;
   };
-  std::vector<FullFile> files;  // the last one, the only file or the index, commits the save
+  std::vector<FullFile> files;  // renaming the last file (the only file, or the index) commits the save
   std::map<std::string, Position> positions;
 };
 
-// Splits the tensors, in order, into groups of at most max_bytes (0: no limit). A larger tensor is a group of its own.
+// Splits the tensors, in order, into groups of at most max_bytes. A larger tensor forms its own group. 0: no limit.
 std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
   std::vector<std::vector<const FullTensor*>> groups(1);
   int64_t bytes = 0;
@@ -58,7 +58,7 @@ std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<Ful
 
 fs::path index_path(const fs::path& file) { return file.string() + ".index.json"; }
 
-// Throws std::invalid_argument for names under which readers look for an index or for a checkpoint's manifest.
+// Throws std::invalid_argument for a name that readers would take for an index or a checkpoint's manifest.
 void check_file_name(const fs::path& file) {
   if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
   const std::string name = file.filename().string();
@@ -67,7 +67,7 @@ void check_file_name(const fs::path& file) {
                                 "' is that of " + (name == kManifestName ? "a checkpoint's manifest" : "an index"));
 }
 
-// Returns the path of file `i` of `count`. `tag` distinguishes the files from those of older saves.
+// Returns the path of file `i` of `count`. `tag` makes the names differ from the file names of older saves.
 fs::path part_path_of(const fs::path& file, const std::string& tag, size_t i, size_t count) {
   fs::path path = file;
   return path.replace_filename(file.stem().string() + tag + "-" + five_digits(static_cast<int64_t>(i) + 1) + "-of-" +
@@ -112,10 +112,10 @@ FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& 
   return layout;
 }
 
-// Returns the hidden path, beside the target, of a file that is being written.
+// Returns the hidden path under which a file is written until it is renamed to `path`.
 fs::path draft_of(const fs::path& path) { return path.parent_path() / ("." + path.filename().string() + ".draft"); }
 
-// Lists the files of an older save of this name: the file, the index, and files in the index with the file's stem.
+// Lists existing files of older saves to `file`: the file, its index, and the files in the index that have its stem.
 std::vector<fs::path> files_before(const fs::path& file) {
   std::vector<fs::path> files;
   std::error_code ignored;
@@ -133,7 +133,7 @@ std::vector<fs::path> files_before(const fs::path& file) {
   return files;
 }
 
-// Returns a tag that distinguishes several new files from existing ones, or "" if no such files exist.
+// Returns a random tag for the names of new part files, or "" if no part file of an older save exists.
 std::string free_tag(const fs::path& file) {
   std::error_code ignored;
   const std::string start = file.stem().string() + "-";
@@ -151,12 +151,12 @@ void check_replaceable(const fs::path& path) {
   std::error_code ignored;
   if (fs::is_directory(path, ignored))
     throw CheckpointError(path.string() + ": is a directory; a file's name is expected");
-  // Refuses devices. The rename would replace a device such as /dev/null for all programs.
+  // Refuses devices, because the rename would replace a device such as /dev/null for all programs.
   if (fs::exists(path, ignored) && !fs::is_regular_file(path, ignored))
     throw CheckpointError(path.string() + ": exists and is no regular file; it is left as it is");
 }
 
-// The drafts of a layout. The destructor removes the files of a save that was not published.
+// The temporary files (drafts) of a layout. If publish() has not completed, the destructor removes the save's files.
 class Drafts {
  public:
   Drafts(const FullLayout& layout, const fs::path& file)
@@ -171,7 +171,7 @@ class Drafts {
 
   void create() const {
     make_directories(folder_);
-    check_replaceable(file_);  // several files replace this path, too
+    check_replaceable(file_);  // publish() removes a file at this path, even if the layout has several files
     for (const auto& full : layout_.files) {
       check_replaceable(full.path);
       std::error_code ignored;
@@ -182,8 +182,8 @@ class Drafts {
     }
   }
 
-  // Gives the files in the index their new names. One rename of the index, or of the only file, then commits them all.
-  // Removes old files last.
+  // Renames the drafts to their final names. The last rename, of the index or of the only file, commits all files at
+  // once. Then removes the files of older saves.
   void publish() {
     const auto before = files_before(file_);
     for (const auto& file : layout_.files) open_file_to_write(draft_of(file.path)).sync();
@@ -203,11 +203,11 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // number of files with their final names
+  size_t named_ = 0;  // number of drafts that were renamed to their final names, without the last one
   bool is_visible_ = false;
 };
 
-// Writes a box into the whole tensor, which starts at byte `begin` of the file. Writes adjacent runs together.
+// Writes a piece's box into a file that stores the whole tensor, row-major, from byte `begin` on.
 void write_box(const File& file, const Piece& piece, int64_t begin) {
   const at::Tensor data = checked_data(piece);
   const char* from = static_cast<const char*>(data.const_data_ptr());
@@ -223,7 +223,7 @@ void write_box(const File& file, const Piece& piece, int64_t begin) {
   });
 }
 
-// Writes file by file, so that only one file is open at a time.
+// Writes the pieces of one file after the other, so that only one file is open at a time.
 void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
   std::map<size_t, std::vector<const Piece*>> by_file;
   for (const Piece& piece : pieces) by_file[layout.positions.at(piece.name).file].push_back(&piece);
@@ -251,9 +251,9 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   };
   const std::string tag = gather_results(comm, attempt(find_tag), "saving '" + file.string() + "'")[0];
   FullLayout layout;
-  std::optional<Drafts> drafts;  // empty except on rank 0
+  std::optional<Drafts> drafts;  // set only on rank 0
   std::vector<LocalTensor> tensors;
-  // Three stages: drafts created, parts written, files published. Each ends on all ranks before the next one begins.
+  // Runs in three stages: create drafts, write parts, publish files. A stage starts after all ranks ended the previous.
   Heartbeat heartbeat;
   auto stage = [&](const std::function<void()>& part) {
     on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);

@@ -43,8 +43,8 @@ bool is_rank_file(const std::string& listed) {
 }
 
 struct Contents {
-  int ranks = 0;   // number of rank files and of data folders of remote saves
-  int others = 0;  // number of files that no save wrote
+  int ranks = 0;   // number of rank files, plus number of data folders of remote saves
+  int others = 0;  // number of entries that do not belong to a save
 };
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
@@ -57,8 +57,8 @@ Contents contents_of(const fs::path& checkpoint) {
   return contents;
 }
 
-// Returns a checkpoint's manifest, or "" if the manifest was removed or two reads fail. One read may fail because
-// another job replaces the manifest.
+// Returns the text of a checkpoint's manifest, or "" if the manifest was removed or two reads fail. Reads twice,
+// because one read may fail while another job replaces the manifest.
 std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   for (int attempt = 0; attempt < 2 && is_checkpoint(checkpoint); ++attempt) try {
       return read_text(checkpoint / kManifestName, kMaxManifestBytes);
@@ -69,7 +69,7 @@ std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   return "";
 }
 
-// Repeats an empty listing, because a listing may miss both a renamed checkpoint and the one that replaces it.
+// Repeats a listing that found nothing. While one checkpoint replaces another, a listing may miss both.
 std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
   constexpr int kMostListings = 3;
   std::vector<fs::path> found;
@@ -135,7 +135,7 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
   for (int listing = 1;; ++listing) {
     const auto listed = entries_with_manifest(folder);
     FoundCheckpoints found = found_among(listed);
-    // Other jobs may have saved newer checkpoints, and removed all checkpoints that were listed.
+    // Lists again if other jobs removed the listed checkpoints, because these jobs may also have saved newer ones.
     const bool lists_again = found.whole.empty() && found.damaged.empty() && listing < kMostListings &&
                              !std::ranges::all_of(listed, [](const fs::path& path) { return is_checkpoint(path); });
     if (!lists_again) return found;
@@ -169,13 +169,13 @@ Manifest manifest_of(const std::string& text, const fs::path& directory) {
 Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
-  // format_manifest() writes "format" and "sequence" within the first 256 bytes.
+  // 256 bytes are enough, because format_manifest() writes the fields "format" and "sequence" first.
   std::string start;
   try {
     start = storage_of(directory).beginning(directory / kManifestName, 256);
   } catch (const StorageUnavailable&) {
     throw;
-  } catch (const CheckpointError&) {  // the manifest is not a file
+  } catch (const CheckpointError&) {  // the manifest is not a regular file
     return std::nullopt;
   }
   const auto format = start.find("\"format\": \"tessera-checkpoint\"");

@@ -13,42 +13,42 @@ namespace tessera::internal {
 // Functions that find and identify checkpoints on any storage.
 
 bool is_checkpoint(const std::filesystem::path& path);
-// Returns the subfolders of a folder that have a manifest, damaged or not, except hidden ones and symbolic links. Like
-// find_checkpoints(), throws StorageUnavailable if the storage cannot list the folder.
+// Returns the subfolders of `folder` that contain a manifest, which may be damaged. Skips hidden folders and symbolic
+// links. Throws StorageUnavailable if the storage cannot list the folder; so does find_checkpoints().
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
-// The checkpoints of a folder. `whole` has those with a valid manifest, the oldest first. `damaged` has those with a
-// damaged manifest, whose age is unknown. Omits folders with an unrelated tessera.json among other files.
+// The checkpoints in a folder. `whole` lists the checkpoints with a valid manifest, oldest first. `damaged` lists the
+// checkpoints with a damaged manifest. Neither lists a subfolder with an unrelated tessera.json among other files.
 struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
   std::vector<int64_t> sequences;  // sequence number of each checkpoint in `whole`
 };
-// Other jobs may meanwhile save to the folder and remove old checkpoints. If the folder has a whole checkpoint at every
-// moment, finds at least one.
+// Finds the checkpoints in a folder. Other jobs may save to the folder and remove old checkpoints meanwhile. The search
+// finds at least one checkpoint if the folder contains a whole checkpoint at every moment.
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
-// Throws CheckpointError if the path is itself a checkpoint, a file or a dangling link. Must be called if no checkpoint
-// was found, because a wrong path would otherwise restart the training.
+// Throws CheckpointError if the path is itself a checkpoint, a file or a dangling link. Must be called after a search
+// found no checkpoint. Otherwise, a wrong path would silently restart the training from the beginning.
 void require_folder_of_checkpoints(const std::filesystem::path& folder);
 
-// If `listed` names the data folder of a save in a remote checkpoint (16 hex digits, the save's id, and '/'), returns
-// the name without '/'. Otherwise returns "".
+// If `listed` (an entry of Storage::list()) is a data folder of a remote save, returns its name without the last '/'.
+// Otherwise returns "". The name of a data folder is the save's id, in 16 hex digits.
 std::string save_folder(const std::string& listed);
-// Returns whether a save wrote the file of this name in a checkpoint's directory, or the file is an NFS leftover of
-// such a file. All other files are the user's.
+// Returns whether an entry of a checkpoint's directory belongs to a save, judged by its name. The temporary files that
+// NFS creates for deleted open files (".nfs...") count as a save's files. All other files are the user's.
 bool is_of_save(const std::string& listed);
-// Returns whether a folder has rank files, or data folders of remote saves.
+// Returns whether a folder contains rank files, or data folders of remote saves.
 bool has_rank_files(const std::filesystem::path& folder);
-// Returns whether a directory has a manifest and otherwise only files of a checkpoint.
+// Returns whether a directory contains a manifest, and all its other entries belong to saves.
 bool holds_nothing_else(const std::filesystem::path& checkpoint);
 
-// Returns the text of a directory's manifest. If there is none, throws CheckpointError that describes the content.
+// Returns the text of a directory's manifest. Throws CheckpointError if the directory has no manifest.
 std::string read_manifest_text(const std::filesystem::path& directory);
 // Reads and checks a directory's manifest.
 Manifest read_manifest(const std::filesystem::path& directory);
-// Like read_manifest(), for the text that read_manifest_text() returned.
+// Parses and checks a manifest text that read_manifest_text() returned for this directory.
 Manifest manifest_of(const std::string& text, const std::filesystem::path& directory);
 
-// Returns the sequence number from the first lines of the manifest, which is not checked; nullopt if there is none.
+// Returns the sequence number at the start of the (unverified) manifest, or nullopt if there is no such number.
 std::optional<int64_t> peek_sequence(const std::filesystem::path& directory);
 
 }  // namespace tessera::internal

@@ -46,14 +46,14 @@ Values reversed(Values values) {
   return values;
 }
 
-// Throws the error that a write to `target` would throw, but writes nothing.
+// Throws the error that libtorch throws for a write to `target`, without changing any value.
 void write_nothing(const at::Tensor& target) {
   const WritesTo scope(target);
   target.as_strided({0}, {1}).fill_(0);
 }
 
-// Returns the reason that a buffer cannot be written to, or "" if it can be. Uses .data(), so that tensors saved by
-// autograd stay valid.
+// Returns the reason why a buffer is not writable, or "" if the buffer is writable. Uses .data(), because the version
+// counter must not change: autograd may have saved the buffer.
 std::string what_keeps(const at::Tensor& buffer) try {
   write_nothing(buffer.data());
   return "";
@@ -61,7 +61,7 @@ std::string what_keeps(const at::Tensor& buffer) try {
   return error.what_without_backtrace();
 }
 
-// Throws if a shard must not be written to, for example inside summon_full_params().
+// Throws if a shard is not writable at present, for example inside summon_full_params().
 void require_writable(const NamedShard& shard) {
   if (DiskPager::of(shard.tensor) == nullptr) {
     write_nothing(shard.tensor.detach());
@@ -108,12 +108,12 @@ class Loader {
     reader_.fetch();
     check_tied();
     check_states();
-    // Under a sharded optimizer, ranks other than the owner hold rounded parameters. Rounds loaded values alike.
+    // With a sharded optimizer, ranks that do not own a parameter may hold rounded values. Rounds loaded values, too.
     for (auto& [target, value] : tensors_)
       for (const LoadedOptimizer& optimizer : optimizers_) value = optimizer.named.as_kept(target, value);
   }
 
-  // Writes the values to the objects. Fails only if memory cannot be allocated.
+  // Writes the values to the objects. Throws only if an allocation fails, because read() has checked all values.
   void apply() {
     for (auto& [target, value] : tensors_) {
       const WritesTo scope(target);
@@ -140,18 +140,18 @@ class Loader {
     return tensor.kind == TensorKind::kParameter || tensor.kind == TensorKind::kBuffer;
   }
 
-  // Returns the model's name of a saved tensor; "" if it is skipped.
+  // Returns the name in the model for a saved tensor's name, or "" if the tensor must be skipped.
   std::string renamed(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
 
   struct LoadedOptimizer {
     std::string name;
     NamedOptimizer named;
-    const SavedOptimizer* saved = nullptr;  // null until matched
+    const SavedOptimizer* saved = nullptr;  // set by match_optimizers()
     bool takes_options = false;
     std::set<std::string> saved_parameters{};
   };
 
-  // Returns "'a', 'b'", or "one without a name".
+  // Formats names for an error text: "'a', 'b'", or "one without a name" if all names are empty.
   static std::string listed(const auto& names) {
     std::string all;
     for (const std::string& name : names)
@@ -159,7 +159,7 @@ class Loader {
     return all.empty() ? "one without a name" : all;
   }
 
-  // Compares the names of models. Skips saved tensors of models that are not loaded.
+  // Compares the names of models. Adds the saved tensors of models that are not loaded to `left_out_`.
   void match_models() {
     const auto& saved = manifest_.models;
     if (saved.empty() != models_.empty() && !options_.rename)
@@ -176,7 +176,7 @@ class Loader {
           if (is_of_model(tensor->second)) left_out_.insert(tensor->first);
   }
 
-  // Returns a map from names of the model's tensors to names in the checkpoint.
+  // Returns a map from tensor names in the model to tensor names in the checkpoint.
   std::map<std::string, std::string> names_in_model() {
     std::map<std::string, std::string> names;
     const auto of_other_models = left_out_;
@@ -234,7 +234,7 @@ class Loader {
       orders_.emplace(found->second, memory_order(own.sizes, own.strides));
       used.insert(found->second);
       match_tensor(own, found->second);
-      for (const auto& alias : own.aliases)  // other programs write a tensor under each of its names
+      for (const auto& alias : own.aliases)  // another program may have saved a tied tensor once under each name
         if (const auto other = names.find(alias); other != names.end() && other->second != found->second) {
           if (!used.insert(other->second).second) continue;
           match_tensor(own, other->second);
@@ -250,8 +250,8 @@ class Loader {
     }
   }
 
-  // Returns the name in the checkpoint of a model's tensor. For a tensor without a match, returns `name`, or "" if
-  // `rename` is set, because `name` may then belong to another saved tensor.
+  // Returns the checkpoint's name for a tensor of the model. If the checkpoint lacks the tensor, returns `name`. With
+  // LoadOptions::rename, returns "" instead, because `name` may belong to an unrelated saved tensor.
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
     if (found != saved_names_.end()) return found->second;
@@ -264,7 +264,7 @@ class Loader {
            (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0);
   }
 
-  // Throws if several saved tensors are one tensor in the model, but have different values.
+  // Throws if elements that share memory in the model (tied tensors, expanded dimensions) have different saved values.
   void check_tied() const {
     Misfits misfits;
     for (const auto& [own, other, value, other_value] : tied_values_)
@@ -276,7 +276,7 @@ class Loader {
     throw_if_any(misfits);
   }
 
-  // Records a difference between a saved and a given optimizer: an error if strict, else part of the report.
+  // Records a difference between the saved optimizer and the current one: as an error if strict, else in the report.
   void differs(const std::string& text) {
     (options_.strict ? misfits_["optimizer"] : report_.optimizer).push_back(text);
   }
@@ -294,14 +294,14 @@ class Loader {
       optimizer.saved = &saved->second;
       if (!match_optimizer(optimizer, optimized)) return;
     }
-    for (const auto& [name, saved] : all)  // optimizers that are not loaded
+    for (const auto& [name, saved] : all)  // collects parameters of saved optimizers that are not loaded
       if (std::ranges::find(optimizers_, name, &LoadedOptimizer::name) == optimizers_.end())
         for (const auto& group : saved.groups)
           without_optimizer_.insert(group.parameters.begin(), group.parameters.end());
     match_states(optimized);
   }
 
-  // Adds the saved names of the optimizer's parameters to `optimized`. Returns false if states cannot be compared.
+  // Adds the checkpoint's names of the optimizer's parameters to `optimized`. Returns false if states are incomparable.
   bool match_optimizer(LoadedOptimizer& optimizer, std::set<std::string>& optimized) {
     const SavedOptimizer& saved = *optimizer.saved;
     const std::string whose = optimizer.name.empty() ? "" : "'" + optimizer.name + "': ";
@@ -342,7 +342,7 @@ class Loader {
       if (!left_out_.contains(name)) differs(group + " had " + name);
   }
 
-  // Returns an error text if the groups are equal, but in another order; else "".
+  // Returns an error text if both sides have the same groups in a different order. Otherwise returns "".
   static std::string other_order(const std::vector<std::set<std::string>>& own,
                                  const std::vector<std::set<std::string>>& saved) {
     const auto sorted = [](std::vector<std::set<std::string>> groups) {
@@ -375,7 +375,7 @@ class Loader {
   void match_states(const std::set<std::string>& optimized) {
     for (const auto& [name, tensor] : saved_.tensors) {
       if (tensor.kind != TensorKind::kState) continue;
-      const auto dot = name.find('.', 6);  // "optim.<key>.<fqn>"; keys have no dots
+      const auto dot = name.find('.', 6);  // a state is named "optim.<key>.<fqn>", and keys contain no dots
       if (!name.starts_with("optim.") || dot == std::string::npos) {
         misfits_["optimizer"].push_back("'" + name + "' is not the name of a state");
         continue;
@@ -399,7 +399,7 @@ class Loader {
     }
   }
 
-  // Block-quantized state depends on the memory order of elements, so it cannot be reordered without rounding.
+  // Requires equal memory orders for block-quantized state, because reordering its blocks would round the values again.
   void match_order(const std::string& state, const std::string& parameter) {
     const SavedTensor& saved = saved_.tensors.at(parameter);
     const auto own = orders_.find(parameter);
@@ -412,7 +412,7 @@ class Loader {
                                       parameter + "', the model has it in " + to_string(own->second));
   }
 
-  // Compares Stateful objects with the checkpoint. The checkpoint may contain more objects than are loaded.
+  // Compares the Stateful objects with the checkpoint, which may contain further objects.
   void match_beside() {
     auto missing = [&](const std::string& name) {
       if (options_.strict) misfits_["missing from the checkpoint"].push_back(name);
@@ -447,10 +447,10 @@ class Loader {
     bool transposed = false;
   };
 
-  // Returns a Stateful tensor's name in the checkpoint. A tensor that is named after a parameter (such as an average)
-  // is renamed, transposed or skipped like that parameter.
+  // Returns the checkpoint's name for a tensor of a Stateful object. If the tensor has the name of a parameter, as an
+  // average does, LoadOptions rename, transpose or skip the tensor like the parameter.
   SavedBeside saved_beside(const std::string& own) const {
-    const auto dot = own.find('.', std::string_view("beside.").size());  // "beside.<state_name>.<fqn>"
+    const auto dot = own.find('.', std::string_view("beside.").size());  // `own` is "beside.<state_name>.<fqn>"
     const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
     if (!names_of_model_.contains(fqn)) return {own};
     const std::string saved = saved_name(fqn);
@@ -466,7 +466,7 @@ class Loader {
                                                 " is another libtorch's; load with rng = false");
   }
 
-  // Checks that buffers are writable. require_writable() checks shards.
+  // Records the buffers that are not writable. require_writable() checks the shards.
   void match_writable() {
     for (const LocalTensor& buffer : buffers_)
       if (saved_names_.contains(buffer.fqn))
@@ -474,7 +474,7 @@ class Loader {
           misfits_["cannot be written to"].push_back(buffer.fqn + " (" + reason + ")");
   }
 
-  // Returns a host tensor for the shard's elements, with the saved dtype; the next fetch fills it.
+  // Returns a host tensor with the saved dtype. The next reader_.fetch() fills it with the shard's elements.
   at::Tensor want_shard(const std::string& name, const NamedShard& shard, bool transposed) {
     const auto [tensor, elements] = host_like(shard, saved_.tensors.at(name).dtype);
     const auto strides = transposed ? reversed(shard.strides) : shard.strides;
@@ -508,7 +508,7 @@ class Loader {
     }
   }
 
-  // Schedules the write of `value` to `target`. Each element of an expanded target is written once.
+  // Schedules the write of `value` to `target`. Elements of an expanded `target` that share memory are written once.
   void want_once(const std::string& fqn, at::Tensor target, const at::Tensor& value) {
     at::Tensor once = value;
     for (int64_t d = 0; d < target.dim(); ++d)
@@ -525,7 +525,7 @@ class Loader {
   }
 
   struct TiedValues {
-    std::string own, other;  // the model's name, and the other saved name
+    std::string own, other;  // the tensor's name in the model, and its second name in the checkpoint
     at::Tensor value, other_value;
   };
 
@@ -538,7 +538,7 @@ class Loader {
     for (const NamedShard& shard : shards_) {
       if (!optimizer.named.keeps(shard)) continue;
       const std::string name = saved_name(shard.fqn);
-      if (!optimizer.saved_parameters.contains(name)) continue;  // not strict: the parameter's state is unchanged
+      if (!optimizer.saved_parameters.contains(name)) continue;  // the state stays unchanged; only if not strict
       ReadState& state = states_.emplace_back(ReadState{&optimizer.named, &shard, name, {}});
       const auto numbers = optimizer.saved->numbers.find(name);
       if (numbers != optimizer.saved->numbers.end())
@@ -558,7 +558,7 @@ class Loader {
     bool is_empty() const { return values.numbers.empty() && values.tensors.empty(); }
   };
 
-  // Checks the fetched states, so that put_state() cannot fail.
+  // Throws CheckpointError if a fetched state is invalid. A check here ensures that put_state() cannot fail later.
   void check_states() const {
     for (const ReadState& read : states_) try {
         if (!read.is_empty()) static_cast<void>(make_state(read.optimizer->state_kind(), read.values));
@@ -567,7 +567,7 @@ class Loader {
       }
   }
 
-  // Completes the states with the options of the parameter's group, which may differ from the saved one.
+  // Adds the state tensors that the current options of a parameter's group require, but the loaded state lacks.
   static void complete_states(torch::optim::Optimizer& optimizer) {
     auto& states = optimizer.state();
     for (auto& group : optimizer.param_groups())
@@ -576,7 +576,7 @@ class Loader {
           complete_state(*state->second, group.options());
   }
 
-  // Frees the old state first, so that a device never holds both states.
+  // Frees the old state before it creates the new one, so that the device never holds both.
   void put_state(ReadState& read) {
     auto& [optimizer, shard, name, values] = read;
     optimizer->set_state(*shard, nullptr);
@@ -604,18 +604,18 @@ class Loader {
   const LoadOptions& options_;
   SliceReader reader_;
   std::list<LoadedOptimizer> optimizers_;
-  GeneratorStates generators_;                          // empty: generators are not restored
-  std::map<std::string, std::string> saved_names_;      // model's name -> saved name, of each matched tensor
-  std::map<std::string, std::vector<int64_t>> orders_;  // memory order in the model, by saved name
-  std::multimap<std::string, std::string> tied_names_;  // model's name -> the tensor's other names in the checkpoint
-  std::set<std::string> names_of_model_;                // the first name of each of the model's tensors
-  std::set<std::string> left_out_;                      // saved names that `rename` skips, or of other models
+  GeneratorStates generators_;                          // states to restore; empty if generators are not restored
+  std::map<std::string, std::string> saved_names_;      // from names in the model to names in the checkpoint
+  std::map<std::string, std::vector<int64_t>> orders_;  // memory orders in the model, by name in the checkpoint
+  std::multimap<std::string, std::string> tied_names_;  // from names in the model to further names in the checkpoint
+  std::set<std::string> names_of_model_;                // the first name of each tensor of the model
+  std::set<std::string> left_out_;                      // saved names that `rename` or match_models() excludes
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
   std::set<std::string> without_optimizer_;  // saved names of parameters whose optimizer is not loaded
   Misfits misfits_;
   LoadReport report_;
-  // Values read from the checkpoint. `tensors_` has pairs of destination and value.
+  // Values read from the checkpoint. `tensors_` contains pairs of a destination and its value.
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
   std::vector<TiedValues> tied_values_;
   std::vector<Expanded> expanded_;
@@ -631,7 +631,7 @@ void load_state(const Manifest& manifest, const StateObjects& objects, const Loa
   Communicator& comm = *objects.model.comm();
   on_all_ranks(comm, what, [&] { loader.emplace(manifest, objects, options).read(); });
   loader->apply();
-  // Ranks that are threads share generators. Without the barrier, a slow rank could reset one that a fast rank uses.
+  // Ranks that are threads share generators. The barrier prevents a slow rank from resetting a generator in use.
   comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();

@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// The objects of a TrainingState, or a model and an optimizer that were passed without one.
+// The objects to save or load: those of a TrainingState, or a model and optimizer that the caller passed directly.
 struct StateObjects {
   ModelShards& model;  // one model, or all named models as one
   std::vector<std::string> models{};
@@ -23,12 +23,12 @@ struct StateObjects {
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
 
-// Throws std::invalid_argument while averages of an optimizer are swapped in. The objects must outlive the result.
+// Throws std::invalid_argument while the model's parameters are swapped for averages. `state` must outlive the result.
 StateObjects state_objects_of(const TrainingState& state);
 
-// Loads a checkpoint's state into the objects. Reads this rank's part into host memory and verifies it. Changes the
-// objects only after all ranks have read their parts. Collective. On a mismatch or a read error, throws CheckpointError
-// on all ranks. Its text starts with `what` and lists all problems.
+// Loads a checkpoint's state into the objects. Collective. Reads and verifies this rank's part in host memory, and
+// changes the objects only after all ranks have read their parts. On a mismatch or a read error, throws CheckpointError
+// on all ranks. The error text starts with `what`, and lists every mismatch.
 void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what);
 

@@ -26,7 +26,7 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kWholeBytes = int64_t{64} << 10;  // tensors up to this size are not split
 
-// Returns the pieces that one of `ranks` ranks writes. Small tensors are assigned round-robin.
+// Returns the pieces that rank `rank` of `ranks` writes. Small tensors are assigned to the ranks round-robin.
 std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, SliceReader& reader) {
   std::vector<Piece> pieces;
   int64_t index = 0;
@@ -53,14 +53,14 @@ std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, Sl
 
 using SlicesByName = std::map<std::string, std::pair<const SavedTensor*, const SavedSlice*>>;
 
-// Compares a file's header with the manifest, and appends a text to `problems` for each difference.
+// Compares a file's header with the slices that the manifest lists for the file. Appends each difference to `problems`.
 void compare_header(const InputFile& file, const SlicesByName& slices, std::vector<std::string>& problems) {
   const std::string where = file.path().string();
   std::set<std::string> seen;
   for (const auto& entry : read_safetensors_header(file).entries) {
     seen.insert(entry.name);
     const auto found = slices.find(entry.name);
-    if (found == slices.end() && entry.bytes == 0) continue;  // several ranks may write an empty tensor
+    if (found == slices.end() && entry.bytes == 0) continue;  // an empty tensor, which several ranks may have written
     if (found == slices.end()) {
       problems.push_back(where + ": tensor '" + entry.name + "' is not in the manifest");
     } else if (const auto& [tensor, slice] = found->second;
@@ -74,7 +74,7 @@ void compare_header(const InputFile& file, const SlicesByName& slices, std::vect
 }
 
 void compare_block(TensorDifference& difference, const at::Tensor& a, const at::Tensor& b, double tolerance) {
-  // Compares bits, so that a NaN is equal to itself.
+  // Compares bits, so that equal NaNs do not count as a difference.
   auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1, 1}).view(at::kByte); };
   at::Tensor differs = bytes(a).ne(bytes(b)).any(1);
   if (!differs.any().item<bool>()) return;
@@ -103,7 +103,7 @@ TensorDifference compare(const std::string& name, const std::vector<int64_t>& sh
 
 SavedTensors find_tensors(const fs::path& path) {
   if (is_checkpoint(path)) return with_every_slice(read_manifest(path).saved);
-  // Rank files could be read as full files, but a missing optimizer, `extra` or rank would not be detected.
+  // Refuses rank files without a manifest. They are readable as full files, but a missing rank would go unnoticed.
   if (has_rank_files(path))
     throw CheckpointError(path.string() + ": has the files of a checkpoint's ranks, but no " + kManifestName +
                           ": it is not a whole checkpoint");
@@ -150,7 +150,7 @@ void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, con
   manifest.world_size = ranks;
   manifest.saved = std::move(all);
   partial->commit(std::move(manifest));
-  hold.reset();  // a replaced checkpoint may now be removed
+  hold.reset();  // if `to` replaced `from`, the destructor of `partial` may now remove the old checkpoint
 }
 
 std::vector<std::string> verify_checkpoint(const fs::path& directory, const Progress& progress) {
@@ -161,7 +161,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
     try {
       check();
     } catch (const StorageUnavailable&) {
-      throw;  // unavailable storage is not damage
+      throw;  // does not report unavailable storage as damage
     } catch (const CheckpointError& error) {
       problems.emplace_back(error.what());
     }
@@ -185,7 +185,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
         name.ends_with(".safetensors") && !names.contains(name) &&
         std::none_of(problems.begin(), problems.end(), [&](const auto& known) { return known.starts_with(start); }))
       problems.push_back(start + "is not in the manifest");
-  // Reads slice by slice in each file, so that one error does not hide another.
+  // Reads each slice separately, so that an error in one slice does not hide errors in other slices.
   SliceReader reader(manifest.saved, progress);
   for (size_t i = 0; i < slices.size(); ++i) {
     collect([&] { reader.open(static_cast<int>(i)); });
@@ -202,7 +202,7 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
-    // Skips names that one side marks as no parameter, because a full file does not mark its buffers.
+    // Skips a tensor if either side lists it as a non-parameter, because full files list buffers as parameters.
     std::set<std::string> others;
     for (const auto* saved : {&first, &second})
       for (const auto& [name, tensor] : saved->tensors)

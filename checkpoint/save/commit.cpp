@@ -14,8 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns the absolute target of a local path, as readers resolve it. ".." must not be removed from the text, because
-// after a symbolic link it is the parent of the link's target.
+// Returns the absolute form of a local path. If the path contains "..", resolves it through the file system, because
+// after a symbolic link ".." means the parent of the link's target.
 fs::path where_it_leads(const fs::path& path) {
   const fs::path whole = fs::absolute(path);
   if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();
@@ -25,7 +25,7 @@ fs::path where_it_leads(const fs::path& path) {
   return found;
 }
 
-// Removes trailing slashes; makes a local path absolute.
+// Removes trailing slashes, and makes a local path absolute.
 fs::path normal(const fs::path& target) {
   if (target.empty()) return target;
   std::string text = is_remote(target) ? target.native() : where_it_leads(target).native();
@@ -41,8 +41,8 @@ uint64_t draw_checkpoint_id() {
 }
 
 PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
-  // Refuses an empty name; names of unfinished saves, which would be removed as leftovers; names of manifests, which
-  // would make the parent look like a checkpoint; and "s3://bucket".
+  // Refuses an empty name and "s3://bucket". Refuses names of unfinished saves, which other saves would remove as
+  // leftovers. Refuses names of manifests, which would make the parent look like a checkpoint.
   const std::string name = target_.filename().string();
   const bool is_taken =
       name == kManifestName || name == kDraftName ||
@@ -80,13 +80,13 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
 
 ReadLock::ReadLock(const fs::path& checkpoint) {
   if (is_remote(checkpoint)) return;
-  // Tries for at most a second. Another process holds the exclusive lock only briefly, after it has completed the
-  // checkpoint or before it removes the checkpoint.
+  // Retries for at most a second. A process holds the exclusive lock only briefly: at the end of a save, and before it
+  // removes the checkpoint.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   while (std::chrono::steady_clock::now() < end) {
     const LockOutcome outcome = lock_.take_shared(checkpoint / kManifestName);
     std::error_code error;
-    // The checkpoint may have been replaced or removed between opening and locking its manifest.
+    // Checks the path again, because the checkpoint may have been replaced or removed before its manifest was locked.
     const bool is_same =
         outcome == LockOutcome::kTaken && (directory().empty() || fs::equivalent(directory(), checkpoint, error));
     if (outcome == LockOutcome::kNoLocks || is_same) return;

@@ -13,11 +13,11 @@
 namespace tessera::internal {
 namespace {
 
-// The only global state of saves.
+// The mutex and the map are the only global state of saves.
 std::mutex saves_mutex;
 using SavesByGroup = std::map<std::weak_ptr<Communicator>, GroupSaves, std::owner_less<std::weak_ptr<Communicator>>>;
 SavesByGroup& saves_by_group() {
-  // Never destroyed: pinned memory must not be freed after the device's library has ended.
+  // Never destroyed, because pinned memory must not be freed after the device's library was unloaded.
   static auto& map = *new SavesByGroup;
   std::erase_if(map, [](const auto& entry) { return entry.first.expired(); });
   return map;
@@ -52,7 +52,7 @@ void Removal::join() {
   if (::getpid() == process_)
     thread_.join();
   else
-    thread_.detach();  // after a fork the child process does not have this thread
+    thread_.detach();  // a forked child process does not have this thread
 }
 
 void await_removals_at_exit(const std::string& scheme) {

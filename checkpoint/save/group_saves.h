@@ -16,11 +16,11 @@ namespace tessera::internal {
 
 class SaveJob;
 
-// Removes superseded files on a background thread. The next save waits for it if its target exists, and so does the end
-// of the program. A failure is only a warning: the new checkpoint is complete, and the next removal tries again.
+// Removes superseded files on a background thread. The end of the program waits for the thread, and so does the next
+// save if its target exists. A failed removal only prints a warning, because the next removal retries.
 class Removal {
  public:
-  // Starts the thread, which runs `remove` after `before` (may be null) has ended.
+  // Starts the thread, which runs `remove` after the removal `before` has ended. `before` may be null.
   Removal(std::function<void()> remove, std::shared_ptr<Removal> before);
   ~Removal() { join(); }
   void join();
@@ -33,20 +33,20 @@ class Removal {
   std::thread thread_;
 };
 
-// State that one save of a group leaves to the next. Stored by group and not in the model, because the two saves may be
-// of different models. Freed with the group.
+// State that one save of a communicator group passes to the next save. Stored for each group and not for each model,
+// because the two saves may be of different models. Freed with the group.
 struct GroupSaves {
   std::weak_ptr<SaveJob> job;        // the asynchronous save in flight
-  std::string failure;               // the error of a save that was never waited for
-  std::shared_ptr<Removal> removal;  // the last removal that was started
-  at::Tensor host;                   // staging buffer of the next asynchronous save
+  std::string failure;               // error of a failed save for which the user never called wait()
+  std::shared_ptr<Removal> removal;  // the most recently started removal
+  at::Tensor host;                   // staging buffer for the next asynchronous save
 };
 
-// Makes the end of the program wait for removals. Must be called after a save has used the storage of `scheme`. Exit
-// handlers run in reverse order, so the handlers of the storage's libraries (TLS) run after this wait.
+// Registers an exit handler that waits for removals. Must be called after a save has used the storage of `scheme`. Exit
+// handlers run in reverse order, so this wait ends before the exit handlers of the storage's libraries (TLS) run.
 void await_removals_at_exit(const std::string& scheme);
 
-// Calls `visit` with the state of a group under a lock; `visit` must return soon.
+// Calls `visit` with a group's state under a global lock. `visit` must not block.
 void with_group_saves(const std::shared_ptr<Communicator>& comm, const std::function<void(GroupSaves&)>& visit);
 
 }  // namespace tessera::internal

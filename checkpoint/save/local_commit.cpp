@@ -1,4 +1,4 @@
-// Checkpoints in local folders. A save writes to a temporary folder, and commits by renaming it to the final name.
+// Checkpoints in local folders. A save writes to a temporary folder. A rename to the final name commits the save.
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -20,10 +20,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr auto kMakingTakes = std::chrono::minutes(5);
-// On a file system without locks, a directory without writes for this long is abandoned.
+// On a file system without locks, a directory counts as abandoned after this time without a change.
 constexpr auto kWithoutLocks = std::chrono::hours(24);
 
-// Returns the prefix of the names of a target's temporary directories, which are hidden and beside the target.
+// Returns the common prefix of the names of a target's temporary directories, hidden directories beside the target.
 std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
 fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
@@ -34,7 +34,7 @@ bool is_gone(const fs::path& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::not_found;
 }
 
-// Uses only times of the file system. This host's clock may have changed, or differ from the file server's clock.
+// Returns whether a directory's last change is older than `age`, by the clock of the file system, not of this host.
 bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   std::error_code error, ignored;
   const auto written = fs::last_write_time(directory, error);
@@ -46,17 +46,17 @@ bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   return !error && now - written > age;
 }
 
-// Returns whether a save was killed before it locked the directory.
+// Returns whether the directory is a leftover of a save that was killed before it locked the directory.
 bool is_left_in_the_making(const fs::path& directory) {
   FileLock lock;
   return lock.take_exclusive(directory / kDraftName) != LockOutcome::kHeldByOther &&
          is_older_than(directory, kMakingTakes);
 }
 
-// Returns whether no process writes or reads the hidden directory. If so, locks it with `lock` (if locks exist).
+// Returns whether no process writes or reads the hidden directory. If true, `lock` locks the directory where possible.
 bool is_abandoned(const fs::path& directory, FileLock& lock) {
   std::error_code error;
-  // Looks for the draft first, because a draft becomes the manifest, but a manifest never becomes a draft.
+  // Looks for the draft before the manifest. A save may rename the draft to the manifest between the two checks.
   const bool is_draft = fs::exists(directory / kDraftName, error);
   const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
   if (!fs::exists(manifest, error)) return !is_draft;
@@ -76,8 +76,8 @@ std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
   return entries;
 }
 
-// Moves the user's files from a hidden directory back to the checkpoint's path. If the process is killed here, the next
-// cleanup completes the move. Files that cannot be moved stay, with a warning.
+// Moves the user's own files from a hidden directory back to the checkpoint's path. If the process is killed during the
+// move, the next cleanup completes the move. If a file cannot be moved, prints a warning and leaves the file.
 void bring_back_own(const fs::path& hidden) {
   const std::string name = hidden.filename().string();
   for (const fs::path& from : entries_in(hidden, /*of_saves=*/false)) {
@@ -99,8 +99,8 @@ void bring_back_own(const fs::path& hidden) {
 }
 
 // Removes the files of saves from a superseded hidden directory, then the directory. Other processes may remove the
-// same directory at the same time. Returns the reason if a file remains. Releases the lock on the manifest before it
-// removes the manifest, because NFS renames an open file instead of removing it.
+// directory at the same time. Returns "", or the reason if the directory still exists. Unlocks the manifest before its
+// removal, because NFS renames an open file instead of removing it.
 std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
@@ -117,8 +117,8 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
   return is_gone(directory) ? "" : (failure ? failure : error).message();
 }
 
-// Removes the superseded temporary directories of one target, or of all targets if `prefix` is empty. Ignores failures,
-// because readers skip hidden directories.
+// Removes the superseded temporary directories whose names start with `prefix` (hidden_prefix()). Ignores failures,
+// because leftovers do not disturb readers, which skip hidden directories.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
@@ -133,7 +133,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
   }
 }
 
-// Throws before any data is written if the file system cannot exchange directories.
+// Throws if the file system cannot exchange directories. Called before any data is written.
 void require_exchange(const fs::path& directory) {
   const fs::path a = directory / ".part-a", b = directory / ".part-b";
   std::error_code error;
@@ -143,7 +143,7 @@ void require_exchange(const fs::path& directory) {
   for (const auto& each : {a, b}) fs::remove(each, error);
 }
 
-// The lock on the directory's manifest (a draft until commit) protects the directory from the cleanup of other saves.
+// A save to a local folder. Holds a lock on the draft, so that the cleanup of other saves skips the directory.
 class LocalPartial : public PartialCheckpoint {
  public:
   LocalPartial(const fs::path& target, const std::function<void()>& progress);
@@ -166,12 +166,12 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
   clear_leftovers(folder, hidden_prefix(target_), progress);
-  // Locks the directory before it gets its final hidden name. Other jobs remove unlocked directories of such names.
+  // Locks the directory before the rename to its kSaving name. Other jobs would remove an unlocked kSaving directory.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {
     write_text(path_ / kDraftName, process_name() + "\n");
-    // Another job may hold the lock briefly to check whether this directory is abandoned.
+    // Retries, because another job may hold the lock briefly to check whether this directory is abandoned.
     while (lock_.take_exclusive(path_ / kDraftName) == LockOutcome::kHeldByOther)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (fs::is_directory(status) && !fs::is_empty(target_, error)) require_exchange(path_);
@@ -187,7 +187,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
 LocalPartial::~LocalPartial() {
   FileLock replaced;
   if (is_committed_ && !is_abandoned(path_, replaced)) return;
-  remove_hidden(path_, is_committed_ ? replaced : lock_);  // if this fails, the next save of this name retries
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // after a failure, the next save to this target retries
 }
 
 void LocalPartial::commit(Manifest manifest) {
@@ -203,14 +203,14 @@ void LocalPartial::commit(Manifest manifest) {
   sync_directory(path_);
   std::error_code error;
   if (fs::is_directory(target_, error) && !fs::is_empty(target_, error)) {
-    exchange_entries(path_, target_);  // the destructor removes the old checkpoint
+    exchange_entries(path_, target_);  // the destructor removes the old checkpoint, now at path_
   } else {
     rename_entry(path_, target_, fs::is_directory(target_, error));
   }
   is_committed_ = true;
-  lock_.release();  // readers then need not wait
+  lock_.release();  // lets readers lock the new checkpoint
   sync_directory(target_.parent_path());
-  bring_back_own(path_);  // even if the replaced checkpoint is still being read
+  bring_back_own(path_);  // runs even if a reader has locked the replaced checkpoint
 }
 
 }  // namespace
@@ -222,8 +222,8 @@ std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target
 
 void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> sequence) {
   FileLock lock;
-  if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // a reader has locked it
-  // Another job may have replaced the checkpoint since it was listed as an old one.
+  if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // a reader holds the lock
+  // Skips the path if another job has replaced the checkpoint since the listing.
   if (sequence && peek_sequence(checkpoint) != sequence) return;
   // Renames the checkpoint to a hidden name first, so that a partly removed checkpoint does not look complete.
   const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
@@ -233,9 +233,9 @@ void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> 
     if (is_gone(checkpoint)) return;  // another job removed it
     throw;
   }
-  if (sequence && peek_sequence(hidden) != sequence) try {  // another job replaced it just now
+  if (sequence && peek_sequence(hidden) != sequence) try {  // another job replaced it before the rename
       return rename_entry(hidden, checkpoint, false);
-    } catch (const CheckpointError&) {  // another job replaced it once more
+    } catch (const CheckpointError&) {  // another job already saved a newer checkpoint to this path
       if (is_gone(checkpoint)) throw;
     }
   bring_back_own(hidden);

@@ -28,7 +28,7 @@ int64_t least_over_ranks(Communicator& comm, int64_t own, const std::string& wha
 
 }  // namespace
 
-// One letter ('W' for success, or the kind of failure), then the text.
+// The text starts with one letter: 'W' for success, or the kind of failure. The result or the error follows.
 std::string Outcome::to_text() const { return error.empty() ? "W" + result : std::string(1, kind) + error; }
 
 Outcome Outcome::from_text(const std::string& text) {
@@ -104,7 +104,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
     Outcome outcome;
     try {
       outcome = attempt([&] { return part(), std::string(); });
-    } catch (const CommError& error) {  // exceptions must not leave this thread
+    } catch (const CommError& error) {  // attempt() does not catch CommError, and no exception may leave the thread
       outcome.error = error.what();
     }
     const std::lock_guard lock(mutex);
@@ -114,7 +114,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
   };
   std::jthread thread;
   const Outcome begun =
-      attempt([&] { return thread = std::jthread(run), std::string(); });  // the thread may fail to start
+      attempt([&] { return thread = std::jthread(run), std::string(); });  // starting a thread may throw
   if (!begun.error.empty()) own = begun, ended = true;
   auto pause = std::chrono::milliseconds(1);
   for (bool all_ended = false; !all_ended;

@@ -12,17 +12,17 @@
 
 namespace tessera::internal {
 
-// A failure that was not a CheckpointError when thrown, such as lack of memory. Does not mean that a checkpoint is
-// damaged.
+// A failure of another kind, such as lack of memory, that was caught and rethrown on all ranks. Does not mean that a
+// checkpoint is damaged.
 class OtherFailure : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
-// Shows progress of a long operation. The working thread calls beat(), a waiting thread is_older_than(). Thread-safe.
+// The time of the last progress of a long operation. The working thread calls beat(). Thread-safe.
 class Heartbeat {
  public:
-  // A rank counts as stuck if one step (an fsync or a rename) takes this many times the group's timeout.
+  // A rank counts as stuck if one step (an fsync or a rename) takes longer than this multiple of the group's timeout.
   static constexpr int kMostTimeouts = 4;
 
   Heartbeat() { beat(); }
@@ -36,39 +36,39 @@ class Heartbeat {
   std::atomic<Clock::rep> last_;
 };
 
-// The result of one rank's part of a collective function, which ranks send as text. `error` is "" on success.
+// The result of one rank's part of a collective function. Ranks exchange outcomes as text. `error` is "" on success.
 struct Outcome {
   // The exception type: CheckpointError, CheckpointMismatch, StorageUnavailable, OtherFailure or std::invalid_argument.
   enum Kind : char { kFailure = 'F', kMismatch = 'X', kUnavailable = 'U', kOther = 'O', kMisuse = 'M' };
   Kind kind = kFailure;
   std::string error;
-  std::string result;  // the rank's value, if it succeeded
+  std::string result;  // the value that the part returned
 
   std::string to_text() const;
   static Outcome from_text(const std::string& text);
 };
 
-// Runs this rank's part. Returns its result, or its exception, as an Outcome. Does not catch CommError.
+// Runs this rank's part. Returns the part's result or exception as an Outcome. Does not catch CommError.
 Outcome attempt(const std::function<std::string()>& part);
 
-// Exchanges outcomes. If any rank failed, throws on all ranks the error of the lowest failed rank, with that rank's
-// number. Otherwise returns the results in rank order. Collective.
+// Gathers the outcomes of all ranks, and returns their results in rank order. If any rank failed, throws the error of
+// the lowest failed rank, with the rank's number, on all ranks. Collective.
 std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what);
 
-// Like gather_results(), but returns no results and gathers texts only if a rank failed. Collective.
+// Throws like gather_results() if any rank failed. Cheaper, because it gathers texts only after a failure. Collective.
 void require_success(Communicator& comm, const Outcome& own, const std::string& what);
 
-// Runs a part without a result. Throws on all ranks if the part fails on one rank. Collective.
+// Runs `part` on each rank. If `part` fails on any rank, throws the error on all ranks. Collective.
 void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part);
 
-// Like on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs the part, which must
-// not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the other ranks throw
-// CommError when their own parts end. If a rank is silent for kMostTimeouts times the group's timeout, all ranks throw
-// a CheckpointError that names that rank. The silent rank throws only when its part has ended.
+// Like on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs `part` on a thread
+// while the ranks exchange heartbeats. `part` must not call collectives. If a rank is lost, each other rank throws
+// CommError after its own part has ended. If a rank calls no beat() for kMostTimeouts times the group's timeout, all
+// ranks throw a CheckpointError that names this rank. The stuck rank throws only after its part has ended.
 void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 
-// Throws like gather_results() if any outcome is a failure.
+// Throws the error of the first failed outcome, with its rank. A no-op if no outcome is a failure.
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what);
 
 }  // namespace tessera::internal

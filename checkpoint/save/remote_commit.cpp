@@ -1,5 +1,5 @@
-// Checkpoints in object stores, which have no renames or locks. Each save writes to its own folder "<target>/<id>/",
-// and commits by writing the manifest, which names that folder.
+// Checkpoints in object stores, which have neither renames nor locks. Each save writes to its own folder
+// "<target>/<id>/". Writing the manifest, which contains the folder's name, commits the save.
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -16,14 +16,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Age at which the save of an unknown process counts as abandoned.
+// The age at which a save counts as abandoned if its process may still run on another host.
 constexpr int64_t kAbandonedSeconds = int64_t{24} * 3600;
 
 int64_t now_seconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Returns whether no process still writes to the folder. The draft has two lines: the process and its start time.
+// Returns whether no save still writes to the folder. A draft has two lines: the saving process, and the start time.
 bool is_abandoned(const fs::path& save) {
   const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);
   if (draft.empty()) return true;
@@ -32,7 +32,7 @@ bool is_abandoned(const fs::path& save) {
          now_seconds() - std::atoll(draft.c_str() + std::min(end, draft.size() - 1)) > kAbandonedSeconds;
 }
 
-// Returns the folder that the manifest names; "" if there is no readable manifest.
+// Returns the folder name in the target's manifest, or "" if there is no readable manifest.
 std::string named_folder(const fs::path& target) {
   try {
     return is_checkpoint(target) ? read_manifest(target).folder : "";
@@ -41,7 +41,7 @@ std::string named_folder(const fs::path& target) {
   }
 }
 
-// Removes abandoned saves. Reads drafts first, because a save writes its manifest before it removes its draft.
+// Removes abandoned saves. Reads drafts before the manifest. Saves write the manifest before they remove the draft.
 void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;
@@ -51,7 +51,7 @@ void clear_target(const fs::path& target, const std::function<void()>& progress 
   if (abandoned.empty()) return;
   const bool was_complete = is_checkpoint(target);
   const std::string named = named_folder(target);
-  if (was_complete && named.empty()) return;  // the manifest is damaged, or was copied here: removes nothing
+  if (was_complete && named.empty()) return;  // the manifest is damaged, or was uploaded from a local checkpoint
   for (const auto& name : abandoned)
     if (name != named) storage.remove_all(target / name), progress();
 }
@@ -76,7 +76,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_committed_)
         for (const auto& name : replaced_)
           name.ends_with('/') ? storage.remove_all(target_ / name) : storage.remove(target_ / name);
-    } catch (const std::exception&) {  // ignored: the next save to this path removes the abandoned folders
+    } catch (const std::exception&) {  // ignores errors, because the next save to this target removes abandoned folders
     }
   }
 
@@ -89,7 +89,7 @@ class RemotePartial : public PartialCheckpoint {
     try {
       storage.put(target_ / kManifestName, format_manifest(manifest), /*durable=*/true);
     } catch (const CheckpointError&) {
-      // The manifest may have been written nevertheless. Then this save's files must not be removed.
+      // Despite the error, the manifest may have been written. The save is then complete, and its files must stay.
       if (named_folder(target_) != manifest.folder) throw;
     }
     is_committed_ = true;
@@ -97,8 +97,8 @@ class RemotePartial : public PartialCheckpoint {
   }
 
  private:
-  // Lists the files to delete when this checkpoint is replaced: its data folder, or its files if it was uploaded from a
-  // local folder. Never lists files that no save wrote.
+  // Lists the files of the checkpoint that this save replaces: its data folder, or its rank files if it was uploaded
+  // from a local folder. Never lists files that no save wrote.
   void find_replaced() {
     const std::string named = named_folder(target_);
     if (!named.empty()) return replaced_.push_back(named + "/");
@@ -106,7 +106,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_of_save(listed) && listed.ends_with(".safetensors")) replaced_.push_back(listed);
   }
 
-  bool has_asked_ = false;  // the manifest's write was requested
+  bool has_asked_ = false;  // whether commit() has requested the write of the manifest
   std::vector<std::string> replaced_;
 };
 

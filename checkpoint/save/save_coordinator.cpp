@@ -15,9 +15,9 @@
 namespace tessera::internal {
 namespace {
 
-constexpr int kSmallWorld = 4;     // up to this world size, rank 0 reads every rank's description
-constexpr int kMostMissed = 5;     // missed beats until await() looks for ended ranks or, after hurry(), gives up
-constexpr double kLateBeat = 1.2;  // missed beats until await() looks after hurry(), or gives up if all ranks leave
+constexpr int kSmallWorld = 4;     // up to this world size, all ranks are in one subgroup
+constexpr int kMostMissed = 5;     // missed beats until await() checks for ended ranks, or gives up after hurry()
+constexpr double kLateBeat = 1.2;  // the same for the check after hurry(), and for giving up if all ranks leave
 
 }  // namespace
 
@@ -31,7 +31,7 @@ int Subgroups::end() const { return std::min(leader() + ranks_, size_); }
 SaveCoordinator::SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what)
     : comm_(std::move(comm)), what_(std::move(what)), subgroups_(comm_->rank(), comm_->size()), notes_(*comm_, name) {}
 
-// All ranks poll one store, so the interval grows with their number.
+// The pause grows with the number of ranks, because all ranks poll the same store.
 std::chrono::milliseconds SaveCoordinator::longest_pause() const {
   return std::chrono::milliseconds(std::max(50, comm_->size() / 50));
 }
@@ -57,7 +57,7 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
       if (heartbeat.is_older_than(Heartbeat::kMostTimeouts * comm_->timeout())) continue;
       try {
         notes_.add("alive", 1);
-      } catch (const CommError&) {  // the store is lost: this rank fails after its part
+      } catch (const CommError&) {  // the store is lost, so this rank fails when its part has ended
         return;
       }
     }
@@ -117,7 +117,7 @@ void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<vo
 Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<void()>& commit) {
   return attempt([&] {
     await([&] { return notes_.add("groups", 0) == subgroups_.count(); }, what_ + ": a group of ranks did not finish",
-          1.2);  // 1.2: longer than a subgroup's leader, which reports the lost rank
+          1.2);  // waits longer than a subgroup's leader, so that the leader can report a lost rank
     std::vector<Outcome> outcomes(comm_->size());
     if (notes_.add("failed", 0) > 0)
       for (int rank = 0; rank < comm_->size(); ++rank)
@@ -129,7 +129,7 @@ Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<vo
   });
 }
 
-// The store is usually in rank 0's process, so rank 0 waits until all ranks have read the result or a rank is lost.
+// Removes the save's messages. Rank 0 usually hosts the store, so it waits until all ranks have read the result.
 void SaveCoordinator::remove_notes() {
   notes_.remove("ended/" + std::to_string(comm_->rank()));
   notes_.remove("outcome/" + std::to_string(comm_->rank()));
@@ -153,7 +153,7 @@ Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const 
   Outcome result;
   if (comm_->rank() == 0) {
     result = commit_all(heartbeat, commit);
-    if (!result.error.empty()) hurry();  // the failed rank may have ended and never read
+    if (!result.error.empty()) hurry();  // a failed rank may have ended and may never read the result
     notes_.leave("result", result.to_text());
   } else {
     await([&] { return notes_.find("result").has_value(); }, what_ + ": rank 0 did not finish", 1.4);

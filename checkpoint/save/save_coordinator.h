@@ -13,13 +13,13 @@
 
 namespace tessera::internal {
 
-// Splits the ranks into subgroups of about sqrt(size) ranks, so that no rank reads more than about sqrt(size) files.
+// Splits the ranks into subgroups of about sqrt(size) ranks. So each rank reads at most about sqrt(size) part files.
 class Subgroups {
  public:
   Subgroups(int rank, int size);
   int ranks() const { return ranks_; }  // number of ranks in a subgroup
   int count() const { return (size_ + ranks_ - 1) / ranks_; }
-  // This rank's subgroup is [leader, end).
+  // This rank's subgroup consists of the ranks in [leader(), end()).
   int leader() const { return rank_ / ranks_ * ranks_; }
   int end() const;
 
@@ -27,25 +27,25 @@ class Subgroups {
   int rank_, size_, ranks_;
 };
 
-// Coordinates the ranks of a background save by messages in the group's store, because the communicator belongs to the
-// training loop's thread. Must be used by one thread, except for hurry().
+// Coordinates the ranks of a background save through messages in the group's store. Does not use the communicator's
+// collectives, which belong to the training loop's thread. Must be used by one thread, except for hurry().
 class SaveCoordinator {
  public:
   // Error messages start with `what`.
   SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
 
-  // Runs this rank's part, which must call heartbeat.beat(). Meanwhile reports to the other ranks that this rank makes
-  // progress, unless the last beat is older than Heartbeat::kMostTimeouts times the group's timeout.
+  // Runs this rank's part, which must call heartbeat.beat(). During the run, reports to the other ranks that this rank
+  // makes progress. The reports stop if the last beat is older than Heartbeat::kMostTimeouts times the group's timeout.
   Outcome work(Heartbeat& heartbeat, const std::function<void()>& part);
 
-  // Ends the save: each rank publishes its outcome, leaders merge the files of their subgroups, rank 0 commits, and all
-  // ranks receive the result. Does not wait for a rank that was silent for the group's timeout. Merging and committing
-  // run through work().
+  // Ends the save. Each rank publishes its outcome. The leader of each subgroup calls merge_subgroup, then rank 0 calls
+  // `commit`, both through work(). All ranks return the result. The save fails if no rank reports progress for the
+  // group's timeout.
   Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
                  const std::function<void()>& commit);
 
-  // Shortens waits from now on. A wait for another rank then ends after a few missing heartbeats, not after the group's
-  // timeout. If `all_ranks_leave`, one missing heartbeat is enough.
+  // Shortens all later waits for other ranks. A wait then ends after a few missing heartbeats instead of the group's
+  // timeout. If `all_ranks_leave` is set, a wait ends after one missing heartbeat.
   void hurry(bool all_ranks_leave = false);
 
  private:
@@ -53,11 +53,11 @@ class SaveCoordinator {
   void lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge);
   Outcome commit_all(Heartbeat& heartbeat, const std::function<void()>& commit);
   void remove_notes();
-  // The longest pause between two checks by a waiting rank, and the interval of a working rank's heartbeats.
+  // Return the longest pause between two checks of a waiting rank, and the heartbeat interval of a working rank.
   std::chrono::milliseconds longest_pause() const;
   std::chrono::milliseconds beat_every() const;
-  // Blocks until ready() returns true. Throws CheckpointError if no rank reports progress for `patience` times the
-  // group's timeout. Throws sooner if the process of a rank has ended, or after hurry().
+  // Blocks until ready() returns true. If no rank reports progress for `patience` times the group's timeout, throws
+  // CheckpointError. Throws sooner if the process of a rank has ended, or if hurry() was called.
   void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
 
   const std::shared_ptr<Communicator> comm_;

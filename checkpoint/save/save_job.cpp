@@ -36,8 +36,8 @@ void check_options(const SaveOptions& options) {
                                 ", expected a multiple of 16 up to 1 GiB");
 }
 
-// Throws the error of the previous save, if it failed. Otherwise waits for a removal in flight, which may affect this
-// save's target. Rank 0's state decides for all ranks.
+// If the previous save failed, throws its error. Otherwise, if this save's target may exist, waits for a removal in
+// flight, which may remove the target. Uses rank 0's arguments on all ranks. Collective.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
                    const fs::path& dir, Heartbeat& heartbeat) {
   constexpr char kFailed = 'F', kRemoves = 'R';
@@ -116,7 +116,7 @@ void SaveJob::hurry_save_of(const std::shared_ptr<Communicator>& comm) {
 SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();
-  if (is_untold) {  // there may be no next save that throws the error
+  if (is_untold) {  // warns, because there may be no next save that could throw the error
     warn(c10::str(what_, " failed, and nobody has waited for it: ", result_.error));
   }
   with_group_saves(comm_, [&](GroupSaves& saves) {
@@ -196,7 +196,7 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
     check_extra(plan_.extra);
-    // Waits here, because the writing thread has another current stream.
+    // Synchronizes here, because the writing thread has a different current stream.
     await_current_stream(comm_->device());
   });
   on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] { write_part(); });
@@ -219,7 +219,7 @@ void SaveJob::start(const std::function<SavePlan()>& plan) {
       check_extra(plan_.extra);
       copied_ = plan_.watched.empty();
       copies_.begin(plan_, comm_->device());
-      // The save begins only if all ranks could start their threads.
+      // The thread starts to work only after all ranks have started their threads.
       thread_ = std::thread([this, agreed = agreement.get_future()]() mutable {
         if (agreed.get()) background();
       });
@@ -253,7 +253,7 @@ void SaveJob::background() {
     });
     result_ = coordinator_->finish(own, heartbeat_, [&] { merge_subgroup(); }, [&] { commit(); });
     if (partial_ && result_.error.empty()) clean_up();
-  } catch (const std::exception& error) {  // the store or a rank is lost
+  } catch (const std::exception& error) {  // thrown if the store or another rank is lost
     result_ = {.error = error.what()};
   }
   set_copied();

@@ -23,7 +23,7 @@ int64_t padded(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Returns the destination of each piece in `host`. If `host` is too small, first replaces it by new memory.
+// Returns the destination of each piece in `host`. If `host` is too small, first replaces `host` by new memory.
 std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& host, bool pinned) {
   const int64_t total = HostCopies::bytes_for(pieces);
   if (!host.defined() || host.numel() < total)
@@ -37,9 +37,9 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
   return room;
 }
 
-// Returns the view's current elements, protected by libtorch's copy-on-write: a later write to the live tensor
-// allocates new memory. Returns an undefined tensor for empty or device memory, for pages, and if no plain allocator
-// owns the memory. Raw pointers to the live tensor's data must not be kept longer than a step.
+// Returns a copy-on-write clone of the view, which keeps the current elements: a later write to the live tensor first
+// copies the live tensor's memory. Returns an undefined tensor for empty, device or paged tensors, or if libtorch does
+// not support copy-on-write for the memory. Callers must not keep raw pointers to the live tensor longer than a step.
 at::Tensor frozen(const at::Tensor& view) {
   if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
   auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
@@ -57,7 +57,7 @@ bool is_watched(const Piece& piece) { return piece.kind == TensorKind::kParamete
 void check_extra(const nlohmann::json& extra) {
   if (json_depth(extra, kMaxExtraDepth) > kMaxExtraDepth)
     throw std::invalid_argument("`extra` nests deeper than " + std::to_string(kMaxExtraDepth) + " levels");
-  const nlohmann::json values = extra.flatten();  // keyed by JSON pointers, such as "/losses/1"
+  const nlohmann::json values = extra.flatten();  // the keys are JSON pointers such as "/losses/1"
   for (const auto& [place, value] : values.items()) {
     if (value.is_number_float() && !std::isfinite(value.get<double>()))
       throw std::invalid_argument("`extra" + place + "` is " + std::to_string(value.get<double>()) +
@@ -86,7 +86,7 @@ int64_t HostCopies::bytes_for(const std::vector<Piece>& pieces) {
   return total;
 }
 
-// Copies a piece from the live tensor to `room`. For a tensor on a device, only starts the copy.
+// Copies a piece from the live tensor to `room`. For a device tensor, starts the copy without blocking.
 void HostCopies::copy(Piece& piece, const at::Tensor& room) {
   at::Tensor from = piece.view ? piece.view() : piece.data();
   room.copy_(from, /*non_blocking=*/true);
@@ -96,7 +96,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
-  const NoGradNoInferenceGuard quiet;  // no inference tensors: the save's thread and the next save write to them
+  const NoGradNoInferenceGuard quiet;  // another thread and the next save write to the memory, so no inference tensors
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];
@@ -125,7 +125,7 @@ void HostCopies::await_copies() {
 void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void()>& progress) {
   await_copies();
   if (later_.empty()) return;
-  std::optional<c10::StreamGuard> on_side;  // its copies run concurrently with the training loop's work
+  std::optional<c10::StreamGuard> on_side;  // a side stream, so that copies overlap the training loop's work
   if (!device.is_cpu())
     on_side.emplace(
         c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false));

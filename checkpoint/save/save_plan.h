@@ -16,15 +16,15 @@
 
 namespace tessera::internal {
 
-// The data that this rank must write, captured from the model at one moment.
+// The data that this rank must write. All data is from the same moment of the training.
 struct SavePlan {
   std::vector<Piece> pieces;
   SavedOptimizers optimizers;
   std::vector<std::string> models;
   GeneratorStates rng;
-  nlohmann::json extra;  // rank 0 alone writes `extra`, `models` and `beside`
+  nlohmann::json extra;  // only rank 0 writes `extra`, `models` and `beside`
   std::map<std::string, StateValues> beside;
-  // A tensor that may be copied in the background, because a write to it meanwhile can be detected.
+  // A tensor that is copied in the background. `writes` is its write count at the start, so that a write is detectable.
   struct Watched {
     std::string fqn;
     at::Tensor tensor;
@@ -34,17 +34,17 @@ struct SavePlan {
 };
 
 struct StateObjects;
-// Captures this rank's part of a state. Throws std::invalid_argument for values that a manifest cannot hold.
+// Plans the save of this rank's part of a state. Throws std::invalid_argument for values that a manifest cannot store.
 SavePlan plan_save(const StateObjects& state, const nlohmann::json& extra, const SaveOptions& options);
 
-// Returns a number that grows with each write that autograd counts; for a page, also with each write through data().
+// Returns a tensor's write count: autograd's version, plus the writes through data() if the tensor is a page.
 int64_t writes_to(const at::Tensor& tensor);
 
-// Throws std::invalid_argument if JSON cannot store `extra`: too deep, not finite, binary or not UTF-8.
+// Throws std::invalid_argument if `extra` is nested too deeply, or has binary data, non-finite numbers or bad UTF-8.
 void check_extra(const nlohmann::json& extra);
 
 // Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
-// the piece's copy. Device data is copied to pinned memory; only end() and take_memory() wait for it.
+// the copy. Device data is copied to pinned memory. Only end() and take_memory() block until the copies have completed.
 class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
@@ -52,15 +52,15 @@ class HostCopies {
   // Returns the bytes of host memory that these pieces need.
   static int64_t bytes_for(const std::vector<Piece>& pieces);
 
-  // Copies all pieces that must not wait for end(). end() copies watched tensors, and optimizer state and Stateful
-  // tensors in host memory, which copy-on-write protects until then. Copies from the model's device are ordered between
-  // earlier and later work of the current stream.
+  // Copies all pieces except those that end() copies: watched tensors, and optimizer state and Stateful tensors in host
+  // memory. Copy-on-write protects the latter until end(). Copies from the model's device run on the current stream,
+  // after earlier and before later work.
   void begin(SavePlan& plan, at::Device device);
-  // Copies the remaining pieces and waits for all copies; may run on any thread. Throws std::invalid_argument if a
-  // watched tensor was modified since begin(). Calls `progress` after each copy.
+  // Copies the remaining pieces and blocks until all copies have completed. May be called on any thread. Throws
+  // std::invalid_argument if a watched tensor was modified since begin(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
-  // Returns the memory for reuse. Must be called after end(), or instead of it.
+  // Returns the memory for reuse by the next save. Must be called after end(), or in its place if the save failed.
   at::Tensor take_memory();
 
  private:
@@ -68,10 +68,10 @@ class HostCopies {
   void await_copies();
 
   at::Tensor memory_;
-  std::vector<at::Tensor> room_;     // the part of memory_ for each piece
+  std::vector<at::Tensor> room_;     // the destination of each piece in memory_
   std::vector<size_t> later_;        // indices of pieces that end() copies
-  std::vector<at::Tensor> sources_;  // device tensors that are being copied
-  std::optional<c10::Event> begun_;  // recorded after the device copies started last
+  std::vector<at::Tensor> sources_;  // sources of device copies in flight
+  std::optional<c10::Event> begun_;  // recorded on the stream after the last device copy
 };
 
 }  // namespace tessera::internal

@@ -11,7 +11,7 @@ namespace {
 
 using nlohmann::json;
 
-// Returns a hash of the optimizers without their numbers. Ranks compare hashes, not the names of all parameters.
+// Returns a hash of the optimizers without their numbers. Ranks compare hashes, which are shorter than all names.
 std::string fingerprint(SavedOptimizers optimizers) {
   for (auto& [name, optimizer] : optimizers) optimizer.numbers.clear();
   return to_hex(checksum(optimizers_to_json(optimizers).dump()));
@@ -22,7 +22,7 @@ std::string fingerprint(SavedOptimizers optimizers) {
 SavedPart::SavedPart(int64_t world_size) { saved_ = {.by_rank = true, .world_size = world_size}; }
 
 void SavedPart::set(SavedTensors saved, const SavedOptimizers& optimizers) {
-  Numbers numbers;  // without duplicate names, because each parameter is in one optimizer
+  Numbers numbers;  // names are unique, because each parameter is in only one optimizer
   for (const auto& [name, optimizer] : optimizers) numbers.insert(optimizer.numbers.begin(), optimizer.numbers.end());
   add(std::move(saved), optimizers.empty() ? std::nullopt : std::optional(fingerprint(optimizers)), numbers,
       "this rank");

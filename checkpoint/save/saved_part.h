@@ -9,22 +9,22 @@
 
 namespace tessera::internal {
 
-// The description of files written by some ranks (one, a subgroup or all), in the form that ranks exchange. Runs of
-// ranks are merged, so the size hardly grows with the number of ranks. A value type.
+// A description of the files that one rank, a subgroup or all ranks wrote, in the form that ranks exchange. Merges the
+// runs of ranks, so the text is hardly longer for many ranks. A value type.
 class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);
 
-  // Sets the files that this rank wrote, and its optimizers. Ranks' optimizers may differ only in `numbers`.
+  // Adds the files that this rank wrote, and its optimizers. The optimizers of ranks may differ only in `numbers`.
   void set(SavedTensors saved, const SavedOptimizers& optimizers);
-  // Adds the description `text` of other ranks. Throws CheckpointError, naming `who`, if ranks differ in the form of a
-  // tensor, the groups or options of an optimizer, or a number that both have.
+  // Adds the description `text` of other ranks, which error texts call `who`. Throws CheckpointError if ranks differ in
+  // a tensor's shape or dtype, in an optimizer's groups or options, or in a number that both have.
   void add(const std::string& text, const std::string& who);
 
   std::string text() const;
 
-  // Returns the manifest once all ranks were added. The caller sets id, sequence, rng and extra. `optimizers` must be
-  // rank 0's.
+  // Returns the manifest. Must be called after all ranks were added. `optimizers` must be those of rank 0. The caller
+  // must set the other fields, such as id, sequence and extra.
   Manifest manifest(SavedOptimizers optimizers) &&;
 
  private:

@@ -22,15 +22,15 @@
 namespace tessera::internal {
 namespace {
 
-// Tensors with fewer bytes are written by one replica. Larger tensors are split among replicas.
+// One replica writes a tensor with fewer bytes than this. Larger tensors are split among their replicas.
 constexpr int64_t kSplitBytes = int64_t{4} << 20;
 
-// Returns a 1-D view of a tensor without holes: its elements in memory order.
+// Returns a 1-D view of a dense tensor's elements in memory order.
 at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
 
-// Returns the tensor, or a copy if its memory lacks the values that operators see (lazy conjugation, negation, zeros).
+// Returns the tensor, or a copy if the values in memory differ from the tensor's (lazy conjugation, negation or zeros).
 at::Tensor with_values_in_memory(const at::Tensor& tensor) {
   return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
 }
@@ -43,19 +43,19 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
   return tensor.sizes() == at::IntArrayRef(shard.sizes) && shard.held.numel() == numel_of(shard.sizes);
 }
 
-// Returns a shard's elements as a 1-D tensor in memory order, a view if possible. Returns a tensor on disk unchanged.
+// Returns a shard's elements as a 1-D tensor in memory order (a view if possible). Returns a tensor on disk unchanged.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr) return tensor;
-  // In a world of one, a shard that holds all elements may still be 1-D.
+  // A whole tensor may also be 1-D here: a shard in a world of one rank has all elements, but may be flat.
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +
                               "; expected " + to_string(shard.tensor.sizes().vec()));
 }
 
-// Returns the elements of a segment. If the tensor is on disk, returns a copy, so that a save has only one segment of
-// the tensor in memory at a time.
+// Returns the elements of a segment. For a tensor on disk, returns a copy of the segment, so that a save holds only one
+// segment in memory at a time.
 at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
   const auto part = [&](const at::Tensor& elements) {
     return elements.narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
@@ -66,7 +66,7 @@ at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
   return part(flat_elements(hold.values(), local)).clone();
 }
 
-// Views the elements of a segment in the shape of its box.
+// Returns a view of a segment's elements with the shape of the segment's box.
 at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Segment& segment) {
   const auto order = memory_order(local.sizes, local.strides);
   std::vector<int64_t> strides(order.size());
@@ -78,7 +78,7 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
   if (std::is_sorted(order.begin(), order.end())) order.clear();
-  // A tensor on disk has no Piece::view. So a save copies its values at once, before the next step overwrites them.
+  // A tensor on disk has no Piece::view, so an asynchronous save copies the values before the next step changes them.
   const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
   const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
   return {local.fqn,
@@ -93,8 +93,8 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           is_read_at_once ? std::function<at::Tensor()>() : view};
 }
 
-// Returns the part of a tensor that replica `index` writes. Its size is a multiple of a row, the elements of one index
-// of the dimension with the largest stride. Parts of equal size make the manifest short (RankRun).
+// Returns the part of a tensor that replica `index` writes. The part consists of whole rows, the slices along the
+// dimension with the largest stride. Parts of equal size keep the manifest short (RankRun).
 Range part_of_replica(const LocalTensor& local, int index) {
   const auto order = memory_order(local.sizes, local.strides);
   const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];
@@ -129,7 +129,7 @@ NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::opt
         throw std::invalid_argument(
             "the optimizer's group " + std::to_string(groups_.size() - 1) + " has parameter number " +
             std::to_string(i) + ", which is not one of the model's: build the optimizer from the wrapper's parameters");
-      // A module lists a tied parameter under each of its names.
+      // Lists a tied parameter once, although a module's parameters() contains it once for each name.
       if (listed.insert(found->second).second) names.push_back(found->second);
       names_.insert(found->second);
     }
@@ -231,7 +231,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
   for (const NamedShard& shard : shards) {
     LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kParameter});
     local.tensor = flat_elements(shard.tensor, shard);
-    // Under a sharded optimizer, only the owner saves a parameter. Other ranks may have rounded values.
+    // With a sharded optimizer, only the owner saves a parameter, because other ranks may hold rounded values.
     if (const auto* optimizer = optimizer_of(shard); optimizer != nullptr && optimizer->sharded())
       local.replica = 0, local.replica_count = optimizer->keeps(shard) ? 1 : 0;
   }
@@ -281,7 +281,7 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
                                     reason);
   }
   for (const NamedShard& shard : shards) {
-    // Skips parameters of which this rank has no elements, because it may not have counted their steps.
+    // Skips a parameter without elements on this rank, because the rank may not have counted the parameter's steps.
     if (shard.held.numel() == 0 && numel_of(shard.sizes) > 0) continue;
     if (const auto* state = optimizer.state(shard))
       for (const auto& [key, number] : read_state(*state).numbers) saved.numbers[shard.fqn][key] = number;
@@ -291,15 +291,15 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
 
 std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) {
   std::vector<Piece> pieces;
-  std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes of small tensors that each replica writes
+  std::map<int, std::vector<int64_t>> loads;  // for each replica count, the bytes of small tensors per replica
   for (const LocalTensor& local : tensors) {
     const bool is_buffer = local.kind == TensorKind::kBuffer;
-    if (numel_of(local.sizes) == 0) {  // rank 0 writes an empty tensor; replica 0 writes empty state
+    if (numel_of(local.sizes) == 0) {  // rank 0 writes empty tensors, but replica 0 writes empty optimizer state
       if (local.kind == TensorKind::kState ? local.replica == 0 : rank == 0)
         pieces.push_back(piece_of(local, {whole_box(local.sizes), {0, 0}}));
       continue;
     }
-    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // rank 0, or the owner, writes the tensor
+    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // rank 0 or the owner writes this tensor
     Range own = local.held;
     if (local.replica_count > 1 && !is_buffer) {
       const auto bytes = static_cast<int64_t>(local.tensor.nbytes());
@@ -339,7 +339,7 @@ void set_generator_states(const GeneratorStates& states, at::Device device) {
     const auto& bytes = found->second;
     const std::lock_guard lock(generator.mutex());
     const at::Tensor state = generator.get_state();
-    // Skips a state of another length, which is from another libtorch. set_state() would abort the program.
+    // Skips a state of another length, which another version of libtorch saved. set_state() would abort the program.
     if (state.nbytes() != bytes.size()) continue;
     std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
     generator.set_state(state);

@@ -48,7 +48,7 @@ class SchedulerState : public Stateful {
   }
 
  private:
-  // Gives access to the scheduler's step count, which libtorch exposes to derived classes only.
+  // Provides access to the scheduler's step count, which is a protected member of libtorch's class.
   struct Steps : torch::optim::LRScheduler {
     static unsigned& of(torch::optim::LRScheduler& scheduler) { return scheduler.*(&Steps::step_count_); }
   };
@@ -65,7 +65,7 @@ class EmaState : public Stateful {
     return {{"updates", ema_.updates()}};
   }
   void check_state_values(const StateValues& values) const override {
-    // Loaded values would be lost when the scope of the averages ends.
+    // Refuses, because the end of the swap would overwrite the loaded values.
     if (ema_.is_swapped_in()) throw std::invalid_argument(kSwapped);
     require_same_form(values, {{"updates", int64_t{0}}}, "averages");
     if (std::get<int64_t>(values.at("updates")) < 0)
@@ -83,7 +83,7 @@ class EmaState : public Stateful {
   Ema& ema_;
 };
 
-// Presents several models as one. Each tensor's name begins with its model's name.
+// Combines several models into one. The name of each tensor begins with the name of its model.
 class JoinedModels : public ModelShards {
  public:
   explicit JoinedModels(std::vector<std::pair<std::string, ModelShards*>> models) : models_(std::move(models)) {}

@@ -18,7 +18,7 @@ FolderLock::FolderLock(const fs::path& folder)
   if (is_remote(folder))
     throw std::invalid_argument("'" + folder.string() + "' has no locks: FolderLock is for local folders");
   make_directories(file_.parent_path());
-  std::ofstream(file_, std::ios::app).flush();  // creates the file
+  std::ofstream(file_, std::ios::app).flush();  // creates the file if it does not exist
   const LockOutcome outcome = lock_->take_exclusive(file_);
   const std::string holder = first_line(file_);
   if (outcome == LockOutcome::kHeldByOther)
@@ -36,7 +36,7 @@ FolderLock::FolderLock(FolderLock&& other) noexcept
     : file_(std::exchange(other.file_, {})), lock_(std::move(other.lock_)) {}
 
 FolderLock::~FolderLock() {
-  if (file_.empty()) return;  // moved from
+  if (file_.empty()) return;  // this object was moved from
   std::ofstream(file_, std::ios::trunc).flush();
 }
 

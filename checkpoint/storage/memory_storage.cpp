@@ -15,7 +15,7 @@ struct Files {
   std::mutex mutex;
   std::map<std::string, Bytes> by_name;
 };
-// Never destroyed: a background removal may run until the process ends.
+// Returns all files in memory. Never destroyed, because a background removal may run until the process ends.
 Files& files() {
   static auto* const all = new Files;
   return *all;
@@ -31,7 +31,7 @@ void set(const fs::path& path, std::string text) {
   files().by_name[path.native()] = std::make_shared<const std::string>(std::move(text));
 }
 
-// Returns "memory://run/step-1/" for a folder, with or without trailing slashes.
+// Returns the prefix of the names of a folder's files, with exactly one trailing slash: "memory://run/step-1/".
 std::string prefix_of(const fs::path& folder) {
   std::string prefix = folder.native();
   while (prefix.ends_with('/') && !prefix.ends_with("://")) prefix.pop_back();

@@ -30,7 +30,7 @@ int number(const char* name, int otherwise) {
   return value;
 }
 
-// Escapes all except letters, digits, "-_.~" and, in a key, '/', as request signatures require.
+// Escapes all characters except letters, digits, "-_.~" and, in a key, '/'. Request signatures require these rules.
 std::string percent_encoded(const std::string& text, bool is_key) {
   if (text.empty()) return text;
   const std::unique_ptr<char, decltype(&curl_free)> escaped(
@@ -42,7 +42,7 @@ std::string percent_encoded(const std::string& text, bool is_key) {
   return encoded;
 }
 
-// The part of an answer that was received so far.
+// A request and the part of its answer that was received so far.
 struct Answer {
   CURL* handle;
   const S3Request* request;
@@ -54,7 +54,7 @@ size_t take_body(char* data, size_t, size_t bytes, void* opaque) {
   long status = 0;
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &status);
   if (status == 206 && request->target != nullptr) {
-    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // too many bytes: aborts
+    if (response.body_bytes + static_cast<int64_t>(bytes) > request->target_bytes) return 0;  // aborts the request
     std::memcpy(request->target + response.body_bytes, data, bytes);
   } else {
     response.body.append(data, bytes);
@@ -95,7 +95,7 @@ bool may_pass(CURLcode code) {
   }
 }
 
-// Returns the service's error: "503 SlowDown: Please reduce your request rate."
+// Formats the error that the service sent: "503 SlowDown: Please reduce your request rate."
 std::string told(const S3Response& response) {
   auto first = [&](const char* tag) {
     const auto texts = xml_texts(response.body, tag);
@@ -144,7 +144,7 @@ std::string percent_decoded(std::string text) {
   return {decoded.get(), static_cast<size_t>(bytes)};
 }
 
-// Idle handles with their open connections.
+// A pool of idle curl handles, which keep their connections open.
 struct S3Client::Connections {
   std::mutex mutex;
   std::vector<CURL*> idle;
@@ -196,7 +196,7 @@ S3Client::~S3Client() {
 
 std::string S3Client::url(const S3Request& request) const {
   const auto& [bucket, key] = request.location;
-  // TLS certificates do not cover host names for buckets with dots.
+  // For a bucket with dots, uses a path-style URL, because TLS certificates do not cover such host names.
   const bool by_path = !endpoint_.empty() || bucket.find('.') != std::string::npos;
   const std::string host = "s3." + region_ + ".amazonaws.com";
   std::string url = !endpoint_.empty() ? endpoint_ : "https://" + (by_path ? host : bucket + "." + host);
@@ -211,7 +211,7 @@ std::string S3Client::url(const S3Request& request) const {
   return url;
 }
 
-// The handle and headers of one attempt.
+// The curl handle and the headers of one attempt.
 struct S3Client::Connection {
   explicit Connection(Connections& connections) : all(connections), handle(connections.take()) {}
   ~Connection() {
@@ -234,7 +234,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, 15L);
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
-  // The service may need a long time to assemble a large file.
+  // Allows more time for a POST, because the service may need long to assemble a large file from its parts.
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, request.method == "POST" ? 10 * stall_seconds_ : stall_seconds_);
   curl_easy_setopt(handle, CURLOPT_BUFFERSIZE, 512L << 10);
   curl_easy_setopt(handle, CURLOPT_AWS_SIGV4, ("aws:amz:" + region_ + ":s3").c_str());
@@ -250,13 +250,13 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   else
     curl_easy_setopt(handle, CURLOPT_CUSTOMREQUEST, request.method.c_str());
   if (!request.range.empty()) curl_easy_setopt(handle, CURLOPT_RANGE, request.range.c_str());
-  // The body is not hashed: https:// protects it, and blocks have their own checksums.
+  // Does not hash the body, because https:// protects the body and blocks have their own checksums.
   own.add(std::string("x-amz-content-sha256: ") + (request.body.empty() ? kEmptySha256 : "UNSIGNED-PAYLOAD"));
   if (!token_.empty()) own.add("x-amz-security-token: " + token_);
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);
 }
 
-// Makes one attempt. Sets `fault` for a failure that may be transient.
+// Makes one attempt to send a request. If the attempt fails and the failure may be transient, sets `fault`.
 S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
   Connection own(*connections_);
   CURL* const handle = own.handle;
@@ -273,7 +273,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &answer.response.status);
   if (code != CURLE_OK) {
     const std::string reason = *detail != '\0' ? detail : curl_easy_strerror(code);
-    // On a reused connection, an answer may start with the rest of the previous one ("HTTP/0.9").
+    // On a reused connection, the rest of the previous answer may precede the new one. curl then reports "HTTP/0.9".
     long connections_made = 0;
     curl_easy_getinfo(handle, CURLINFO_NUM_CONNECTS, &connections_made);
     const bool is_left_over = code == CURLE_UNSUPPORTED_PROTOCOL && connections_made == 0;
@@ -282,7 +282,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
     return {};
   }
   S3Response& response = answer.response;
-  // Completing an upload may fail after the 200 was sent.
+  // CompleteMultipartUpload may fail after the service sent status 200. The body then contains the error.
   if (response.status == 200 && request.method == "POST" && response.body.find("<Error>") != std::string::npos)
     response.status = 500;
   const long status = response.status;

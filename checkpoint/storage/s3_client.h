@@ -11,21 +11,21 @@
 
 namespace tessera::internal {
 
-// The parts of "s3://bucket/some/key". The key has no '/' at its end, and may be empty.
+// The parts of a URI "s3://bucket/some/key". The key does not end with '/', and may be empty.
 struct S3Location {
   std::string bucket;
   std::string key;
 };
-// Parses a URI. Throws std::invalid_argument if it has no bucket.
+// Parses a URI. Throws std::invalid_argument if the URI has no bucket.
 S3Location s3_location(const std::string& uri);
 
 struct S3Request {
-  std::string method;  // "GET", "HEAD", "PUT", "POST", "DELETE"
+  std::string method;  // "GET", "HEAD", "PUT", "POST" or "DELETE"
   S3Location location;
   std::vector<std::pair<std::string, std::string>> query;  // sorted by name
-  std::string range;                                       // "0-1023" in a GET; "": the whole object
-  std::string_view body;                                   // sent in a PUT or POST
-  // Memory of target_bytes bytes that receives the body of a 206. If null, S3Response::body receives the body.
+  std::string range;                                       // byte range of a GET ("0-1023"); "" for the whole object
+  std::string_view body;                                   // body of a PUT or POST
+  // The memory, of target_bytes bytes, to which the body of a 206 answer is written. If null, S3Response::body is used.
   char* target = nullptr;
   int64_t target_bytes = 0;
 };
@@ -37,7 +37,7 @@ struct S3Response {
   std::map<std::string, std::string> headers;  // names in lower case
 };
 
-// The final error of the service or the network, after all attempts. status 0: no answer.
+// The error of the service or the network after the last attempt. The status is 0 if there was no answer.
 class S3Error : public std::runtime_error {
  public:
   S3Error(long status, const std::string& what) : std::runtime_error(what), status_(status) {}
@@ -47,24 +47,24 @@ class S3Error : public std::runtime_error {
   const long status_;
 };
 
-// The service gave no usable answer. The object may be undamaged.
+// The service sent no usable answer, so the error does not mean that the object is damaged.
 class S3Unanswered : public S3Error {
  public:
   using S3Error::S3Error;
 };
 
-// Sends signed requests over persistent connections. Retries transient failures: no, broken or stalled connections,
-// truncated answers, and the statuses 408, 429 and 5xx. Pauses double from 0.1 s to 20 s, minus a random part. Makes at
-// most AWS_MAX_ATTEMPTS attempts, 10 by default. Thread-safe.
+// Sends signed requests over persistent connections. Thread-safe. Retries transient failures: connections that fail,
+// break or stall, truncated answers, and the statuses 408, 429 and 5xx. Makes at most AWS_MAX_ATTEMPTS attempts, by
+// default 10. The pause between attempts doubles from 0.1 s to 20 s, minus a random part.
 class S3Client {
  public:
-  // Reads the environment. Throws std::invalid_argument for a missing credential or an invalid number.
+  // Reads environment variables. Throws std::invalid_argument for a missing credential or an invalid number.
   S3Client();
   ~S3Client();
   S3Client(const S3Client&) = delete;
   S3Client& operator=(const S3Client&) = delete;
 
-  // Returns an answer with status 2xx or 404. Throws S3Error for 416, a range outside the object, else S3Unanswered.
+  // Returns an answer with status 2xx or 404. Throws S3Error for 416 (range outside the object), else S3Unanswered.
   S3Response send(const S3Request& request) const;
 
  private:
@@ -74,16 +74,16 @@ class S3Client {
   void set_request(Connection& own, const S3Request& request) const;
   S3Response send_once(const S3Request& request, std::string& fault) const;
 
-  std::string endpoint_;  // "" for Amazon's own endpoint
+  std::string endpoint_;  // "" means Amazon's own endpoint
   std::string region_, key_id_, secret_, token_;
   int attempts_ = 10;
   long stall_seconds_ = 30;
   std::unique_ptr<Connections> connections_;
 };
 
-// Returns the text of each <tag>...</tag>, with entities resolved.
+// Returns the text of each element <tag>...</tag>, and replaces XML entities by their characters.
 std::vector<std::string> xml_texts(const std::string& xml, const std::string& tag);
-// Decodes escapes: "%20" and "+" are ' '.
+// Decodes URL escapes: both "%20" and "+" become ' '.
 std::string percent_decoded(std::string text);
 
 }  // namespace tessera::internal

@@ -14,16 +14,16 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kPartBytes = 16 * kMiB;  // S3's minimum is 5 MiB, except for the last part
+constexpr int64_t kPartBytes = 16 * kMiB;  // S3 requires at least 5 MiB, except for the last part
 constexpr int64_t kMaxParts = 10000;
-constexpr size_t kUploads = 4;             // most parts in flight for one file
-constexpr int64_t kFirstBytes = 64 << 10;  // bytes of the first read of a file, usually its whole header
-constexpr int64_t kWindowBytes = kMiB;     // least bytes of a later read request
-constexpr size_t kWindows = 8;             // most windows that one file keeps
+constexpr size_t kUploads = 4;             // maximum number of parts in flight for one file
+constexpr int64_t kFirstBytes = 64 << 10;  // size of the first read of a file, usually its whole header
+constexpr int64_t kWindowBytes = kMiB;     // minimum size of a later read request
+constexpr size_t kWindows = 8;             // maximum number of windows in the cache of one file
 
 std::string range_text(int64_t begin, int64_t end) { return std::to_string(begin) + "-" + std::to_string(end - 1); }
 
-// Runs `work`, and adds the action and the file to its errors.
+// Runs `work`, and adds the action and the file to the text of its errors.
 template <class Work>
 auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work work) {
   try {
@@ -33,7 +33,7 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
   }
 }
 
-// Caches windows of the file, so that one request serves a header, or several small tensors in sequence.
+// Reads an object. Caches recently read windows of the file, so that several small reads need only one request.
 class S3Input : public InputFile {
  public:
   S3Input(const fs::path& path, std::shared_ptr<S3Client> client, ThrowFailure fail)
@@ -47,7 +47,7 @@ class S3Input : public InputFile {
         return;
       }
       if (response.status == 404) throw S3Error(404, "there is no such object");
-      const std::string& range = response.headers["content-range"];  // "bytes 0-65535/403177472"
+      const std::string& range = response.headers["content-range"];  // such as "bytes 0-65535/403177472"
       const size_t slash = range.find('/');
       bytes_ = response.status == 206 && slash != std::string::npos ? std::stoll(range.substr(slash + 1))
                                                                     : response.body_bytes;
@@ -70,7 +70,7 @@ class S3Input : public InputFile {
       std::memcpy(to, text.data(), static_cast<size_t>(bytes));
       const std::lock_guard lock(mutex_);
       windows_.push_back({position, std::make_shared<const std::string>(std::move(text))});
-      if (windows_.size() > kWindows) windows_.erase(windows_.begin() + 1);  // keeps the first, which has the header
+      if (windows_.size() > kWindows) windows_.erase(windows_.begin() + 1);  // keeps the first window, with the header
     });
   }
 
@@ -118,8 +118,8 @@ class S3Input : public InputFile {
   mutable std::vector<Window> windows_;
 };
 
-// Uploads a file in parts, some of them in flight while the next part is filled. Sends the first part last, because the
-// header in it is known last. A file of one part is sent in one request.
+// Uploads a file in parts. Fills a part while previous parts are in flight. Sends the first part last, because its
+// header is complete only at the end. Sends a file of one part in one request.
 class S3Output : public OutputFile {
  public:
   S3Output(fs::path path, std::shared_ptr<S3Client> client, ThrowFailure fail, int64_t start_bytes, int64_t bytes)
@@ -135,7 +135,7 @@ class S3Output : public OutputFile {
     if (upload_id_.empty()) return;
     try {
       client_->send({.method = "DELETE", .location = location_, .query = {{"uploadId", upload_id_}}});
-    } catch (const std::exception&) {  // the bucket's lifecycle rule for unfinished uploads removes the parts
+    } catch (const std::exception&) {  // ignores errors, because the bucket's lifecycle rule removes unfinished uploads
     }
   }
 
@@ -221,7 +221,7 @@ class S3Output : public OutputFile {
     list += "</CompleteMultipartUpload>";
     const auto response =
         client_->send({.method = "POST", .location = location_, .query = {{"uploadId", upload_id_}}, .body = list});
-    // If the first answer was lost, the retry gets 404 although the file exists.
+    // If the answer to the first attempt was lost, the retry returns 404, although the file exists.
     if (response.status == 404 && client_->send({.method = "HEAD", .location = location_}).status != 200)
       throw S3Error(404, "the upload was aborted by somebody else");
   }
@@ -231,8 +231,8 @@ class S3Output : public OutputFile {
   const S3Location location_;
   const ThrowFailure fail_;
   int64_t part_bytes_ = 0;
-  std::string part_;   // the part that is being filled
-  std::string first_;  // the first part; empty until there is a second one
+  std::string part_;   // the part to which append() adds
+  std::string first_;  // the first part; empty until a second part begins
   std::string upload_id_;
   std::vector<std::string> tags_;
   std::deque<std::future<std::pair<size_t, std::string>>> uploads_;
