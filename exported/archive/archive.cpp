@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 // ---- zip ----------------------------------------------------------------------------------------
-// The format is that of PKWARE's APPNOTE.TXT, sections 4.3 and 4.5.3.
+// PKWARE's APPNOTE.TXT describes the format in sections 4.3 and 4.5.3.
 
 namespace {
 
@@ -23,7 +23,7 @@ constexpr size_t kLocalHeaderBytes = 30, kCentralHeaderBytes = 46, kEndBytes = 2
                  kLocator64Bytes = 20, kMaxCommentBytes = 65535;
 constexpr uint64_t kMaxMembers = 1'000'000;
 
-// Reads numbers and parts of an archive at offsets. Throws if the archive is too short.
+// Reads numbers and byte ranges at offsets of an archive. Throws if the archive is too short.
 class ZipReader {
  public:
   ZipReader(const ReadBytes& read, int64_t bytes, const std::string& where)
@@ -43,7 +43,7 @@ class ZipReader {
     }
     return std::string_view(window_).substr(at - window_begin_, count);
   }
-  // Throws if the archive does not have these bytes.
+  // Throws if the archive is too short to contain these bytes.
   void require(uint64_t at, uint64_t count) const {
     if (at > bytes_ || count > bytes_ - at) refuse("it ends early: it is truncated or damaged");
   }
@@ -98,7 +98,7 @@ struct CentralEntry {
   uint32_t crc32 = 0;
 };
 
-// Replaces the entry's numbers that exceed 32 bits by 64-bit numbers of the extra field, which has them in this order.
+// Replaces each number of `entry` that exceeds 32 bits by the next 64-bit number in the extra field.
 void read_zip64(ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);
@@ -174,9 +174,9 @@ File open_archive(const std::filesystem::path& path) {
   });
 }
 
-constexpr int64_t kReadAtOnce = 1 << 18;  // a piece this small is in the cache when its checksum is computed
+constexpr int64_t kReadAtOnce = 1 << 18;  // small enough that a piece is still in the cache for its checksum
 
-// Reads a member in pieces, each to place_of(its offset in the member). Returns the CRC-32.
+// Reads a member in pieces, and returns its CRC-32. Writes the piece at `offset` of the member to place_of(offset).
 template <class PlaceOf>
 uint32_t read_pieces(const File& file, const ArchiveMember& member, PlaceOf place_of) {
   uint32_t crc = 0;
@@ -220,7 +220,7 @@ Archive::Archive(const std::filesystem::path& path)
     throw ExportedError(where_ + ": " + problem);
   const auto members = read_zip([this](void* to, int64_t bytes, int64_t position) { file_->read(to, bytes, position); },
                                 file_->bytes(), where_);
-  // All members are in one folder, named like the file at the time of the export.
+  // Removes the top folder from all names. Its name is the file's name at the time of the export.
   const std::string_view first = members.empty() ? std::string_view() : std::string_view(members.begin()->first);
   const std::string folder(first.substr(0, first.find('/') + 1));
   for (const auto& [name, member] : members)

@@ -14,7 +14,7 @@ using nlohmann::json;
 
 namespace {
 
-// The JSON of nested graphs is deeper than the manifest of a checkpoint.
+// Exceeds kMaxJsonDepth of checkpoints, because the JSON of nested graphs is deep.
 constexpr int kMaxArchiveDepth = 400;
 
 [[noreturn]] void refuse_field(const char* name, const std::string& reason) {

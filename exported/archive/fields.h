@@ -11,8 +11,8 @@
 namespace tessera::internal {
 
 // Checked access to the JSON of an archive, which may be damaged or hostile. If a field is missing or has another type,
-// throws ExportedError that names it. Ignores unknown fields: a newer minor version of the schema
-// (torch/_export/serde/schema.py) may add some.
+// these functions throw ExportedError with the field's name. They ignore unknown fields, because a newer minor version
+// of the schema (torch/_export/serde/schema.py) may add fields.
 
 const nlohmann::json& field(const nlohmann::json& object, const char* name);
 const nlohmann::json& list_field(const nlohmann::json& object, const char* name);
@@ -21,23 +21,23 @@ std::string text_field(const nlohmann::json& object, const char* name);
 int64_t int_field(const nlohmann::json& object, const char* name);
 bool bool_field(const nlohmann::json& object, const char* name);
 
-// Parses a member of an archive. Throws ExportedError, whose text starts with `where`.
+// Parses the JSON text of an archive's member. On failure, throws ExportedError with a text that starts with `where`.
 nlohmann::json parse_archive_json(std::string_view text, const std::string& where);
 
-// Convert a value. Throw ExportedError if it has another type.
+// Convert a JSON value. Throw ExportedError if the value has another type.
 int64_t int_of(const nlohmann::json& value);
 bool bool_of(const nlohmann::json& value);
 double double_of(const nlohmann::json& value);  // also accepts "Infinity", "-Infinity" and "NaN"
 std::string text_of(const nlohmann::json& value);
 
-// A union of the schema: an object with one field, whose name is the kind: {"as_int": 3}.
+// A union of the schema. In JSON, a union is an object with one field, whose name is the kind: {"as_int": 3}.
 struct Alternative {
   const std::string& kind;
   const nlohmann::json& value;
 };
 Alternative alternative_of(const nlohmann::json& value);
 
-// Convert numbers of torch.export's own enumerations. Layouts and memory formats are returned as libtorch's numbers.
+// Convert values of torch.export's enumerations to libtorch's. Layouts and memory formats are returned as integers.
 at::ScalarType dtype_of_export(const nlohmann::json& value);
 int64_t layout_of_export(const nlohmann::json& value);
 int64_t memory_format_of_export(const nlohmann::json& value);

@@ -10,27 +10,27 @@
 
 namespace tessera::internal {
 
-// The mode in which a model was exported, and its differences from the other mode, found by tools/export_model.py.
+// The mode in which a model was exported, and the modules for which train() and eval() do not have the usual effect.
 struct ExportedModes {
   bool training = true;
-  std::set<std::string> always;              // modules whose dropout is equal in both modes
-  std::map<std::string, bool> pinned;        // modules that the model's train() keeps in one mode; true: training
-  std::map<std::string, std::string> fixed;  // modules ("": the root) that cannot be switched, with the reason
+  std::set<std::string> always;              // modules that apply dropout in both modes
+  std::map<std::string, bool> pinned;        // modules that stay in one mode in Python; true for train()
+  std::map<std::string, std::string> fixed;  // modules whose mode cannot be changed, with the reason; "" is the root
 };
 
-// Facts about a model that tools/export_model.py stores (extra/tessera.json) and torch.export does not. Archives of
-// other tools have no such facts. Older archives have some of them.
+// Information about a model that tools/export_model.py adds to an archive as extra/tessera.json. Archives of other
+// tools lack this information. Older archives contain only a part of it.
 struct ExportRecord {
-  // Groups of names; each group names one tensor. nullopt if unknown.
+  // Groups of tied tensors: the names in a group belong to one tensor. nullopt if unknown.
   std::optional<std::vector<std::vector<std::string>>> ties;
-  // Inputs that Python's forward() takes by position, in order.
+  // Names of the inputs that callers may pass to Python's forward() by position, in order.
   std::vector<std::string> positional;
-  // Whether tools/export_model.py compared the gradients of the decomposed program with those of the model.
+  // Whether tools/export_model.py has compared the gradients of the decomposed program with those of the Python model.
   bool has_checked_gradients = false;
 
   std::optional<ExportedModes> modes;
 
-  // Returns the facts in an archive; without extra/tessera.json, the defaults. Throws ExportedError if it is damaged.
+  // Reads extra/tessera.json. If it is missing, returns a default record. Throws ExportedError if it is damaged.
   static ExportRecord read(const Archive& archive);
 };
 

@@ -31,7 +31,7 @@ std::vector<int64_t> fixed_numbers(const json& list) {
   return numbers;
 }
 
-// Returns the number of elements from the first to the last one in the storage; nullopt if above 2^62.
+// Returns the number of storage elements between the tensor's first and last element, inclusive; nullopt if above 2^62.
 std::optional<int64_t> extent_of(const ExportedTensor& tensor) {
   constexpr int64_t kLimit = int64_t{1} << 62;
   int64_t extent = 1;
@@ -85,7 +85,7 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
   std::map<std::string, ExportedTensor> tensors;
   for (const auto& [name, entry] : object_field(parsed, "config").items())
     tensors.emplace(name, read_tensor(archive, name, entry, folder));
-  // Tensors without values share no memory, so only the export record shows which of them are tied.
+  // Gives tied tensors without values the same storage name. Only the export record lists such ties.
   std::map<std::string, std::string> tied;
   if (record.ties)
     for (const auto& names : *record.ties)
@@ -132,7 +132,7 @@ at::Tensor StorageReader::read(const ExportedTensor& tensor) {
 
 struct WeightFiles::Files {
   SavedTensors saved;
-  std::map<std::string, std::string> canonical;  // names in the files, by alias
+  std::map<std::string, std::string> canonical;  // from aliases to tensor names in the files
   SliceReader reader;
   std::shared_ptr<std::atomic<int64_t>> bytes_read;
   std::set<std::string> used;

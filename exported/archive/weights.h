@@ -24,13 +24,13 @@ struct ExportedTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes, strides;
-  int64_t offset = 0;  // position of the first element in the storage, in elements
+  int64_t offset = 0;  // offset of the first element in the storage, in elements
   bool requires_grad = false;
-  ArchiveMember storage{};   // empty for a tensor on the meta device, which has no values
-  std::string storage_name;  // tensors with equal names share memory
+  ArchiveMember storage{};   // empty for a tensor without values (on the meta device)
+  std::string storage_name;  // tensors with the same storage name share memory
 
   bool has_values() const;
-  // Returns whether the two are one tensor under two names.
+  // Returns whether `this` and `other` are the same tensor under two names.
   bool is_tied_to(const ExportedTensor& other) const;
 };
 
@@ -39,18 +39,18 @@ struct ExportedTensor {
 std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
                                                    const std::string& config, const std::string& folder);
 
-// Reads any part of a tensor's values, in memory order.
+// A function that reads any part of a tensor's values, in memory order.
 struct WeightSource {
   at::ScalarType dtype;  // dtype of the values that `read` returns
   ReadElements read;
 };
 
-// Reads from the archive. The tensor must have values and no holes. If `is_checked`, a read of the first element also
-// verifies the checksum of the whole storage, so that one of several ranks verifies it.
+// Returns a source that reads from the archive. The tensor must have values and no holes. If `is_checked`, only a
+// read of the first element verifies the checksum of the whole storage. So one of several ranks verifies it.
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read);
 
-// Reads whole storages of an archive. Tensors of one storage share its memory, as in Python.
+// Reads whole storages of an archive. As in Python, tensors of the same storage share memory.
 class StorageReader {
  public:
   StorageReader(std::shared_ptr<ArchiveFile> file, bool is_checked) : file_(std::move(file)), is_checked_(is_checked) {}
@@ -60,19 +60,19 @@ class StorageReader {
  private:
   const std::shared_ptr<ArchiveFile> file_;
   const bool is_checked_;
-  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // by offset in the archive; tensors own the storages
+  std::map<int64_t, std::weak_ptr<at::Tensor>> storages_;  // storages by offset in the archive, owned by their tensors
 };
 
-// The tensors of a safetensors file, of an index of several files, or of a folder.
+// The tensors in a safetensors file, in the files of an index, or in a folder of files.
 class WeightFiles {
  public:
-  // Opens the files at `path`. Counts the bytes that are read in `bytes_read`. Throws CheckpointError.
+  // Opens the files at `path`. Adds the number of bytes read to `bytes_read`. Throws CheckpointError on failure.
   WeightFiles(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> bytes_read);
   ~WeightFiles();
 
-  // Returns a source of the values under the first known name; nullopt if none is known. Throws if sizes differ.
+  // Returns a source for the first name that is in the files, or nullopt if none is. Throws if the sizes differ.
   std::optional<WeightSource> find(const std::vector<std::string>& names, const ExportedTensor& tensor);
-  // Returns the names of tensors in the files for which find() was never called.
+  // Returns the names of those tensors in the files that no call of find() asked for.
   std::vector<std::string> unused() const;
 
  private:
@@ -80,7 +80,7 @@ class WeightFiles {
   std::shared_ptr<Files> files_;
 };
 
-// Returns a function that reads from `source` and converts the values to `dtype`.
+// Returns a function that reads values from `source` and converts them to `dtype`.
 ReadElements converted(WeightSource source, at::ScalarType dtype);
 
 }  // namespace tessera::internal

@@ -27,7 +27,7 @@ c10::TypePtr element_type(const c10::TypePtr& list) {
 }
 
 bool is_kind(const c10::TypePtr& type, TypeKind kind) { return type && kind_of(type) == kind; }
-// SymInt and int are equivalent in schemas.
+// Returns whether a type is an integer in operator schemas, where SymInt and int are equivalent.
 bool is_int(const c10::TypePtr& type) {
   return is_kind(type, TypeKind::IntType) || is_kind(type, TypeKind::SymIntType);
 }
@@ -39,7 +39,7 @@ bool is_float(const c10::TypePtr& type) {
   throw ExportedError("an argument is " + what + (type ? ", expected " + type->str() : ""));
 }
 
-// A name or a constant: {"as_name": "s0"}, {"as_int": 3}.
+// A number that is either the value of a slot ({"as_name": "s0"}) or a constant ({"as_int": 3}).
 struct Symbolic {
   int slot = kNoSlot;
   c10::IValue constant;
@@ -128,7 +128,7 @@ std::vector<Symbolic> read_numbers(const json& list, const std::string& kind, co
   return numbers;
 }
 
-// Reads {"as_tensor": {"name": ...}} and returns its slot, or {"as_none": true} and returns kNoSlot.
+// Returns the slot for {"as_tensor": {"name": ...}}, and kNoSlot for {"as_none": true}.
 int optional_tensor(const json& value, const FindSlot& find_slot) {
   const auto [kind, inner] = alternative_of(value);
   if (kind == "as_none") return kNoSlot;
@@ -209,7 +209,7 @@ Operand read_argument(const json& argument, const c10::TypePtr& declared, int le
     return Operand::constant(texts);
   }
   if (kind == "as_device") return read_device(value);
-  // The remaining kinds are enumerations, which operators take as integers.
+  // The remaining kinds are enumerations. Operators expect them as integers.
   if (type && !is_int(type)) refuse_argument("of the kind '" + kind + "'", type);
   if (kind == "as_scalar_type") return Operand::constant(static_cast<int64_t>(dtype_of_export(value)));
   if (kind == "as_layout") return Operand::constant(layout_of_export(value));

@@ -27,7 +27,7 @@ std::string metadata_of(const json& node, const char* name) {
   return found != metadata->end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-// Returns the last frame of a Python stack trace as ", model.py:12: return self.fc(x)"; "" if there is none.
+// Formats the last frame of a Python stack trace: ", model.py:12: return self.fc(x)". Returns "" without a frame.
 std::string line_of(const std::string& stack) {
   const size_t file = stack.rfind("File \"");
   if (file == std::string::npos) return "";
@@ -51,7 +51,7 @@ void for_each_inner_graph(const json& node, Visit visit) {
 
 }  // namespace
 
-// Parses "key,path,class;key,path,class". The key of a second or later call ends with its number, "@1".
+// Parses the text "key,path,class;key,path,class". From a module's second call on, the key ends with a number ("@1").
 std::vector<ModuleCall> module_calls(const json& node) {
   const std::string stack = metadata_of(node, "nn_module_stack");
   std::vector<ModuleCall> calls;
@@ -84,7 +84,7 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 
 struct Compiler::Scope {
   std::map<std::string, int> slots;
-  std::map<int, size_t> state;  // index in Execution::state by slot, also for state that a calling graph passes
+  std::map<int, size_t> state;  // from slots to indices in Execution::state, even if a calling graph passes the state
   Graph& graph;
 
   int add(const std::string& name) {
@@ -145,8 +145,8 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
   Description description{
       "node " + (own.empty() ? "" : "'" + own + "' ") + "(" + target + ")" + line_of(metadata_of(node, "stack_trace")),
       calls.empty() ? "" : calls.back().fqn};
-  // Skipped, because it asserts Python's dtypes and devices, which mixed precision and other devices change. Operators
-  // check their arguments themselves.
+  // Skips this operator, which asserts the dtype and device of the export. Mixed precision or another device would fail
+  // the assertion. Operators check their arguments themselves.
   if (target == "torch.ops.aten._assert_tensor_metadata.default") return nullptr;
   const std::string where = description.text;
   try {
@@ -171,7 +171,7 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
 
 namespace {
 
-// Returns the arguments by position in the schema, with defaults for missing ones.
+// Returns a node's arguments in the order of the schema. Fills in the defaults of missing arguments.
 std::vector<Operand> read_operands(const json& node, const c10::FunctionSchema& schema, const FindSlot& find_slot) {
   std::vector<const json*> given(schema.arguments().size());
   for (const json& input : list_field(node, "inputs")) {
@@ -241,7 +241,7 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   if (!argument) return note_mode(step);
   if (operands[argument->index].kind() != Operand::Kind::kConstant) return;
   const c10::IValue& value = operands[argument->index].constant();
-  // Without running statistics, both modes normalize by the statistics of the batch.
+  // Without running statistics, the operator does not depend on the mode: it always uses the statistics of the batch.
   if (const auto mean = running_mean_argument(schema);
       mean && operands[*mean].kind() == Operand::Kind::kConstant && operands[*mean].constant().isNone())
     return;
@@ -264,7 +264,7 @@ size_t Compiler::trained_module(const std::string& fqn) {
   return trained_.size() - 1;
 }
 
-// Handles operators without an argument for the mode: notes those that are fixed to eval() or draw random numbers.
+// For an operator without an argument for the mode, records whether it is fixed to eval() and draws random numbers.
 void Compiler::note_mode(const OperatorStep& step) {
   const std::string& name = step.op().schema().name();
   if (evaluates_for_good(step.op().schema()))
@@ -292,7 +292,7 @@ class Compiler::HigherOrderArguments {
     for (const json& input : list_field(node, "inputs")) {
       const auto kind = input.find("kind");
       if (kind == input.end() || kind->is_null() || *kind != 2)
-        arguments_.push_back(&field(input, "arg"));  // a positional argument
+        arguments_.push_back(&field(input, "arg"));  // keeps positional arguments only
     }
   }
   const json& next(const char* expected) {
@@ -344,7 +344,7 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
   return step;
 }
 
-// Collects the operands and graphs of a GraphStep from a node's arguments.
+// Reads the arguments of a node for a higher-order operator, and collects them as operands and graphs in `call`.
 struct Compiler::CallReader {
   Compiler& compiler;
   HigherOrderArguments& arguments;
@@ -352,14 +352,14 @@ struct Compiler::CallReader {
   GraphStep::Call call;
   std::shared_ptr<Graph> last_graph;
 
-  // take_graph() returns the graph's number of results; take_operands() returns the number of operands so far.
+  // Reads a graph and returns its number of results. take_operands() returns the number of operands read so far.
   size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
   size_t take_graph(const json& graph, const StateNames& state) {
     last_graph = compiler.compile_graph(graph, state, false);
     call.graphs.push_back(last_graph);
     return last_graph->outputs.size();
   }
-  // Takes a graph and all remaining operands. Marks the graph's inputs that receive state (see StateNames) as state.
+  // Reads a graph and all remaining operands. Marks those inputs of the graph that receive state (see StateNames).
   void take_graph_and_rest(const Scope& scope) {
     const json& graph = arguments.next_graph();
     add(arguments.rest(find_slot));
@@ -377,7 +377,7 @@ struct Compiler::CallReader {
     add(read_arguments(arguments.next_any(), find_slot));
     return call.operands.size();
   }
-  // Takes the remaining operands. Throws unless each graph takes all operands but the first `first` ones.
+  // Reads the remaining operands. Without the first `first`, their number must equal each graph's number of inputs.
   void take_rest(size_t first = 0) {
     add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)
@@ -420,7 +420,7 @@ std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, Highe
   throw ExportedError("this higher-order operator is not supported");
 }
 
-// Compiles a loop: while_loop, scan or map_impl. Returns null for other operators.
+// Compiles while_loop, scan or map_impl. Returns null for any other operator.
 std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallReader& reader) {
   if (name == "while_loop") {
     reader.take_graph();
@@ -447,12 +447,12 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   if (const json* dtype = arguments.next_if("as_scalar_type")) mode.dtype = dtype_of_export(*dtype);
   mode.enabled = bool_of(arguments.next("as_bool"));
   if (const json* cache = arguments.next_if("as_bool")) mode.cache_enabled = bool_of(*cache);
-  // Autocast for the archive's device is run for the execution's device. Autocast for another device is a no-op.
+  // Autocast for the device type of the export applies to the execution's device. For another type, it is a no-op.
   if (device != options_.device_type) mode.enabled = false;
   return mode;
 }
 
-// Turns operands that are state from inputs into state of the nested graph, because recomputation would save inputs.
+// Turns inputs of a nested graph that receive state into the graph's own state, because a checkpoint saves its inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;
@@ -472,10 +472,10 @@ void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, con
 
 struct Compiler::Segment {
   std::string instance;
-  size_t first, last;  // indices of steps, inclusive
+  size_t first, last;  // indices of the first and the last step
 };
 
-// Replaces the steps of each checkpointed module call, from its first to its last, by one step. Throws on overlaps.
+// Replaces all steps of each checkpointed module call by one CheckpointStep. Throws if the steps of calls interleave.
 void Compiler::fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls) {
   std::vector<Segment> segments;
   for (size_t i = 0; i < calls.size(); ++i) {

@@ -18,44 +18,44 @@
 
 namespace tessera::internal {
 
-// A call of a module, from a node's metadata.
+// A call of a module, as recorded in a node's metadata.
 struct ModuleCall {
-  std::string fqn;         // "layers.0"
-  std::string instance;    // equal to fqn, or "layers.0@1" for the second call
+  std::string fqn;         // name of the module: "layers.0"
+  std::string instance;    // name of the call: the FQN, or "layers.0@1" for the module's second call
   std::string class_name;  // "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 };
 
-// Returns the calls that contain a node, outermost first; none for nodes that torch.export added.
+// Returns the module calls that contain a node, outermost first. The list is empty for nodes that torch.export added.
 std::vector<ModuleCall> module_calls(const nlohmann::json& node);
 
-// Adds to `classes` the class name of each module that calls an operator, by the module's FQN. Includes nested graphs.
+// Adds the class name of each module that calls an operator to `classes`. The key is the FQN. Includes nested graphs.
 void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
 
-// Compiles the JSON of graphs into Graphs. Throws ExportedError with node, operator and line for unsupported features.
+// Compiles a graph's JSON into a Graph. Throws ExportedError with node, operator and line for unsupported features.
 class Compiler {
  public:
   struct Options {
     std::vector<std::string> namespaces;  // allowed operator namespaces besides ATen
-    std::map<std::string, size_t> state;  // index in Execution::state, by name of the graph's input
-    // FQN of the module that owns a num_batches_tracked, by its index in Execution::state
+    std::map<std::string, size_t> state;  // from names of graph inputs to indices in Execution::state
+    // From the index of a buffer num_batches_tracked in Execution::state to the FQN of its module.
     std::map<size_t, std::string> batch_counters;
-    std::string device_type = "cpu";                              // device type of the archive
-    std::optional<ExportedModes> modes;                           // facts about train() and eval(), if known
+    std::string device_type = "cpu";                              // device type of the export
+    std::optional<ExportedModes> modes;                           // effects of train() and eval(), if known
     std::function<bool(const std::string& fqn)> is_checkpointed;  // whether the module's activations are recomputed
   };
   explicit Compiler(Options options) : options_(std::move(options)) {}
 
   std::shared_ptr<Graph> compile(const nlohmann::json& graph);
 
-  // A module that train() and eval() switch, and its mode in the export. After compile(), trained_modules() returns
-  // these modules in the order of Execution::training.
+  // A module with operators that depend on train() and eval(), and its mode in the export. After compile(),
+  // trained_modules() returns these modules in the order of Execution::training.
   struct TrainedModule {
     std::string fqn;
     bool was_training;
-    std::string why_fixed;  // reason if the module cannot be switched, otherwise empty
+    std::string why_fixed;  // the reason why the module's mode cannot be changed; "" if it can
   };
   const std::vector<TrainedModule>& trained_modules() const { return trained_; }
-  // Returns the modules with operators that draw random numbers in both modes, and the name of one such operator.
+  // Returns the FQNs of modules that draw random numbers in both modes, each with the name of one such operator.
   const std::map<std::string, std::string>& random_modules() const { return random_; }
 
  private:
@@ -67,7 +67,7 @@ class Compiler {
   };
   struct Segment;
 
-  // The inputs of a graph that are state: index in Execution::state, by name. A graph passes them to nested graphs.
+  // Maps the names of a graph's state inputs to indices in Execution::state. A graph may pass state to nested graphs.
   using StateNames = std::map<std::string, size_t>;
   std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, const StateNames& state, bool is_top);
   std::unique_ptr<Step> compile_node(const nlohmann::json& node, Scope& scope);

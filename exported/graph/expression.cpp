@@ -95,7 +95,7 @@ class Expression::Parser {
     } else if (name == "Symbol") {
       node.kind = Kind::kSymbol;
       node.symbol = quoted();
-      while (take(',')) {  // assumptions: positive=True, integer=True
+      while (take(',')) {  // skips sympy's assumptions: positive=True, integer=True
         word();
         if (!take('=')) refuse();
         word();

@@ -10,22 +10,22 @@
 
 namespace tessera::internal {
 
-// An integer that depends on the shapes of inputs, in the notation of torch.export (sympy's srepr):
+// An integer expression over symbolic sizes of inputs, in the notation of torch.export (sympy's srepr):
 //
 //   Add(Mul(Integer(2), Symbol('s0', positive=True, integer=True)), Integer(1))
 class Expression {
  public:
   using Symbols = std::map<std::string, int64_t>;
 
-  // Throws ExportedError for a syntax error, and for functions other than Add, Mul, Pow, FloorDiv, CleanDiv, Mod,
-  // PythonMod, Max and Min.
+  // Parses an expression of Integer, Symbol, Add, Mul, Pow, FloorDiv, CleanDiv, Mod, PythonMod, Max and Min. Throws
+  // ExportedError for a syntax error or another function.
   static Expression parse(std::string_view text);
   static Expression constant(int64_t value);
 
-  // Returns nullopt for a symbol without a value, division by zero and 64-bit overflow.
+  // Returns the value, or nullopt for a symbol without a value, division by zero or 64-bit overflow.
   std::optional<int64_t> evaluate(const Symbols& symbols) const;
 
-  // Returns the symbol if the expression is a single symbol; otherwise nullopt.
+  // If the expression is a single symbol, returns the symbol. Otherwise returns nullopt.
   std::optional<std::string> symbol() const;
   std::vector<std::string> symbols() const;
   // Returns a text such as "((2*s0) + 1)", for messages.
@@ -48,7 +48,7 @@ class Expression {
   Node node_;
 };
 
-// Python's //, % and **. Return nullopt for division by zero, overflow and a negative exponent.
+// Compute Python's //, % and **. Return nullopt for division by zero, overflow or a negative exponent.
 std::optional<int64_t> floor_division(int64_t a, int64_t b);
 std::optional<int64_t> floor_modulo(int64_t a, int64_t b);
 std::optional<int64_t> integer_power(int64_t base, int64_t exponent);

@@ -96,7 +96,7 @@ c10::IValue Operand::get(Frame& frame) const {
 // ---- graphs -------------------------------------------------------------------------------------
 
 void Graph::plan_lifetimes() {
-  std::set<int> used, kept;  // kept: state and outputs, which no step frees
+  std::set<int> used, kept;  // `kept` contains the slots of state and outputs, which no step may free
   for (const Operand& output : outputs) used.insert(output.slots().begin(), output.slots().end());
   kept = used;
   for (const State& own : state) kept.insert(own.slot);
@@ -127,7 +127,7 @@ void Graph::plan_lifetimes() {
 
 std::vector<c10::IValue> Graph::run(std::vector<c10::IValue> given,
                                     const std::shared_ptr<const Execution>& execution) const {
-  // An archive, which is not trusted, may give a nested graph another number of inputs.
+  // Checks the count here, because an untrusted archive may call a nested graph with a wrong number of inputs.
   TORCH_CHECK(given.size() == inputs.size(), "a graph was given ", given.size(), " values, expected ", inputs.size());
   Frame frame{std::vector<c10::IValue>(static_cast<size_t>(slot_count)), execution};
   for (const State& own : state) frame.values[static_cast<size_t>(own.slot)] = execution->state[own.index];

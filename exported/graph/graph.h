@@ -11,15 +11,15 @@
 
 namespace tessera::internal {
 
-// An executable graph of operators: names are resolved to slots, operators to dispatcher handles, constants to values.
+// An executable graph of operators. Values are in numbered slots instead of under names; operators are resolved.
 
 constexpr int kNoSlot = -1;
 
-// The inputs of a forward that the caller does not pass. Recomputation in backward keeps this object alive.
+// The inputs of a forward pass other than the caller's. Recomputation in backward keeps this object alive.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
-  std::vector<uint8_t> training;  // for each module that train() and eval() switch: 1 in train()
-  at::Device device = at::kCPU;   // replaces every device in the archive
+  std::vector<uint8_t> training;  // one entry for each module that depends on the mode: 1 if it is in train()
+  at::Device device = at::kCPU;   // used instead of every device in the archive
 };
 
 // The values of one run of a graph.
@@ -35,9 +35,9 @@ class Operand {
     kConstant,
     kDevice,         // the execution's device
     kSlot,           // the value of a slot
-    kWrappedNumber,  // a slot's number as a tensor that does not take part in dtype promotion
+    kWrappedNumber,  // a slot's number as a tensor that, like a Python number, has no effect on dtype promotion
     kFloat,          // a slot's number as a float
-    kTensors,        // lists with elements from slots, or from constants where the slot is kNoSlot
+    kTensors,        // this and the next kinds: lists of slot values, with constants where the slot is kNoSlot
     kOptionalTensors,
     kInts,
     kFloats,
@@ -58,7 +58,7 @@ class Operand {
   void rename_slots(Rename rename) {
     for (int& slot : slots_) slot = rename(slot);
   }
-  // Marks the operand as the last use of its slot: get() then moves the value.
+  // Marks the operand as the last use of its slot, so that get() moves the value out of the slot.
   void set_last_use() { is_last_use_ = true; }
 
  private:
@@ -69,10 +69,10 @@ class Operand {
   bool is_last_use_ = false;
   c10::IValue constant_;
   std::vector<int> slots_;
-  std::vector<c10::IValue> constants_;  // elements of a list whose slot is kNoSlot
+  std::vector<c10::IValue> constants_;  // list elements, used where the slot is kNoSlot
 };
 
-// One node of a graph. Does not change once the graph is complete, and is then thread-safe.
+// One node of a graph. Is immutable and thread-safe after the graph is complete.
 class Step {
  public:
   Step(std::string description, std::string module, std::vector<Operand> operands)
@@ -83,16 +83,16 @@ class Step {
 
   virtual void run(Frame& frame) const = 0;
 
-  // For messages: "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)".
+  // Returns a text for messages: "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)".
   const std::string& description() const { return description_; }
-  // The innermost module that has the node: "layers.0.attention". For a checkpointed module, its call: "head@1".
+  // Returns the FQN of the innermost module that contains the node. A CheckpointStep has the name of a call: "head@1".
   const std::string& module() const { return module_; }
   std::vector<Operand>& operands() { return operands_; }
   const std::vector<Operand>& operands() const { return operands_; }
-  // The slot of each result; kNoSlot if unused.
+  // The slot of each result, or kNoSlot for an unused result.
   std::vector<int>& results() { return results_; }
   const std::vector<int>& results() const { return results_; }
-  // Slots to free after this step, which uses them last. get() moves no value that is used twice or in a list.
+  // The slots to free after this step, their last user. Excludes values that Operand::get() has moved out of slots.
   std::vector<int>& frees() { return frees_; }
   const std::vector<int>& frees() const { return frees_; }
 
@@ -113,18 +113,18 @@ class Graph {
  public:
   struct State {
     int slot;
-    size_t index;  // in Execution::state
+    size_t index;  // index in Execution::state
   };
   int slot_count = 0;
-  std::vector<int> inputs;  // slots; kNoSlot if unused
+  std::vector<int> inputs;  // the slot of each input, or kNoSlot for an unused input
   std::vector<State> state;
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<Operand> outputs;
 
-  // Marks unused values, and the last use of each other value. Must be called once, after the last step was added.
+  // Finds unused values and the last use of each other value. Must be called once, after the last step was added.
   void plan_lifetimes();
 
-  // Runs the steps and returns the outputs. Frees values after their last use. Errors of operators name the node.
+  // Runs the steps and returns the outputs. Frees each value after its last use. Errors of operators name the node.
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs,
                                const std::shared_ptr<const Execution>& execution) const;
 };

@@ -14,7 +14,7 @@ namespace tessera::internal {
 
 // ---- reading ------------------------------------------------------------------------------------
 
-// Parses the subset of Python's expressions that guards on shapes use. Each function parses one level of precedence.
+// Parses the subset of Python expressions that occurs in guards. Each function parses one level of operator precedence.
 class Guard::Parser {
  public:
   Parser(const std::string& text, const FindInput& find_input) : whole_(text), text_(text), find_input_(find_input) {}
@@ -97,7 +97,7 @@ class Guard::Parser {
     return node;
   }
 
-  // a < b < c means a < b and b < c.
+  // Parses a chain of comparisons. As in Python, a < b < c means a < b and b < c.
   Node comparison() {
     static constexpr Operator kComparisons[] = {{"==", "eq"}, {"!=", "ne"}, {"<=", "le"},
                                                 {">=", "ge"}, {"<", "lt"},  {">", "gt"}};
@@ -122,7 +122,7 @@ class Guard::Parser {
   const Operator* next_of(const Operator (&operators)[count]) {
     for (const Operator& each : operators) {
       skip();
-      // "<" must not match half of "<<", nor "*" half of "**".
+      // Does not accept "<" as a part of "<<", or "*" as a part of "**".
       const bool is_doubled = each.sign.size() == 1 && text_.size() > 1 && text_[0] == text_[1];
       if (!is_doubled && take(each.sign)) return &each;
     }
@@ -225,7 +225,7 @@ class Guard::Parser {
     return node;
   }
 
-  // Parses the text after L: L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n'].
+  // Parses a reference to an input after its "L": L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n'].
   Node input() {
     expect("['");
     std::string label = until("'");

@@ -9,21 +9,21 @@
 
 namespace tessera::internal {
 
-// A condition on the inputs that decided Python's control flow during export, and that the graph does not check. It is
-// a Python expression over sizes, strides and numbers of inputs.
+// A condition on the inputs that held during export and that Python's control flow relied on. The graph itself does not
+// check the condition. A guard is a Python expression over sizes and strides of tensors, and numbers:
 //
 //   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
 class Guard {
  public:
-  // An input that a guard names ("x", "d['ids']", "xs[0]"), as an index into a call's values.
+  // An input to which a guard refers ("x", "d['ids']", "xs[0]"). `index` is its index in the inputs of a call.
   struct Input {
     size_t index = 0;
-    std::optional<int64_t> dimensions;    // number of dimensions of a tensor
-    std::optional<c10::IValue> constant;  // value of a number that is a constant in the graph
+    std::optional<int64_t> dimensions;    // number of dimensions; set only for a tensor
+    std::optional<c10::IValue> constant;  // set only for a number that is a constant in the graph
   };
   using FindInput = std::function<std::optional<Input>(const std::string& label)>;
 
-  // Throws ExportedError for a syntax error, an unknown input and an unknown function.
+  // Throws ExportedError for a syntax error, an unknown input or an unknown function.
   static Guard parse(const std::string& text, const FindInput& find_input);
 
   bool holds(const std::vector<c10::IValue>& inputs) const;

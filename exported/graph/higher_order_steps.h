@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// The higher-order operators of torch.export, which run other graphs.
+// The steps for the higher-order operators of torch.export, which run nested graphs.
 
 // Runs a graph under torch.set_grad_enabled(mode).
 class GradModeStep : public GraphStep {
@@ -37,23 +37,23 @@ class AutocastStep : public GraphStep {
   const Mode mode_;
 };
 
-// torch.cond: operand 0 selects the graph, the others are its inputs.
+// Implements torch.cond. Operand 0 selects the graph to run. The other operands are the inputs of this graph.
 class ConditionStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-// torch.while_loop: while graph 0 returns true, graph 1 replaces the first operands. Both graphs get all operands.
+// Implements torch.while_loop. While graph 0 returns true, the results of graph 1 replace the first operands.
 class LoopStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-// torch map and scan: runs the graph for each element of the first dimension of the scanned operands. The operands are
-// `carried` ones, then `scanned` ones, then others that each run gets whole. The first results replace the carried
-// operands for the next element. The other results are stacked.
+// Implements torch's map and scan. The operands are `carried` values, then `scanned` values, then constant values.
+// Runs the graph for each slice of the scanned operands along their first dimension. The first results of a run replace
+// the carried operands for the next run. Further results are stacked.
 class ScanStep : public GraphStep {
  public:
   ScanStep(Call call, size_t carried, size_t scanned)

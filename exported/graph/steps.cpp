@@ -45,8 +45,8 @@ void OperatorStep::call(torch::jit::Stack& stack) const {
   stack = {output, saved_mean, saved_scale, mean, variance};
 }
 
-// If the module is in the mode of the export, keeps the exported argument. It may contradict the mode: Python may
-// apply a dropout in eval() too. Otherwise sets the argument for the other mode.
+// Sets the argument for the module's current mode. In the mode of the export, keeps the exported argument, which may
+// contradict the mode, because a Python model may apply dropout in eval().
 void OperatorStep::apply_switch(torch::jit::Stack& stack, const Execution& execution) const {
   const bool is_training = execution.training[switch_->module] != 0;
   if (is_training == switch_->module_was_training) return;
@@ -136,7 +136,7 @@ void CheckpointStep::run(Frame& frame) const {
     tensors.push_back(std::exchange(inputs[i], c10::IValue()).toTensor());
     places.push_back(i);
   }
-  // The outputs of the first run. run_checkpointed() returns only tensors; other values are taken from these outputs.
+  // Keeps the outputs of the first run, because run_checkpointed() returns only the tensors among them.
   auto outputs = std::make_shared<std::vector<c10::IValue>>();
   auto compute = [graph = graph(), execution = frame.execution, others = std::move(inputs), places,
                   weak = std::weak_ptr(outputs)](const std::vector<at::Tensor>& given) {

@@ -12,17 +12,17 @@
 
 namespace tessera::internal {
 
-// For each return of a node's operator, the number of results that its list is split into; -1 for a single value.
+// One entry for each value that a node's operator returns: the length of a list of tensors, or -1 for a single value.
 using ReturnLengths = std::vector<int>;
 
 // A node that calls an operator through the dispatcher.
 class OperatorStep : public Step {
  public:
-  // The argument that train() and eval() change, and its module.
+  // The argument whose value depends on train() and eval(), and its module.
   struct Switch {
     TrainingArgument argument;
     size_t module = 0;         // index in Execution::training
-    bool module_was_training;  // mode of the module in the export
+    bool module_was_training;  // whether the module was in train() during the export
   };
 
   OperatorStep(std::string description, std::string module, c10::OperatorHandle op, std::vector<Operand> operands,
@@ -35,7 +35,7 @@ class OperatorStep : public Step {
 
   const c10::OperatorHandle& op() const { return op_; }
   void switch_with(Switch training) { switch_ = training; }
-  // Makes the step a no-op while the module is in eval(); for nodes that count batches.
+  // Makes the step a no-op while the module is in eval(). Used for nodes that increment num_batches_tracked.
   void run_only_in_training(size_t module) { only_in_training_ = module; }
 
  private:
@@ -43,8 +43,8 @@ class OperatorStep : public Step {
   void call(torch::jit::Stack& stack) const;
 
   const c10::OperatorHandle op_;
-  // The batch norm of decomposed programs, which returns new running statistics instead of changing them. libtorch
-  // cannot differentiate it, so call() replaces it.
+  // True for the batch norm of decomposed programs, which returns new running statistics instead of changing them.
+  // libtorch cannot differentiate this operator, so call() uses another operator.
   const bool is_functional_batch_norm_ = op_.schema().name() == "aten::_native_batch_norm_legit_functional";
   const ReturnLengths returns_;
   std::optional<Switch> switch_;
@@ -55,7 +55,7 @@ class OperatorStep : public Step {
 class NumberStep : public Step {
  public:
   using Function = c10::IValue (*)(const std::vector<c10::IValue>& arguments);
-  // Returns the function for a target ("_operator.mul", "torch.sym_max") with this number of arguments, or null.
+  // Returns the function for a target ("_operator.mul", "torch.sym_max") and a number of arguments, or null if unknown.
   static Function find(const std::string& target, size_t arguments);
 
   NumberStep(std::string description, std::string module, Function function, std::vector<Operand> operands)
@@ -66,7 +66,7 @@ class NumberStep : public Step {
   const Function function_;
 };
 
-// A node that runs other graphs on its operands.
+// A node that runs one or more nested graphs on its operands.
 class GraphStep : public Step {
  public:
   struct Call {

@@ -28,9 +28,9 @@ using nlohmann::json;
 
 namespace {
 
-constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // schema 8; torch 2.9 to 2.15
+constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // supports schema 8 of torch 2.9 to 2.15
 
-// A module with the name of its Python class.
+// A module whose name is the name of its Python class.
 class NamedModule : public torch::nn::Module {
  public:
   explicit NamedModule(const std::string& class_name) : torch::nn::Module(class_name) {}
@@ -66,17 +66,17 @@ std::pair<std::string, std::string> split_name(const std::string& fqn) {
 
 // ---- state --------------------------------------------------------------------------------------
 
-// The state and graph of a model, built from an archive by the builder below.
+// The state and graph of a model. ProgramBuilder creates this object from an archive.
 class ExportedProgram {
  public:
-  enum class Kind : uint8_t { kParameter, kBuffer, kHidden };  // kHidden: not persistent, or a constant
+  enum class Kind : uint8_t { kParameter, kBuffer, kHidden };  // kHidden: a non-persistent buffer or a constant
   struct StateTensor {
     std::string fqn;
     Kind kind;
     at::Tensor tensor;
     bool is_constant = false;
   };
-  // A module that is correct only in the mode of the export.
+  // A module that computes correct results only in the mode of the export.
   struct FixedModule {
     torch::nn::Module* module;
     std::string fqn;
@@ -86,8 +86,8 @@ class ExportedProgram {
   enum class OutputKind : uint8_t { kResult, kState, kInput };
   struct Output {
     OutputKind kind = OutputKind::kResult;
-    size_t index = 0;                               // the written tensor: index in `state`, or among the graph's inputs
-    torch::nn::Module* only_in_training = nullptr;  // the module that owns this batch counter
+    size_t index = 0;                               // index of the written tensor in `state`, or in the graph's inputs
+    torch::nn::Module* only_in_training = nullptr;  // set only for a batch counter: its module
   };
 
   std::vector<StateTensor> state;
@@ -146,7 +146,7 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   execution->state.reserve(state.size());
   for (const StateTensor& own : state) execution->state.push_back(own.tensor);
   for (const torch::nn::Module* module : trained_modules) execution->training.push_back(module->is_training() ? 1 : 0);
-  // The graph takes state from `execution`, so its inputs for state stay empty; the caller's inputs follow.
+  // The graph reads state from `execution`, so its first inputs, for state, stay empty. The caller's inputs follow.
   std::vector<c10::IValue> graph_inputs(state.size());
   for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
   std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);
@@ -174,7 +174,7 @@ void ExportedProgram::move_hidden(at::Device to) {
     if (own.kind == Kind::kHidden) own.tensor = own.tensor.to(device);
 }
 
-// Converts non-persistent buffers, as Python's Module.to() does, but not the constants of the code.
+// Converts floating-point non-persistent buffers, like Python's Module.to(). Does not convert constants.
 void ExportedProgram::convert_hidden(at::ScalarType to) {
   for (StateTensor& own : state)
     if (own.kind == Kind::kHidden && !own.is_constant && own.tensor.is_floating_point()) own.tensor = own.tensor.to(to);
@@ -198,7 +198,7 @@ class ProgramBuilder {
     program_->device = options.device;
   }
 
-  // Reads the archive, and registers its modules, parameters and buffers in the root. Must be called once.
+  // Reads the archive, and registers its modules, parameters and buffers in the root module. Must be called only once.
   std::unique_ptr<ExportedProgram> build() {
     const json program = read_program();
     const json& graph_module = object_field(program, "graph_module");
@@ -229,7 +229,7 @@ class ProgramBuilder {
     return program;
   }
 
-  // A decomposed program lacks no_grad() and detach(). Throws if it has alias(), which was detach(); otherwise warns.
+  // Warns about a decomposed program, which lacks no_grad() and detach(). Throws if it has alias(), a lost detach().
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
@@ -246,7 +246,7 @@ class ProgramBuilder {
     warn(c10::str(archive_.where(), ": ", what));
   }
 
-  // Throws unless the graph and the archive describe a tensor of the state alike (sizes and dtype).
+  // Throws if the sizes or dtypes of a state tensor differ between the graph and the archive's configuration.
   static void check_described(const json& graph, const std::string& value, const ExportedTensor& tensor) {
     const json& meta = object_field(object_field(graph, "tensor_values"), value.c_str());
     std::vector<int64_t> sizes;
@@ -257,7 +257,7 @@ class ProgramBuilder {
                           c10::toString(dtype_of_export(field(meta, "dtype"))));
   }
 
-  // Throws unless the signature's entries name the graph's inputs or outputs, in order.
+  // Throws if the names in the signature's entries differ from the names of the graph's inputs or outputs.
   static void check_names(const json& entries, const json& values, const char* what) {
     if (entries.size() != values.size())
       throw ExportedError("its signature has another number of " + std::string(what) + " than its graph");
@@ -303,7 +303,7 @@ class ProgramBuilder {
 
   // ---- modules
 
-  // Calls `act`, which registers `fqn`. Throws if libtorch refuses the name: duplicate, empty or with dots.
+  // Calls `act`, which registers `fqn` in a module. Throws ExportedError if libtorch refuses the name.
   template <class Register>
   static void registering(const std::string& fqn, Register act) {
     try {
@@ -336,7 +336,7 @@ class ProgramBuilder {
 
   // ---- values
 
-  // Returns the indices of all names of each tensor, by the lowest of these indices. Tied tensors have several names.
+  // Finds tied tensors, which have several names. Maps the lowest index of each tensor to the indices of all its names.
   std::map<size_t, std::vector<size_t>> find_ties() const {
     std::map<std::string, std::vector<size_t>> by_storage;
     std::map<size_t, std::vector<size_t>> ties;
@@ -373,7 +373,7 @@ class ProgramBuilder {
     for (auto& own : program_->state) register_tensor(own);
   }
 
-  // Warns if two tensors without values have equal sizes and dtypes: they may be tied, which only memory would show.
+  // Warns if two tensors without values have equal sizes and dtypes, because such tensors may be tied.
   void warn_of_unknown_ties() const {
     for (size_t i = 0; i < tensors_.size(); ++i)
       for (size_t other = 0; other < i; ++other)
@@ -420,14 +420,14 @@ class ProgramBuilder {
       for (const size_t i : names) absent_.push_back(program_->state[i].fqn);
       return {};
     }
-    // deferred() records the next two operations.
+    // Inside deferred(), the next two operations are recorded to run later.
     values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(dtype).device(options_.device));
     const at::NoGradGuard no_grad;
     options_.init(program_->state[index].fqn, values);
     return values;
   }
 
-  // Returns an undefined tensor if there are no values. A tensor with holes becomes row-major.
+  // Returns the tensor with its values, row-major if it has holes. Returns an undefined tensor if there are no values.
   at::Tensor tensor_with_values(ExportedTensor& tensor, const std::vector<size_t>& names, at::ScalarType dtype,
                                 Kind kind) {
     const OrdinaryScope ordinary;
@@ -512,7 +512,7 @@ class ProgramBuilder {
     return chosen;
   }
 
-  // Returns the device type of the export. Ignores the CPU if there is another one; throws if there are two others.
+  // Returns the device type of the export: "cpu" if there is no other. Throws if there are two types besides the CPU.
   static std::string device_type(const json& graph) {
     std::string found = "cpu";
     for (const auto& [name, meta] : object_field(graph, "tensor_values").items()) {
@@ -577,7 +577,7 @@ class ProgramBuilder {
     throw ExportedError("it changes the input '" + name + "', which it does not have");
   }
 
-  // Sets outer modules first, because train() also sets all inner ones.
+  // Sets the modes of modules as in the export. Starts with outer modules, because train() also changes inner modules.
   void set_modes() {
     const auto trains = [](const auto& m) { return m.was_training; };
     modules_.at("")->train(record_.modes ? record_.modes->training
@@ -620,12 +620,12 @@ class ProgramBuilder {
   bool is_user_input_ = false;
   std::map<std::string, std::string> classes_;
   std::map<std::string, torch::nn::Module*> modules_;
-  std::map<std::string, size_t> graph_names_;  // index in the state, by name of the graph's input
-  std::vector<ExportedTensor> tensors_;        // descriptions of the state, by index
+  std::map<std::string, size_t> graph_names_;  // from names of graph inputs to indices in the state
+  std::vector<ExportedTensor> tensors_;        // the description of each tensor of the state
   std::optional<WeightFiles> files_;
   std::vector<std::string> absent_;
   std::vector<Compiler::TrainedModule> trained_;
-  std::map<std::string, std::string> random_;  // name of an operator, by module
+  std::map<std::string, std::string> random_;  // the result of Compiler::random_modules()
 };
 
 }  // namespace
@@ -665,7 +665,7 @@ std::string ExportedModule::describe() const {
 
 int64_t ExportedModule::weight_bytes_read() const { return *program_->bytes_read; }
 
-// Returns parameters that the graph uses only as weights of aten::linear. Does not check for tied tensors.
+// Returns the parameters that the graph uses only as weights of aten::linear. Does not check for tied tensors.
 std::vector<LinearWeight> ExportedModule::linear_weights() {
   const std::vector<bool> is_weight = used_by_linear_alone(*program_->graph, program_->state.size());
   std::map<std::string, torch::nn::Module*> modules{{"", this}};

@@ -43,8 +43,8 @@ std::string constant_text(const ExportedValue& value) {
   return value.is_double() ? c10::str(value.to_double()) : value.kind();
 }
 
-// Floating-point and complex types may differ in width, because of mixed precision. Integer types must match: an index
-// of bytes is a mask, an index of longs has positions, and sums of shorter types overflow.
+// Returns whether an input may have another dtype than in the export. Floating-point and complex types may differ in
+// width, for mixed precision. Integer types must match: an index of bytes is a mask, and shorter types may overflow.
 bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
   return given == exported || (at::isFloatingType(given) && at::isFloatingType(exported)) ||
          (at::isComplexType(given) && at::isComplexType(exported));
@@ -52,7 +52,7 @@ bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
 
 }  // namespace
 
-// Reads {"as_int": 4} or {"as_expr": {"expr_str": "Symbol('s0', ...)", "hint": {"as_int": 4}}}.
+// Parses a size: {"as_int": 4} or {"as_expr": {"expr_str": "Symbol('s0', ...)", "hint": {"as_int": 4}}}.
 Expression InputSignature::read_size(const json& size) {
   const auto [kind, value] = alternative_of(size);
   if (kind == "as_int") return Expression::constant(int_of(value));
@@ -119,7 +119,7 @@ void InputSignature::read_ranges(const json& range_constraints) {
     ranges_[symbol] = {bound(range, "min_val"), bound(range, "max_val")};
 }
 
-// Returns the number of parameters that were exported by position.
+// Reads the parameters, and returns the number of parameters that were exported by position.
 size_t InputSignature::read_parameters(const json& signature, const Structure::FieldNames& named_tuples) {
   const Structure whole = Structure::parse(text_field(signature, "in_spec"), named_tuples);
   if (whole.children().size() != 2 || whole.children()[0].is_leaf() || whole.children()[0].is_dict() ||
@@ -174,8 +174,8 @@ void InputSignature::read_guards(const json& program, bool may_leave_guards) {
   }
 }
 
-// Returns the index of the leaf with a label, or nullopt. Elements of *args and **kwargs are separate inputs: "xs[0]"
-// is "xs_0", "kwargs['mask']" is "mask". A strict export numbers the leaves: "flat_args[2]".
+// Returns the index of the leaf for a guard's label, or nullopt. Elements of *args and **kwargs are separate inputs, so
+// the leaf of "xs[0]" is "xs_0", and that of "kwargs['mask']" is "mask". A strict export uses numbers: "flat_args[2]".
 std::optional<size_t> InputSignature::leaf_labelled(const std::string& label) const {
   const size_t open = label.find('['), close = label.find(']');
   std::vector<std::string> names{label};
@@ -201,7 +201,7 @@ std::optional<Guard::Input> InputSignature::input_labelled(const std::string& la
   if (leaf.constant && leaf.constant->is_bool()) input.constant = leaf.constant->to_bool();
   if (leaf.constant && leaf.constant->is_int()) input.constant = leaf.constant->to_int();
   if (leaf.constant && leaf.constant->is_double()) input.constant = leaf.constant->to_double();
-  if (leaf.constant && !input.constant) return std::nullopt;  // None and texts are no numbers
+  if (leaf.constant && !input.constant) return std::nullopt;  // the constant is None or a text, and not a number
   return input;
 }
 
@@ -235,7 +235,7 @@ std::string InputSignature::describe() const {
 
 // ---- shapes -------------------------------------------------------------------------------------
 
-// Finds the value of each symbol from the sizes of one call, and checks all sizes against these values.
+// Computes the value of each symbol from the sizes of one call, and checks all sizes against these values.
 class ShapeCheck {
  public:
   explicit ShapeCheck(const InputSignature& signature) : signature_(signature) {}
@@ -248,7 +248,7 @@ class ShapeCheck {
     }
   }
 
-  // Checks the sizes that are not a single symbol. Must be called after all sizes were added.
+  // Checks the sizes whose expression is not a single symbol. Must be called after all sizes were added.
   void finish() {
     for (const Derived& size : derived_) solve(size);
     for (const Derived& size : derived_) {
@@ -289,7 +289,7 @@ class ShapeCheck {
                                   (most ? std::to_string(*most) : "any"));
   }
 
-  // If a size has exactly one unknown symbol, solves for it as if linear and binds it. Throws if the solution is wrong.
+  // If a size has exactly one unknown symbol, solves a linear equation for this symbol. Throws if the result is wrong.
   void solve(const Derived& size) {
     std::optional<std::string> unknown;
     for (const std::string& symbol : size.expected->symbols()) {

@@ -18,28 +18,28 @@ namespace tessera::internal {
 
 class ShapeCheck;
 
-// The parameters of Python's forward(*args, **kwargs), and the constraints on each value from the export.
+// The parameters of Python's forward(*args, **kwargs), and the constraints on their values from the export.
 class InputSignature {
  public:
-  // Reads an archive's program. `positional` lists the inputs that Python takes by position, in order; the archive does
-  // not store this for inputs exported by name. `may_leave_guards`: ignores guards that cannot be read. Throws
-  // ExportedError.
+  // Reads the program of an archive. `positional` lists the inputs that callers may pass by position, in order. An
+  // archive does not store positions of inputs that were exported by name. If `may_leave_guards` is set, ignores
+  // unreadable guards. Throws ExportedError on failure.
   InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
                  const std::vector<std::string>& positional, bool may_leave_guards);
 
-  // Returns the values of the graph's user inputs, in order. Throws std::invalid_argument that names the input if one
-  // is missing, duplicate or unknown, or has another structure, kind, rank, size or device. Also throws if an input is
-  // out of range, or differs from a number that is a constant of the graph, or if a guard does not hold: Python would
-  // then have run other code.
+  // Checks the inputs of a call, and returns the values of the graph's user inputs in order. Throws
+  // std::invalid_argument if an input is missing, duplicate, unknown or out of range. Also throws if an input has
+  // another structure, kind, rank, size or device than in the export, or differs from a number that is constant there.
+  // Also throws if a guard does not hold.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
   // Returns the names of forward's parameters, in order.
   std::vector<std::string> names() const;
-  // Returns named inputs: tensors of zeros, and integers, of the sizes in the export. `batch` and `sequence`, if not 0,
-  // replace the first dimension of the first tensor and the second one of the first integer tensor. Sizes that depend
-  // on these follow. Throws std::invalid_argument for unsupported sizes.
+  // Returns named inputs with the sizes of the export: tensors of zeros, and integers. If not 0, `batch` replaces the
+  // first size of the first tensor, and `sequence` the second size of the first integer tensor. Dependent sizes change
+  // accordingly. Throws std::invalid_argument for unsupported sizes.
   NamedInputs zeros(int64_t batch, int64_t sequence) const;
-  // Returns a line for each input ("input 'input_ids': Long [s0, s1]"), each range of a symbol, and each guard.
+  // Returns a text with one line for each input ("input 'input_ids': Long [s0, s1]"), symbol range and guard.
   std::string describe() const;
 
  private:
@@ -54,7 +54,7 @@ class InputSignature {
     bool is_tensor = false;
     at::ScalarType dtype = at::kFloat;
     std::vector<Expression> sizes;
-    std::optional<Expression> number;  // the value of an integer input of the graph
+    std::optional<Expression> number;  // the expected value; set only for an integer input of the graph
     std::optional<ExportedValue> constant;
   };
   struct Range {
@@ -81,7 +81,7 @@ class InputSignature {
   std::vector<size_t> positions_;  // indices of parameters that may be passed by position
   std::map<std::string, Range> ranges_;
   std::vector<Guard> guards_;
-  Expression::Symbols exported_with_;  // values of symbols in the export, if stored
+  Expression::Symbols exported_with_;  // values of the symbols during the export, as far as the archive stores them
 };
 
 }  // namespace tessera::internal

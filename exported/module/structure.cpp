@@ -13,7 +13,7 @@ class StructureReader {
  public:
   explicit StructureReader(const Structure::FieldNames& named_tuples) : named_tuples_(named_tuples) {}
 
-  // Reads {"type": "builtins.dict", "context": "[\"logits\"]", "children_spec": [...]}. The type of a leaf is null.
+  // Parses {"type": "builtins.dict", "context": "[\"logits\"]", "children_spec": [...]}. A leaf has the type null.
   Structure read(const json& spec) const {
     Structure structure;
     const json& children = list_field(spec, "children_spec");
@@ -33,8 +33,8 @@ class StructureReader {
   }
 
  private:
-  // Returns the names of a structure's children, or none. The context has them: a list for dictionaries and result
-  // classes, `dict_context` for a default dictionary, the first of two lists for a dataclass.
+  // Returns the names of a structure's children from its context, or no names. The context of a dictionary or a result
+  // class is a list of names. A default dictionary has them in `dict_context`, a dataclass in the first of two lists.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
     const json parsed =
         context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;

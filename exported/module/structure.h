@@ -8,27 +8,27 @@
 
 namespace tessera::internal {
 
-// The nesting of Python's inputs or outputs (a torch.utils._pytree.TreeSpec): sequences and dictionaries of leaves.
+// The nesting of Python inputs or outputs in sequences and dictionaries (a torch.utils._pytree.TreeSpec).
 class Structure {
  public:
-  // Element names of named tuples, by the type's serialized name. A TreeSpec does not contain them.
+  // Maps the serialized type name of a named tuple to the names of its elements, which a TreeSpec does not contain.
   using FieldNames = std::map<std::string, std::vector<std::string>>;
 
-  // Parses the output of treespec_dumps(), version 1. Throws ExportedError.
+  // Parses the output of PyTorch's treespec_dumps(), version 1. Throws ExportedError on failure.
   static Structure parse(const std::string& treespec, const FieldNames& named_tuples = {});
 
   bool is_leaf() const { return kind_ == Kind::kLeaf; }
   bool is_dict() const { return kind_ == Kind::kDict; }
   const std::vector<Structure>& children() const { return children_; }
-  const std::vector<std::string>& names() const { return names_; }  // names of a dict's children
+  const std::vector<std::string>& names() const { return names_; }  // names of the children of a dictionary
   size_t leaf_count() const;
 
-  // Appends the leaves of a value of this structure, in the structure's order. Accepts a dict in any order, or as a
-  // sequence. If the structure differs, throws std::invalid_argument that starts with `where`.
+  // Appends the leaves of `value` to `leaves`, in the order of this structure. A dictionary may be in any order, or a
+  // sequence. If `value` has another structure, throws std::invalid_argument with a text that starts with `where`.
   void flatten(const ExportedValue& value, const std::string& where, std::vector<ExportedValue>& leaves) const;
-  // Appends the names that flatten() uses for the leaves.
+  // Appends the names of the leaves, as flatten() uses them in error texts.
   void name_leaves(const std::string& where, std::vector<std::string>& names) const;
-  // Returns the value with these leaves.
+  // Builds the nested value of this structure from its leaves.
   ExportedValue unflatten(const std::vector<ExportedValue>& leaves) const;
 
  private:
