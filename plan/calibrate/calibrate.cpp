@@ -70,7 +70,7 @@ class Bench {
     return speed;
   }
 
-  // Measures the link between ranks without shared memory: wall-clock latency, and bytes a second of processor time.
+  // Measures the link between ranks without shared memory: wall-clock latency, and bytes per second of processor time.
   LinkSpeed tcp() const {
     const auto process_s = [&](const std::function<void()>& call) {
       return timer_.processor_seconds_of(call, &process_processor_s) / comm_->size();
@@ -82,8 +82,8 @@ class Bench {
   }
 
  private:
-  // Subtracts `operator_s`, the fixed cost of an operator, from the seconds of each point. If, by noise, a larger
-  // amount took less time than the amount before, gives it the seconds of the amount before.
+  // Returns a curve through the measured points, less `operator_s`, the fixed cost of an operator. If noise makes a
+  // point faster than the previous, smaller one, uses the time of the previous point.
   SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
     std::vector<std::pair<double, double>> points;
     double before = 1e-9;
@@ -119,7 +119,7 @@ class Bench {
     std::vector<std::pair<double, double>> points;
     for (const int64_t length : {32, 128, 512}) {
       const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
-      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // FLOP as in flop.cpp
+      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // counted as in flop.cpp
       points.emplace_back(flop, timer_.work_seconds_of(
                                     [&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
     }
@@ -142,9 +142,9 @@ class Bench {
     return fit([&](const std::function<void()>& call) { return timer_.work_seconds_of(call); }, 1 << 12);
   }
 
-  // Fits the latency and the two speeds to the times of collectives of `least_bytes` or more. Minimizes the relative
-  // errors of seconds = operations * latency + copied * g + summed * (r - g). work_of() returns the number of
-  // operations and the bytes copied and summed. g and r are the seconds of a copied byte and of a reduced byte.
+  // Fits a link's latency and two speeds to the times of collectives of `least_bytes` or more. Minimizes the relative
+  // errors of the model seconds = operations * latency + copied * g + summed * (r - g). g and r are the seconds of a
+  // copied byte and of a reduced byte. work_of() returns the number of operations, and the bytes copied and summed.
   LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
     std::vector<double> rows, ones;
     for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
@@ -163,7 +163,7 @@ class Bench {
     }
     const auto count = static_cast<int64_t>(ones.size());
     const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3}), b = at::tensor(ones, at::kDouble);
-    // Scales the columns, because seconds and seconds a byte differ by orders of magnitude.
+    // Scales the columns, because latencies and times of bytes differ by orders of magnitude.
     const at::Tensor scale = a.norm(2, {0}, false);
     const at::Tensor found = std::get<0>(at::linalg_lstsq(a / scale, b.unsqueeze(1))).squeeze(1) / scale;
     const auto at_least = [&](int64_t i, double least) { return std::max(found[i].item<double>(), least); };
@@ -171,7 +171,7 @@ class Bench {
     return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
   }
 
-  // Rank 0 joins all-reduces late, and the others sleep. Returns the median delay of the first of them after rank 0.
+  // Rank 0 starts all-reduces late, so the other ranks sleep. Returns the median delay of the first rank to wake up.
   double wake() const {
     timer_.say("how long a rank takes to wake up");
     constexpr double kLateSeconds = 5e-4;
@@ -182,7 +182,7 @@ class Bench {
       const auto began = Clock::now();
       while (comm_->rank() == 0 && seconds_since(began) < kLateSeconds) continue;
       comm_->all_reduce(one).wait();
-      // The ranks are threads of one process, so their clocks agree.
+      // Ranks are threads of one process, so their times are comparable.
       const double ended_s = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
       const at::Tensor others = at::zeros({comm_->size()}, at::kDouble);
       comm_->all_gather(others, at::tensor({ended_s}, at::kDouble)).wait();
@@ -191,7 +191,7 @@ class Bench {
     return std::max(median_of(std::move(seconds)), 0.0);
   }
 
-  // Returns `lost`: W seconds of matrix products beside an all-reduce of C < W seconds take W + lost * C seconds.
+  // Returns `lost`: W seconds of matrix products take W + lost * C seconds beside an all-reduce of C < W seconds.
   double lost() const {
     timer_.say("compute beside collectives");
     const at::Tensor full = at::zeros({options_.quick ? 1 << 20 : 1 << 22});
@@ -223,7 +223,7 @@ MachineSpeed calibrate(const CalibrationOptions& options) {
     throw std::invalid_argument("calibration with " + std::to_string(options.ranks) + " ranks of " +
                                 std::to_string(options.threads) + " threads, expected 1 or more of each");
   MachineSpeed speed;
-  Recorder::make(/*with_data=*/true);  // installs the recorder's allocator before the ranks' threads start
+  Recorder::make(/*with_data=*/true);  // installs the recorder's allocator before threads of ranks start
   const std::vector<TrainedCollectives> collectives = collectives_of_trainings(options.ranks, options.quick);
   run_ranks(options.ranks, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(options.threads);

@@ -26,7 +26,7 @@ struct Exchanged {
   double sent_bytes;
 };
 
-constexpr int kCalls = 15, kQuickCalls = 5;  // timed calls: enough to average out the bursts of a rate-limited link
+constexpr int kCalls = 15, kQuickCalls = 5;  // number of timed calls; averages out the bursts of a rate-limited link
 
 // Returns the median wall-clock time of several calls, averaged over the ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {
@@ -35,23 +35,23 @@ double median_s(const RankTimer& timer, const std::function<void()>& call) {
   return timer.mean(median_of(std::move(seconds)));
 }
 
-// Returns the processor time of a rank for each byte that it sends and receives, averaged over the ranks.
+// Returns the processor time of a rank per byte that the rank sends and receives, averaged over the ranks.
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});
   const double message_s = timer.seconds_of([&] { exchanged.start().wait(); });
   const double product_s = timer.seconds_of([&] { at::mm(x, x); });
-  constexpr double kOverlap = 1.5;  // the products take this many times as long as the messages
+  constexpr double kOverlap = 1.5;  // the duration of the products as a multiple of the messages' duration
   const int products = static_cast<int>(std::ceil(kOverlap * message_s / product_s));
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };
-  // Measures both times in pairs, because on a slow link their difference is a small part of either.
+  // Measures both times in pairs, because on a slow link their difference is small.
   std::vector<double> slower_s;
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
     const double alone_s = timer.once_s(multiply);
-    // The rank's share of a core, which is below 1 if one machine simulates more hosts than it has cores.
+    // The rank's share of a core. It is below 1 if one machine simulates more hosts than it has cores.
     const double share = std::min((thread_processor_s() - began_s) / alone_s, 1.0);
     const double both_s = timer.once_s([&] {
       Pending pending = exchanged.start();
@@ -72,7 +72,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   if (options.threads < 1)
     throw std::invalid_argument("calibration with " + std::to_string(options.threads) +
                                 " threads a rank, expected 1 or more");
-  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // rank 0's values
+  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // those of rank 0
   comm->broadcast(known, 0, "calibration").wait();
   const double within_machine_s = known[0].item<double>();
   if (!(known[1].item<double>() > 0))

@@ -61,7 +61,7 @@ auto make_training(const TimedTraining& timed, const std::shared_ptr<Communicato
   ZeroOptions options{.stage = timed.stage};
   options.fsdp.auto_wrap = wrap_modules<DecoderBlockImpl>();
   const auto build = [&] {
-    static std::mutex mutex;  // the ranks are threads and share torch's generator
+    static std::mutex mutex;  // needed because ranks are threads that share libtorch's random generator
     const std::lock_guard lock(mutex);
     return Decoder(decoder_of(timed.model));
   };
@@ -77,7 +77,7 @@ void train_once(const TimedTraining& timed, Training& training) {
   training.step();
 }
 
-// Returns the busy time of an unrecorded step: processor time of the thread, or wall-clock time less waits.
+// Returns the busy time of an unrecorded step: the thread's processor time, or wall-clock time without waits.
 double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm, bool by_processor) {
   auto training = make_training(timed, comm);
   for (int i = 0; i < 2; ++i) train_once(timed, training);
@@ -96,7 +96,7 @@ double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicat
 
 using Samples = std::map<std::string, std::vector<TimedKernel>>;
 
-// Returns a robust standard deviation of the logarithms: the median distance to the median, scaled.
+// Returns a robust estimate of the standard deviation of the logarithms, from their median distance to the median.
 double spread_of(std::vector<double> seconds) {
   const double middle = median_of(seconds);
   for (double& each : seconds) each = std::abs(std::log(std::max(each, 1e-9) / std::max(middle, 1e-9)));
@@ -104,8 +104,8 @@ double spread_of(std::vector<double> seconds) {
   return kOfNormal * median_of(std::move(seconds));
 }
 
-// Returns the mean without the largest and the smallest value. A call with new memory takes longer. That is rare for
-// one kernel but frequent in a step, so a sum of medians would be shorter than the step.
+// Returns the mean without the largest and the smallest value. A call that uses new memory takes longer. Such calls are
+// rare for one kernel but frequent in a step, so that a sum of medians would be shorter than the step.
 double mean_of_most(std::vector<double> seconds) {
   std::ranges::sort(seconds);
   const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;
@@ -113,8 +113,8 @@ double mean_of_most(std::vector<double> seconds) {
   return sum / static_cast<double>(std::ssize(seconds) - 2 * dropped);
 }
 
-// Adds one sample for each kernel of a step: the mean of its processor times over the steps, or the median of its
-// wall-clock times. Returns the number of kernels and their total seconds. From step 2 on, steps call equal kernels.
+// Adds one sample for each kernel of a step: the mean of its processor times over all steps, or the median of its
+// wall-clock times. Returns the number of kernels and their total time. Skips step 1, whose kernels may differ.
 std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor, Samples& samples,
                                       std::vector<double>& spreads) {
   std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);
@@ -141,8 +141,8 @@ struct Explained {
   double busy_s, kernels_s, operators;
 };
 
-// Returns two numbers that fit all trainings: a factor for kernels, which recording slows down, and the seconds of an
-// operator outside its kernel. Minimizes the relative errors of busy = factor * kernels + between * operators.
+// Fits a correction factor for kernel times, because recording slows kernels down, and the time of an operator outside
+// its kernel. Minimizes the relative errors of busy = factor * kernels + between * operators over all trainings.
 std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
   for (const auto& [busy_s, kernels_s, operators] : trainings) {
@@ -155,14 +155,14 @@ std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   return {(k - ko * between_s) / kk, between_s};
 }
 
-// One point of a curve; `count` is the number of bins that were merged into it.
+// One point of a curve. `count` is the number of bins that were merged into the point.
 struct Pool {
   double amount, seconds, count;
 };
 
-// Returns a curve with one point for each quarter octave of work: the medians of its samples. If more work took less
-// time (other shapes, strides or noise), merges the two points into their geometric mean, so that one slow point does
-// not slow all larger ones. Work below the smallest point takes as long as that point.
+// Returns a curve with one point for each quarter octave of work, the median of its samples. If a point has more work
+// but less time than another (because of shapes, strides or noise), merges them into their geometric mean. Otherwise,
+// one slow point would slow down all larger points. Work below the smallest point takes as long as that point.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;
@@ -188,17 +188,17 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) 
   return SpeedCurve(std::move(points));
 }
 
-// Returns the FLOP that take as long as one byte: c / b of seconds = a + b * FLOP + c * bytes. Fits a, b and c with the
-// least squares of relative errors over all kernels. Returns 0 unless b and c are above 0.
+// Returns the number of FLOP that take as long as one byte. Fits the model seconds = a + b * FLOP + c * bytes to all
+// kernels, with the least squares of relative errors. Returns c / b, or 0 if b or c is not above 0.
 double flop_per_byte_of(const std::vector<TimedKernel>& kernels) {
   std::vector<double> rows;
   for (const auto& [flop, bytes, seconds] : kernels)
     for (const double coefficient : {1.0, flop, bytes}) rows.push_back(coefficient / std::max(seconds, 1e-9));
   const auto count = static_cast<int64_t>(kernels.size());
   const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3});
-  const at::Tensor scale = a.norm(2, {0}, false);  // norms of the columns, to scale them
+  const at::Tensor scale = a.norm(2, {0}, false);  // the norm of each column
   const at::Tensor ones = at::ones({count, 1}, at::kDouble);
-  // Solves the normal equations with a small ridge: if all shapes are alike, the solution is not unique.
+  // Solves the normal equations. Adds a small ridge, because the solution is not unique if all shapes are similar.
   constexpr double kRidge = 1e-9;
   const at::Tensor scaled = a / scale;
   const at::Tensor square = scaled.t().mm(scaled) + kRidge * at::eye(3, at::kDouble);
@@ -245,7 +245,7 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   for (size_t i = 0; i < trainings.size(); ++i) {
     const TimedTraining& timed = trainings[i];
     double busy_s = busy_seconds(timed, comm, by_processor);
-    // Subtracts the processor time of collectives, but at most half of busy_s, so that time is left for the operators.
+    // Subtracts the processor time of collectives. Subtracts at most half of busy_s, to keep time for the operators.
     double exchanged_s = 0;
     for (const RecordedCollective& each : collectives[i])
       exchanged_s += by_processor ? work_of(each).seconds(*link) : 0;

@@ -23,7 +23,7 @@ namespace {
 
 bool is_16bit(c10::ScalarType dtype) { return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16; }
 
-// The distribution of a group over hosts: the number of hosts, and the most ranks on one host.
+// The distribution of a group over hosts: the number of hosts, and the largest number of ranks on one host.
 struct Layout {
   int hosts = 1;
   int ranks_each = 1;
@@ -120,7 +120,7 @@ double MachineSpeed::seconds_of(const RecordedOperator& op) const {
   if (work_class == WorkClass::kMemory) return operator_s + memory_s;
   const SpeedCurve& own = curve_of(work_class);
   const SpeedCurve& curve = own.is_known() ? own : curve_of(WorkClass::kMatmul);
-  // A product of flat matrices may take longer to read its operands than to compute.
+  // Uses the larger time, because reading the operands may take longer than computing a product of flat matrices.
   return operator_s + std::max(curve.seconds_of(static_cast<double>(op.flop)), memory_s);
 }
 

@@ -16,7 +16,7 @@ using nlohmann::json;
 
 constexpr const char* kFormat = "tessera machine speed";
 constexpr int kVersion = 3;
-constexpr int kOldestVersion = 2;  // a version without cores, wake_s, jitter and tcp
+constexpr int kOldestVersion = 2;  // oldest readable version, which lacks cores, wake_s, jitter and tcp
 
 json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   json all = json::object();
@@ -38,7 +38,7 @@ json json_of(const LinkSpeed& link) {
           {"reduced_bytes_per_s", link.reduced_bytes_per_s}};
 }
 
-// Reads the fields of a JSON object by name. expect_no_others() throws if the object has a field that was not read.
+// Reads fields of a JSON object by name. expect_no_others() throws if the object has a field that was never read.
 class Fields {
  public:
   Fields(const json& object, std::string path) : object_(object), path_(std::move(path)) {

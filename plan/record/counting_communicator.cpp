@@ -14,7 +14,7 @@
 namespace tessera::internal {
 namespace {
 
-// Indexed by Collective::Kind.
+// The name of each operation, in the order of Collective::Kind.
 constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
                                            "reduce",     "scatter",        "all-reduce", "all-to-all"};
 
@@ -22,7 +22,7 @@ char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// Copies this rank's part `from` to the place of each rank in `to`, up to the length of that place.
+// Copies this rank's part `from` to the part of each rank in `to`, cut to the length of that part.
 void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
   int64_t begin = 0;
   for (const int64_t count : counts) {
@@ -32,7 +32,7 @@ void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int6
   }
 }
 
-// Fills `to` with elements of the concatenated `pieces`, from element `begin` on.
+// Fills `to` with consecutive elements of the concatenated `pieces`, starting at element `begin`.
 void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int64_t begin) {
   int64_t done = 0;
   for (const at::Tensor& piece : pieces) {
@@ -43,14 +43,14 @@ void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int6
   }
 }
 
-// If one rank receives all of a reduce-scatter, returns it: the cost is that of a reduce. Otherwise returns -1.
+// If a single rank receives the whole result of a reduce-scatter, returns this rank. Otherwise returns -1.
 int only_receiver(const Collective& collective) {
   if (collective.kind != Collective::kReduceScatter || collective.numel == 0) return -1;
   const auto all = std::ranges::find(collective.counts, collective.numel);
   return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
 }
 
-// An operation that is complete from the start. Records the wait, because it limits the predicted overlap.
+// An operation that is complete at once. finish() only records the wait, which limits the predicted overlap.
 class WaitedOperation : public AsyncOperation {
  public:
   WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
@@ -87,7 +87,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
   for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
 }
 
-// As under gloo, an operation is lazy if it is too large for a shared round, and all ranks share memory.
+// As with the gloo backend, an operation is lazy if all ranks share memory and it is too large for a shared round.
 bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
@@ -136,7 +136,7 @@ void CountingCommunicator::count_as_sent(const Collective& collective, int64_t b
   }
 }
 
-// Fills the result as if all ranks had this rank's values.
+// Computes the result as if every rank had this rank's values.
 void CountingCommunicator::fill(const Collective& collective) const {
   const auto kind = collective.kind;
   const at::Tensor &full = collective.full, &shard = collective.shard;
@@ -159,7 +159,7 @@ void CountingCommunicator::fill(const Collective& collective) const {
       } else if (full.defined() && shard.numel() > 0) {
         std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
       } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
-        recorder->make_void(shard);  // the root of the scatter is another rank, which does not exist
+        recorder->make_void(shard);  // there are no values, because the scatter's root is another rank
       }
       if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
       break;

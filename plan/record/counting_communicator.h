@@ -9,22 +9,22 @@
 
 namespace tessera::internal {
 
-// A communicator for one rank of a simulated group of any size. There are no other ranks: it moves no data, and records
-// operations and waits in the thread's current Recorder. Agreements and counts need results, so results are as if every
-// rank had this rank's values. A gathered tensor repeats this rank's part in the place of each rank, with zeros at the
-// end of longer places. A sum is size() times the value. If a tensor of an operation is void, its results are void.
-// traffic() counts the least bytes that a rank can send: each element once to each rank that needs it, and twice in an
-// all-reduce.
+// A communicator for one rank of a simulated group of any size, without other ranks. Moves no data between ranks, and
+// records operations and waits in the thread's current Recorder. Computes results as if every rank had this rank's
+// values, because agreements between ranks need results. An all-gather repeats this rank's part for each rank, and pads
+// longer parts with zeros. A sum is size() times the value. If a tensor of an operation is void (see Recorder), its
+// results are void. traffic() counts the minimum of bytes that a rank must send: each element once to each rank that
+// needs it, and twice in an all-reduce.
 //
 // Throws std::invalid_argument for operations that need the values of other ranks: checkpoints, and split() by color
 // (use split_by()). After abort(), every operation throws CommError with the reason of the abort.
 class CountingCommunicator : public Communicator {
  public:
-  // `ranks_sharing_memory`: see DryRunOptions. Throws std::invalid_argument unless 0 <= rank < size.
+  // DryRunOptions describes `ranks_sharing_memory`. Throws std::invalid_argument if `rank` is not in [0, size).
   static std::shared_ptr<CountingCommunicator> make(int rank, int size, int ranks_sharing_memory = 0);
 
   bool is_lazy(int64_t full_numel) const override;
-  bool takes_pieces() const override { return true; }  // as the gloo backend does
+  bool takes_pieces() const override { return true; }  // same as the gloo backend
   void require_values(std::string_view what) const override;
 
  protected:
@@ -34,7 +34,7 @@ class CountingCommunicator : public Communicator {
                                           int position) override;
 
  private:
-  // `members`: the group's ranks in the world; null: all ranks of the world.
+  // `members` has the world ranks of the group's members. Null means all ranks of the world.
   CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members, int ranks_sharing_memory);
 
   void count_as_sent(const Collective& collective, int64_t bytes);

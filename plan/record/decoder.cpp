@@ -44,13 +44,13 @@ int64_t features_of(const DecoderOptions& options) {
   return options.head_dim > 0 ? options.head_dim : options.width / options.heads;
 }
 
-// Computes in fp32 also for 16-bit `x`, as Llama does. Returns the dtype of `x`.
+// Computes an RMS norm. As in Llama, computes in fp32 even if `x` has 16 bits. The result has the dtype of `x`.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight) {
   const at::Tensor exact = x.to(at::kFloat);
   return (exact * at::rsqrt(exact.pow(2).mean(-1, /*keepdim=*/true) + 1e-5)).to(x.scalar_type()) * weight;
 }
 
-// Applies rotary positions to x [batch, heads, sequence, features]. The angles are [sequence, features / 2].
+// Applies rotary position embeddings to `x` of shape [batch, heads, sequence, features].
 at::Tensor rotate(const at::Tensor& x) {
   const int64_t half = x.size(3) / 2;
   const auto frequencies = at::pow(10000.0, at::arange(half, at::kFloat) / -static_cast<double>(half));
@@ -121,7 +121,7 @@ DecoderOptions decoder_of(const std::string& text) {
 
 namespace {
 
-// Reads the config.json of a model, with the field names of Hugging Face's transformers.
+// Reads a model's config.json, with the field names of Hugging Face's transformers.
 class ConfigFile {
  public:
   explicit ConfigFile(const std::filesystem::path& file) : file_(file.string()) {
@@ -160,7 +160,7 @@ class ConfigFile {
   nlohmann::json config_;
 };
 
-// Returns a text that names the model's dropouts, or "". Plans omit dropout, although its masks take memory.
+// Returns a text that lists the model's dropouts, or "". Plans omit dropout, although dropout masks need memory.
 std::string dropouts_of(const ConfigFile& config, std::initializer_list<std::pair<const char*, double>> usual) {
   std::string text;
   for (const auto& [name, otherwise] : usual)
@@ -189,14 +189,14 @@ DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, const std::s
   options.layers = config.number("num_hidden_layers");
   options.width = config.number("hidden_size");
   options.heads = config.number("num_attention_heads");
-  // Qwen's default in transformers fits only one published size, so the file must have the field.
+  // Requires the field for Qwen, because the default in transformers is right for only one published model.
   options.key_value_heads =
       is_qwen ? config.number("num_key_value_heads") : config.number("num_key_value_heads", is_mistral ? 8 : 0);
   options.head_dim = config.number("head_dim", kind == "qwen3" ? 128 : 0);
   options.mlp_width = config.number("intermediate_size");
   options.sequence = sequence > 0 ? sequence : config.number("max_position_embeddings");
   options.tie = config.flag("tie_word_embeddings", false);
-  // transformers ignores `attention_bias` for Mistral and Qwen2.
+  // Ignores `attention_bias` for Mistral and Qwen2, like transformers.
   options.attention_bias = (kind == "llama" || kind == "qwen3") && config.flag("attention_bias", false);
   options.mlp_bias = kind == "llama" && config.flag("mlp_bias", false);
   options.input_bias = kind == "qwen2";

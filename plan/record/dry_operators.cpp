@@ -26,35 +26,35 @@
 
 namespace tessera::internal {
 
-// A leftover of torchdistX, below autograd. libtorch does not use this dispatch key. Named only here.
+// A dispatch key below autograd that libtorch keeps for torchdistX and does not use. Only this macro names the key.
 #define TESSERA_RECORDING_KEY Fake
 static constexpr auto kRecordingKey = c10::DispatchKey::TESSERA_RECORDING_KEY;
 
 namespace {
 
-constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // an operator without a rule runs on at most these bytes
+constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // maximum size of the arguments of an operator run on zeros
 
 enum class How : uint8_t {
-  kThrough,  // a view, or a composite operator, whose parts are recorded instead
+  kThrough,  // not recorded: a view, or a composite operator, whose parts are recorded instead
   kKernel,   // computes tensors
   kValue,    // returns a value to the host
-  kShape,    // the shapes of its results depend on values
+  kShape,    // returns tensors whose shapes depend on values
 };
 
 struct Traits {
   How how = How::kThrough;
-  std::string name;  // with the name of the overload, if any
+  std::string name;  // operator name, with the overload name if there is one
   bool has_meta_kernel = false;
   bool is_mutable = false;
   bool has_flop = false;
-  bool may_transpose = false;  // a composite operator that computes by pointer if it is transposed
-  std::vector<bool> writes;    // whether an argument is written, by its index
+  bool may_transpose = false;  // true for a composite operator that is a kernel only if `transposed` is set
+  std::vector<bool> writes;    // whether the operator writes to each argument
 };
 
-// Operators that are registered as composite, but whose kernel computes by pointer.
+// Operators that are registered as composite, but compute directly in memory like a kernel.
 const std::unordered_set<std::string> kKernelsAtHeart = {
     "aten::copy_", "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_nnpack_spatial_convolution"};
-// Operators that only change or read metadata, although they have CPU kernels.
+// Operators that have CPU kernels, but only read or change metadata.
 const std::unordered_set<std::string> kMetadata = {"aten::set_", "aten::resize_", "aten::_fused_sdp_choice",
                                                    "aten::is_set_to", "aten::_reshape_alias"};
 const std::unordered_set<std::string> kValues = {"aten::_local_scalar_dense", "aten::equal"};
@@ -101,7 +101,7 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
   return entry->second;
 }
 
-// Calls visit(tensor, index in `values`) for every tensor in the values, also for tensors in lists.
+// Calls visit(tensor, index in `values`) for every tensor in `values`, including the tensors in lists.
 template <class Visit>
 void for_each_tensor(at::ArrayRef<c10::IValue> values, Visit visit) {
   for (size_t i = 0; i < values.size(); ++i)
@@ -126,7 +126,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   at::Tensor tensor;
   const size_t bytes = meta.storage().nbytes();
   if (bytes > at::detail::computeStorageNbytes(meta.sizes(), meta.strides(), meta.element_size())) {
-    // The kernel shrank the result, but kept its larger memory.
+    // The result uses only a part of its memory, because the operator's kernel shrinks it after the allocation.
     tensor = at::detail::empty_cpu({static_cast<int64_t>(bytes / meta.element_size())}, meta.scalar_type());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
   } else {
@@ -140,7 +140,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   throw std::invalid_argument("dry_run: " + traits.name + " " + why);
 }
 
-// Returns the operator's results on the meta device: by its shape rule if it has one, otherwise by its meta kernel.
+// Returns the operator's results on the meta device. Uses its shape rule if there is one, otherwise its meta kernel.
 std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& traits,
                                    std::vector<c10::IValue> arguments) {
   if (const ShapeRule* rule = shape_rule_of(traits.name)) {
@@ -152,7 +152,7 @@ std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& 
   return arguments;
 }
 
-// Returns whether the kernel must run, on zeros, for the shapes of its results. Throws if its arguments are too large.
+// Returns whether the shapes of the results are known only after a run on zeros. Throws if arguments are too large.
 bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   if (traits.has_meta_kernel || shape_rule_of(traits.name) != nullptr) return false;
   int64_t bytes = 0;
@@ -164,7 +164,7 @@ bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   return true;
 }
 
-// Advances the generator, although no number is drawn: checkpointed() compares its state to detect random numbers.
+// Advances the generator of a skipped random operator, because checkpointed() detects random numbers by its state.
 void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (schema.arguments()[i].name() != "generator" && (i > 0 || traits.name != "aten::native_dropout")) continue;
@@ -175,7 +175,7 @@ void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<
   }
 }
 
-// Replaces the arguments on the stack by void results: written arguments, and new tensors. Resizes `out` tensors.
+// Replaces the arguments on the stack by void results: written arguments, or new tensors. Resizes `out` tensors.
 void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack& stack, Recorder& recorder) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -196,7 +196,7 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
   torch::jit::drop(stack, count);
   for_each_tensor(arguments, [&](const at::Tensor& tensor, size_t i) {
     if (traits.writes[i] && !(schema.name() == "aten::_amp_foreach_non_finite_check_and_unscale_" && i == 1))
-      recorder.make_void(tensor);  // except found_inf, which stays 0: no infinity was found
+      recorder.make_void(tensor);  // excludes found_inf, whose value 0 means that no infinity was found
   });
   for (size_t result = 0; result < schema.returns().size(); ++result) {
     const auto* alias = schema.returns()[result].alias_info();
@@ -219,8 +219,8 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
   }
 }
 
-// Pushes zero for a value that the host requests, and records the request. Exception: aten::equal of two identical
-// views pushes true and records nothing, because attention compares query, key and value to detect self-attention.
+// Pushes zero as the value that the host reads from void tensors, and records the read. As an exception, aten::equal of
+// identical views pushes true without a record, because attention uses it to detect equal query, key and value.
 void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Recorder& recorder) {
   if (traits.name == "aten::equal") {
     const at::Tensor one = torch::jit::peek(stack, 0, count).toTensor(),
@@ -239,7 +239,7 @@ void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Reco
   torch::jit::push(stack, at::isIntegralType(dtype, false) ? at::Scalar(0) : at::Scalar(0.0));
 }
 
-// Marks large new floating-point tensors void, so that operators on them do not run.
+// Marks large new floating-point tensors as void, so that later operators on them are skipped.
 void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
   for (const at::Tensor& tensor : made)
     if (tensor.is_cpu() && at::isFloatingType(tensor.scalar_type()) && tensor.has_storage() &&
@@ -247,14 +247,14 @@ void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
       recorder.make_void(tensor);
 }
 
-// The memory that an operator reads and writes.
+// The memory that an operator reads and writes, and the dtype of its first floating-point tensor.
 struct Touched {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int64_t selected_from = 0;  // bytes of a tensor of which the operator reads only a part
+  int64_t selected_from = 0;  // size of an argument of which the operator reads only a part
 };
 
-// Returns the bytes of a tensor's elements. Counts an element only once if a stride of 0 repeats it.
+// Returns the size of a tensor's elements. Counts elements that a stride of 0 repeats only once.
 int64_t touched_bytes(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) return 0;
   auto bytes = static_cast<int64_t>(tensor.element_size());
@@ -291,14 +291,14 @@ Touched touched_by_arguments(const c10::FunctionSchema& schema, const Traits& tr
     }
     const c10::Argument& argument = schema.arguments()[i];
     const bool is_read = !argument.is_out() && !(i == 0 && kOverwriting.contains(schema.name()));
-    // Fused optimizers declare that they write to gradients, but do so only under a gradient scaler.
+    // Does not count writes to gradients, which fused optimizers declare, but make only with a gradient scaler.
     const bool is_written = traits.writes[i] && argument.name() != "grads";
     touched.bytes += (is_read ? bytes : 0) + (is_written ? bytes : 0);
   });
   return touched;
 }
 
-// Adds the bytes of new results. Results that are written arguments are counted already.
+// Adds the size of new results. Results that are arguments were already counted with the arguments.
 void add_results(Touched& touched, const c10::FunctionSchema& schema, const Traits& traits,
                  const std::vector<at::Tensor>& made) {
   if (traits.is_mutable || kUnwritten.contains(schema.name())) return;
@@ -313,14 +313,14 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
 struct Given {
   bool any_void = false, all_cpu = true;
 };
-// Returns whether arguments are void, and all on the CPU. Sets the recorder's current unit and module by the arguments.
+// Returns whether any argument is void, and all are on the CPU. Sets the recorder's unit and module from the arguments.
 Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
   Given given;
   for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {
     given.all_cpu = given.all_cpu && tensor.device().is_cpu();
     given.any_void = given.any_void || (!recorder.has_data() && Recorder::is_void(tensor));
     if (Page* page = page_of(tensor)) recorder.set_unit(page->name());
-    if (values[i].isTensor()) recorder.set_module_of(tensor);  // not for tensors in lists, as of fused optimizers
+    if (values[i].isTensor()) recorder.set_module_of(tensor);  // skips tensors in lists (of fused optimizers)
   });
   return given;
 }

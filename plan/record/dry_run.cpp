@@ -27,10 +27,10 @@ int checked_steps(int steps) {
 
 }  // namespace
 
-// While it exists, the thread has no data (WithoutDataScope). The destructor restores the random generator.
+// The scope of a run without data: tensors of this thread have no values. The destructor restores the random generator.
 struct RunScope::Without {
-  // Under deterministic algorithms, libtorch fills new memory. Switches this off for the process, because memory is
-  // only addresses here.
+  // Disables libtorch's fill of new memory, a part of deterministic algorithms, in the process. A fill would use pages
+  // of memory that is only reserved here.
   class UnfilledScope {
    public:
     UnfilledScope() {

@@ -10,10 +10,10 @@ using Tensors = std::vector<at::Tensor>;
 
 at::Tensor at_index(const Arguments& arguments, size_t index) { return arguments[index].toTensor(); }
 
-// Returns the FLOP of a matrix product, or of a batch of products: 2 for each multiply-add.
+// Returns the FLOP of a matrix product, or of a batch of products. A multiply-add counts as 2 FLOP.
 int64_t product(const at::Tensor& a, const at::Tensor& b) { return 2 * a.numel() * b.size(-1); }
 
-// Returns 2 FLOP for each element of `rows` (the output; if transposed, the input) and each weight of one row.
+// Counts 2 FLOP for each element of `rows` and each weight of a row. `rows` is the output, or the input if transposed.
 int64_t flop_of_convolution(const at::Tensor& rows, const at::Tensor& weight) {
   return 2 * rows.numel() * (weight.numel() / std::max<int64_t>(weight.size(0), 1));
 }
@@ -44,14 +44,14 @@ const std::unordered_map<std::string, FlopRule> kFlopRules = {
      [](const Arguments& a, const Tensors& made) { return flop_of_convolution(made.at(0), at_index(a, 1)); }},
     {"aten::slow_conv_dilated2d",
      [](const Arguments& a, const Tensors& made) { return flop_of_convolution(made.at(0), at_index(a, 1)); }},
-    {"aten::_convolution",  // recorded only if transposed
+    {"aten::_convolution",  // recorded only for a transposed convolution
      [](const Arguments& a, const Tensors&) { return flop_of_convolution(at_index(a, 0), at_index(a, 1)); }},
     {"aten::convolution_backward", [](const Arguments& a, const Tensors&) { return flop_of_convolution_backward(a); }},
     {"aten::_scaled_dot_product_flash_attention_for_cpu",
      [](const Arguments& a, const Tensors&) {
        return flop_of_attention(at_index(a, 0), at_index(a, 1), at_index(a, 2));
      }},
-    // Forward has two products. Backward recomputes one of them, the scores, and needs two products for each: 5 in all.
+    // Forward computes two products. Backward computes five: the scores again, and two for each product of forward.
     {"aten::_scaled_dot_product_flash_attention_for_cpu_backward",
      [](const Arguments& a, const Tensors&) {
        return flop_of_attention(at_index(a, 1), at_index(a, 2), at_index(a, 3)) * 5 / 2;

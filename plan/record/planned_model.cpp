@@ -26,8 +26,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns a dry run of a training by `choice`. make() returns the module. run_backward(training) runs forward and
-// backward, and must keep the outputs alive until backward has ended.
+// Makes a dry run of a training with the options of `choice`. make() returns the module. run_backward(training) must
+// run forward and backward, and keep the outputs alive until backward has ended.
 template <class Make, class RunBackward>
 PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, const WrapPolicy& units, Make make,
                       RunBackward run_backward) {
@@ -52,7 +52,7 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
   return result;
 }
 
-// Begins libtorch's autocast if `choice` has bfloat16 in stages 0 to 2. It must cover forward and the loss.
+// Enters libtorch's autocast if `choice` uses bfloat16 in stages 0 to 2. `scope` must cover forward and the loss.
 void enter(std::optional<Autocast>& scope, const TrainingChoice& choice) {
   if (choice.bf16 && choice.stage < 3) scope.emplace(at::kCPU, at::kBFloat16);
 }
@@ -99,7 +99,7 @@ bool is_position(const std::string& name) {
   return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
-// Returns classes with two or more outermost modules that have a number as name ("blocks.3") and have parameters.
+// Returns classes with two or more layers. A layer is an outermost module with parameters and a numeric name ("3").
 std::vector<std::string> repeated_classes(ExportedModule& model) {
   std::map<std::string, int> counts;
   std::string within = " ";
@@ -116,7 +116,7 @@ std::vector<std::string> repeated_classes(ExportedModule& model) {
   return classes;
 }
 
-// Returns the output to train, and its name. Throws std::invalid_argument if no output depends on parameters.
+// Returns a loss that depends on the outputs, and its name. Throws std::invalid_argument if no output needs gradients.
 std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
   if (outputs.is_dict() && outputs.has("loss") && outputs["loss"].is_tensor())
     return {outputs["loss"].tensor(), "the output 'loss'"};
@@ -158,7 +158,7 @@ class PlannedArchive : public PlannedModel {
     const auto make = [&] {
       if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
       auto model = load(choice.checkpointed);
-      // Reading the archive wrote to pages, which then use memory. Clones have no values, and the pages are freed.
+      // Replaces parameters by clones without values. This frees the memory that was used to read the archive.
       for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().clone());
       return model;
     };
@@ -191,7 +191,7 @@ class PlannedArchive : public PlannedModel {
   WrapPolicy layer_policy() const { return layers_.empty() ? WrapPolicy() : wrap_classes(layers_); }
   std::shared_ptr<ExportedModule> load(bool checkpointed) const {
     ExportedOptions options;
-    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // for exports on meta
+    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // used for exports without values
     if (checkpointed) options.checkpointed = layer_policy();
     return load_exported(archive_, options);
   }

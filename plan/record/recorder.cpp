@@ -24,11 +24,11 @@ thread_local std::shared_ptr<Recorder> current_recorder;
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// All recorded blocks, by address. Never destroyed, because tensors may outlive all other objects.
+// A table of all recorded blocks by address. Never destroyed, because tensors may outlive all other objects.
 struct Table {
   struct Entry {
     size_t bytes = 0;
-    size_t mapped_bytes = 0;  // 0: memory of the inner allocator
+    size_t mapped_bytes = 0;  // size of the mapping, or 0 for memory of the inner allocator
     bool is_void = false;
     int64_t block = 0;
     std::shared_ptr<Recorder> recorder;
@@ -84,7 +84,7 @@ class RecordingAllocator : public c10::Allocator {
     if (recorder && bytes > 0) {
       if (!maps && !recorder->has_data()) std::memset(memory, 0, bytes);
       const int64_t block = recorder->allocated(static_cast<int64_t>(bytes));
-      // Memory for copies to the host has no values. It is marked void here, because no operator creates it.
+      // Marks staging memory for host copies as void here, because no operator that could mark it creates this memory.
       const bool is_void = !recorder->has_data() && MemoryKindScope::current() == MemoryKind::kHost;
       std::lock_guard lock(table().mutex);
       table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, is_void, block, recorder};
@@ -109,13 +109,13 @@ void install_allocator() {
   std::call_once(is_installed, [] {
     constexpr uint8_t kAnyPriority = 255;
     inner = c10::GetCPUAllocator();
-    if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may install the cache later
-    c10::SetCPUAllocator(new RecordingAllocator, kAnyPriority);  // libtorch keeps a plain pointer to it
+    if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may enable the cache later
+    c10::SetCPUAllocator(new RecordingAllocator, kAnyPriority);  // never freed, because libtorch keeps a raw pointer
     set_disk_bytes_counter(&count_on_disk);
   });
 }
 
-// Returns the address of a tensor's memory; null if it has none, such as a parameter of a resharded unit.
+// Returns the address of a tensor's memory, or null if the tensor has no memory (a parameter of a resharded unit).
 const void* memory_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.device().is_cpu()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get();
@@ -125,7 +125,7 @@ const void* memory_of(const at::Tensor& tensor) {
 
 std::shared_ptr<Recorder> Recorder::make(bool with_data) {
   install_allocator();
-  require_residency();  // its first call in a process creates a tensor
+  require_residency();  // called before recording, because the first call in a process creates a tensor
   std::shared_ptr<Recorder> recorder(new Recorder(with_data));
   recorder->set_unit("");
   recorder->record_.modules.emplace_back();
@@ -177,8 +177,8 @@ void Recorder::set_module_of(const at::Tensor& tensor) {
 
 int Recorder::module_now() {
   const auto node = torch::autograd::get_current_node();
-  // In forward, autograd has created the operator's node just before, so the node has the last sequence number.
-  // Recomputation for backward runs inside a node but also creates nodes, so it counts as forward.
+  // In forward, autograd has just created the operator's node, so this node has the latest sequence number.
+  // Recomputation in backward also creates nodes, so it counts as forward although it runs inside a node.
   if (!node || c10::GradMode::is_enabled()) {
     const uint64_t next = at::sequence_number::peek();
     if (c10::GradMode::is_enabled() && next > 0) module_of_node_.try_emplace(next - 1, module_);

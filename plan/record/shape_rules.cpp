@@ -41,12 +41,12 @@ ShapeRule pair_like(size_t index) {
     return Tensors{at::empty_like(tensor(arguments, index)), at::empty_like(tensor(arguments, index))};
   };
 }
-// Returns the rule of an operator on two tensors: the broadcast shape, with the promoted dtype.
+// Returns the rule of an operator on two tensors. The result has the broadcast shape and the promoted dtype.
 ShapeRule both(size_t a, size_t b) {
   return [=](const MetaArguments& arguments) { return Tensors{at::add(tensor(arguments, a), tensor(arguments, b))}; };
 }
 Tensors scalar(const MetaArguments& arguments) { return {of({}, tensor(arguments, 0))}; }
-// Returns the rule of a loss: the broadcast shape if the argument `reduction` is 0 (none), otherwise one number.
+// Returns the rule of a loss. The result has the broadcast shape if argument `reduction` is 0 (none), else one element.
 ShapeRule loss(size_t reduction) {
   return [=](const MetaArguments& arguments) {
     const at::Tensor whole = at::add(tensor(arguments, 0), tensor(arguments, 1));
@@ -54,7 +54,7 @@ ShapeRule loss(size_t reduction) {
   };
 }
 
-// Returns fp32 for 16-bit input with an fp32 parameter, as libtorch's kernels do. Otherwise returns the input's dtype.
+// Returns the dtype of a norm's statistics in libtorch: fp32 for 16-bit input with fp32 parameters, else the input's.
 at::ScalarType statistics_dtype(const at::Tensor& input, std::initializer_list<at::Tensor> parameters) {
   if (input.scalar_type() == at::kBFloat16 || input.scalar_type() == at::kHalf)
     for (const at::Tensor& parameter : parameters)
@@ -71,7 +71,7 @@ Tensors layer_norm(const MetaArguments& a) {
   return {contiguous_like(input), of(shape, input, dtype), of(shape, input, dtype)};
 }
 
-// Returns the gradients of input, weight and bias that `wanted` selects. `parameter`: the sizes of the weight.
+// Returns the gradients of input, weight and bias that `wanted` selects. `parameter` has the sizes of the weight.
 Tensors norm_backward(const at::Tensor& input, const Sizes& parameter, at::ScalarType dtype,
                       const c10::List<bool>& wanted) {
   return {wanted.get(0) ? at::empty_like(input) : at::Tensor(),
@@ -128,7 +128,7 @@ Tensors attention_backward(const MetaArguments& a) {
   return results;
 }
 
-// A reduced loss keeps the memory of its terms, as in libtorch's kernels.
+// The result of a reduced loss keeps the memory of all terms, as in libtorch's kernels.
 Tensors loss(const MetaArguments& a, size_t reduction) {
   const Sizes shape = at::infer_size(tensor(a, 0).sizes(), tensor(a, 1).sizes());
   const at::Tensor each = of(shape, tensor(a, 0));
@@ -144,7 +144,7 @@ Tensors convolution(const at::Tensor& input, const at::Tensor& weight, const Siz
   }
   return {at::empty(shape, input.options(), input.suggest_memory_format())};
 }
-// The kernel of aten::_convolution computes only transposed convolutions. Others call operators that have a rule.
+// The rule of aten::_convolution, which computes only transposed convolutions itself, and others by further operators.
 Tensors transposed_convolution(const MetaArguments& a) {
   const at::Tensor input = tensor(a, 0), weight = tensor(a, 1);
   Sizes shape{input.size(0), weight.size(1) * a[8].toInt()};
@@ -196,7 +196,7 @@ Tensors nll_loss2d(const MetaArguments& a) {
   return {a[3].toInt() == 0 ? of(tensor(a, 1).sizes().vec(), self) : of({}, self), of({}, self)};
 }
 
-// The rules by the operator's name, with the overload if it has a name.
+// The shape rules. The key is the operator's name, with the overload name if there is one.
 const std::unordered_map<std::string, ShapeRule> kShapeRules = {
     {"aten::relu", like(0)},
     {"aten::hardswish", like(0)},
@@ -274,7 +274,7 @@ const std::unordered_map<std::string, ShapeRule> kShapeRules = {
     {"aten::reflection_pad2d_backward", like(1)},
     {"aten::nll_loss2d_forward", nll_loss2d},
     {"aten::nll_loss2d_backward", like(1)},
-    // Operators that write to a tensor of the caller (`out`).
+    // The rules of operators that write to an argument of the caller (`out`).
     {"aten::abs.out", like(0)},
     {"aten::angle.out", like(0)},
     {"aten::logical_not.out", like(0)},

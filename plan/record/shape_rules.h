@@ -10,19 +10,19 @@
 
 namespace tessera::internal {
 
-// The arguments of an operator, with tensors on the meta device: shapes without data.
+// The arguments of an operator. Tensors are on the meta device, so they have shapes but no data.
 using MetaArguments = std::vector<c10::IValue>;
 
-// Returns the shape rule of an operator, or null. Rules exist only for operators without a meta kernel in libtorch's
-// C++. A rule returns meta tensors with the shapes, strides and dtypes of the CPU kernel's results.
+// A shape rule returns meta tensors with the shapes, strides and dtypes of a CPU kernel's results. shape_rule_of()
+// returns an operator's rule, or null. Only operators without a meta kernel in libtorch's C++ have a rule.
 using ShapeRule = std::function<std::vector<at::Tensor>(const MetaArguments&)>;
 const ShapeRule* shape_rule_of(const std::string& operator_name);
 
-// Returns a meta tensor with the geometry and dtype of `tensor`. A wrapped number remains a wrapped number.
+// Returns a meta tensor with the geometry and dtype of `tensor`. Keeps the mark of a wrapped number.
 at::Tensor meta_of(const at::Tensor& tensor);
 
-// flop_of() returns the multiplications and additions of one call, as torch.utils.flop_counter counts matrix products,
-// convolutions and attention. For other operators, returns 0, and has_flop() is false. Accepts tensors of any device.
+// flop_of() returns the number of multiplications and additions in one call. Like torch.utils.flop_counter, it counts
+// matrix products, convolutions and attention. For other operators, it returns 0, and has_flop() returns false.
 bool has_flop(const std::string& operator_name);
 int64_t flop_of(const std::string& operator_name, const std::vector<c10::IValue>& arguments,
                 const std::vector<at::Tensor>& results);

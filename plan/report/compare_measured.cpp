@@ -17,9 +17,9 @@ using nlohmann::json;
 
 constexpr size_t kMostDifferences = 12;
 constexpr size_t kMostStretches = 200;
-constexpr double kLargePart = 0.05;  // difference as a part of the measured step
+constexpr double kLargePart = 0.05;  // a difference above this part of the measured step is large
 
-// The predicted and the measured time of one name.
+// The predicted and the measured time of a unit, a collective, the optimizer or waits.
 struct BothTimes {
   double predicted_ms = 0, measured_ms = 0;
   double difference() const { return std::abs(predicted_ms - measured_ms); }
@@ -40,7 +40,7 @@ void add_predicted(const StepTime& time, TimesByName& times) {
     if (each.lane != Lane::kCompute) {
       times[each.name].predicted_ms += ms;
     } else {
-      // Compute after backward belongs to the optimizer, also clipping by norm.
+      // Counts compute after backward, including clipping by norm, as optimizer time.
       const bool is_optimizer = !each.in_backward && each.begin_s >= backward_until;
       times[is_optimizer ? "optimizer" : name_of_compute(each.unit, each.in_backward)].predicted_ms += ms;
     }
@@ -84,7 +84,7 @@ json lanes_of_measured(const MeasuredStep& step) {
   return lanes;
 }
 
-// Returns a text like "gathered 12 predicted, 16 measured; ...", or "" if the bytes of all kinds of tensors are equal.
+// Returns a text like "gathered 12 predicted, 16 measured; ...", or "" if all kinds of tensors have equal bytes.
 std::string difference_of(const BytesByKind& predicted, const BytesByKind& measured) {
   std::string text;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) {

@@ -10,16 +10,16 @@
 
 namespace tessera::internal {
 
-// Data for a page that compares a real run with the predicted one.
+// These functions return JSON for a page that compares a measured run with the predicted run.
 
-// Returns {"total_ms", "wait_ms", "steps", "lanes": as lanes_of(), "differences": [{"name", "predicted_ms",
-// "measured_ms", "is_large"}]}. Compares compute by unit and direction (without waits), collectives, and waits. Returns
-// the 12 largest differences, the largest first. A large one exceeds a twentieth of the step.
+// Returns {"total_ms", "wait_ms", "steps", "lanes", "differences": [{"name", "predicted_ms", "measured_ms",
+// "is_large"}]}. "lanes" has the format of lanes_of(). Compares compute by unit and direction (without waits),
+// collectives, and waits. Returns the 12 largest differences first. "is_large" means above a twentieth of the step.
 nlohmann::json measured_time_of(const StepTime& predicted, const MeasuredStep& measured);
 
-// Returns {"peak", "points": measured bytes after the operators `points`, "differences": [{"begin", "end", "name",
-// "text"}], "other_at"}. A difference is a range of operators after which the bytes of a kind differ. "other_at" is the
-// index of the first operator with another name, or -1.
+// Returns {"peak", "points", "differences": [{"begin", "end", "name", "text"}], "other_at"}. "points" has the measured
+// bytes after the operators `points`. A difference is a range of operators after which the bytes of some kind differ.
+// "other_at" is the index of the first operator that differs between the runs, or -1.
 nlohmann::json measured_memory_of(const RunRecord& predicted, const RunRecord& measured,
                                   const std::vector<size_t>& points);
 

@@ -13,7 +13,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// An event of one rank in the trace that has a duration.
+// An event with a duration of one rank in the trace.
 struct Span {
   std::string category, name, operation;
   double begin_s = 0, end_s = 0;
@@ -33,7 +33,7 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
     refuse_trace(file, problem);
   if (!may_hold_trace(file.string())) refuse_trace(file, "is not a trace of TESSERA_TRACE");
   while (std::getline(stream, line)) {
-    if (line.size() < 2) continue;  // the closing bracket
+    if (line.size() < 2) continue;  // skips the closing bracket
     const auto event = nlohmann::json::parse(line.begin() + 1, line.end(), nullptr, /*allow_exceptions=*/false);
     if (!event.is_object() || event.value("ph", "") != "X") continue;
     const auto pid = event.value("pid", int64_t{-1});
@@ -50,7 +50,7 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   return spans;
 }
 
-// Returns the times at which optimizer steps end. Optimizer spans without compute between them are one step. A
+// Returns the end times of optimizer steps. Optimizer spans without compute between them belong to one step. A gradient
 // reduction does not end a step, because each backward of a gradient accumulation may reduce.
 std::vector<double> ends_of_steps(const std::vector<Span>& spans) {
   std::vector<double> ends;
@@ -80,7 +80,7 @@ MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
   if (ends.size() < 3)
     refuse_trace(trace, "has " + std::to_string(ends.size()) + " steps of rank " + std::to_string(rank) +
                             ", expected 3 or more, of which the first does not count");
-  std::vector<std::pair<double, size_t>> steps;  // seconds, and index of the step's end in `ends`
+  std::vector<std::pair<double, size_t>> steps;  // each step's duration, and the index of its end in `ends`
   for (size_t i = 1; i < ends.size(); ++i) steps.emplace_back(ends[i] - ends[i - 1], i);
   const auto middle = steps.begin() + static_cast<std::ptrdiff_t>(steps.size() / 2);
   std::ranges::nth_element(steps, middle);
@@ -92,7 +92,7 @@ MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
     if (span.end_s <= begin || span.end_s > end) continue;
     MeasuredInterval each{.name = span.name, .begin_s = span.begin_s - begin, .end_s = span.end_s - begin};
     if (span.category == "optimizer") {
-      if (span.end_s <= optimizer_until) continue;  // inside an earlier optimizer span
+      if (span.end_s <= optimizer_until) continue;  // skips a span inside an earlier optimizer span
       optimizer_until = span.end_s;
       each.name = "optimizer";
     } else if (span.category == "compute") {

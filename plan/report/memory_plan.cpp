@@ -38,8 +38,8 @@ bool fits(const PlannedTraining& plan, const Machines& machines) {
          fits_host(plan, machines);
 }
 
-// Returns a key for sorting plans: the best plan has the least key. Plans with offload have no known time. They sort
-// last, and by the other quantities.
+// Returns a sort key of a plan. The best plan has the smallest key. Plans with offload, whose time is unknown, follow
+// all others, sorted by the other quantities.
 auto cost_of(const PlannedTraining& plan) {
   const TrainingChoice &choice = plan.choice, usual;
   const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
@@ -50,8 +50,8 @@ auto cost_of(const PlannedTraining& plan) {
                     plan.collective_bytes, departures, plan.peak.tensors());
 }
 
-// Returns the bytes at the peak of the device. With offload, excludes tensors in host memory, such as the optimizer's
-// state: returns the maximum of the other tensors over all operators.
+// Returns the bytes at the peak of the device's memory. With offload, excludes tensors in host memory, such as the
+// optimizer's state, and returns the bytes at the peak of the other tensors.
 BytesByKind peak_on_device(const RunRecord& record, bool offload) {
   if (!offload) return record.peak;
   BytesByKind most;
@@ -63,8 +63,8 @@ BytesByKind peak_on_device(const RunRecord& record, bool offload) {
   return most;
 }
 
-// Returns the bytes of a step's collectives between hosts. Excludes collectives within a host: those of a copy of the
-// model inside a host, and all-gathers from a secondary copy.
+// Returns the bytes of a step's collectives between hosts. Excludes collectives within one host: those of a model copy
+// that is inside a host, and all-gathers from a secondary copy.
 int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, const Machines& machines) {
   if (machines.ranks <= machines.ranks_per_host) return 0;
   const int copy = choice.stage == 3 ? choice.ranks_per_copy : 0;
@@ -82,7 +82,7 @@ int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, con
 
 using Row = std::vector<std::string>;
 
-// Returns a text table. Drops a column if each row has the column's default value (`plain`) or "-".
+// Returns a text table. Omits a column if all rows have the column's default value, from `plain`, or "-".
 std::string table_of(std::vector<Row> rows, const std::map<std::string, std::string>& plain) {
   for (size_t column = rows[0].size(); column-- > 0;) {
     const auto usual = plain.find(rows[0][column]);
@@ -136,7 +136,7 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   return row;
 }
 
-// Returns notes: why choices cannot run, each reason once, and quantities that are not known.
+// Returns notes on the plans: each reason why a choice cannot run, and the quantities that are unknown.
 std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& machines, int best,
                      const std::function<std::string(int64_t)>& text_of) {
   std::string text;
@@ -167,9 +167,9 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
 
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies) {
   const int64_t optimizer = record.end[MemoryKind::kOptimizer];
-  // Offloaded parameters are counted with other host memory. Their bytes are half of the bytes of AdamW's state.
+  // Offloaded parameters have no kind of their own in the record. Their size is half of the size of AdamW's state.
   const int64_t parameters = choice.offload ? optimizer / 2 : record.end[MemoryKind::kParameters];
-  // `holders` ranks hold equal values, and each of them writes an equal part of these values.
+  // The number of ranks that hold the same values. Each of them writes an equal part of these values.
   const int holders = choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;
   const int64_t part = choice.stage == 3   ? (parameters + optimizer) / holders
                        : choice.stage == 0 ? (parameters + optimizer) / ranks
@@ -200,7 +200,7 @@ PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& c
   plan.flop = record.flop;
   plan.tokens = model.tokens_of_rank() * machines.ranks;
   plan.time = planned_time(record, choice, machines);
-  if (plan.time) plan.time->intervals = {};  // a plan compares totals only
+  if (plan.time) plan.time->intervals = {};  // frees the intervals, because plans compare only totals
   return plan;
 }
 
@@ -273,7 +273,7 @@ int64_t bytes_of_text(const std::string& text) {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   const auto bytes = quantity_of_text(text, units);
-  // Refuses a small number without a unit: 8 most likely means 8 GiB.
+  // Refuses a small number without a unit, because "8" most likely means 8 GiB.
   const bool lacks_unit = bytes && *bytes < 0x1p20 && text.find_first_not_of("0123456789.eE+- ") == std::string::npos;
   if (!bytes || *bytes == 0 || *bytes > 0x1p62 || lacks_unit)
     throw std::invalid_argument("memory '" + text + "', expected a number of bytes with a unit, as 80GiB");

@@ -5,7 +5,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the choices that differ from `choice` in one option; resets options that depend on it.
+// Returns the choices that differ from `choice` in one option. Resets options that depend on the changed option.
 std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machines& machines) {
   std::vector<TrainingChoice> all;
   const auto add = [&](auto change) {
@@ -33,7 +33,7 @@ std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machi
   of_copy(0);
   for (int ranks = machines.ranks_per_host; ranks > 1; ranks /= 2)
     if (machines.ranks_per_host % ranks == 0 && machines.ranks % ranks == 0 && ranks < machines.ranks) of_copy(ranks);
-  // A secondary copy within each host, if the copy of the model spans all hosts.
+  // If each model copy spans all hosts, also tries a secondary copy within each host.
   if (choice.reshard_after_forward && choice.ranks_per_copy == 0 && machines.ranks_per_host > 1 &&
       machines.ranks_per_host < machines.ranks && machines.ranks % machines.ranks_per_host == 0)
     for (const int ranks : {0, machines.ranks_per_host})

@@ -6,10 +6,10 @@
 
 namespace tessera::internal {
 
-// Searches all stages, units, copy sizes, prefetching, resharding, precisions, checkpointing and offload for the best
-// choice. Starts with training_choices(); if none fits, also tries them with offload. Then tries the choices that
-// differ in one option from the best one (the one with the least peak if none fits), until none is better. This takes
-// tens of dry runs instead of hundreds. Returns all tried plans. Throws like PlannedModel::run().
+// Searches for the best choice of stage, units, copy sizes, prefetching, resharding, precision, checkpointing and
+// offload. Starts with training_choices(). If none fits, also tries them with offload. Then tries all choices that
+// differ in one option from the best choice, and repeats this until the best choice stays the same. If no choice fits,
+// the one with the smallest peak counts as best. Returns all tried plans. Throws the errors of PlannedModel::run().
 std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machines& machines);
 
 }  // namespace tessera::internal

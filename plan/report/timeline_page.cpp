@@ -20,7 +20,7 @@ constexpr size_t kMostPoints = 2000;
 constexpr size_t kMostCollectives = 2000;
 constexpr std::string_view kDataPlace = "TIMELINE_DATA";
 
-// Data is inserted as text only, never as markup.
+// The HTML page. Its script inserts data only as text, and never as markup.
 constexpr std::string_view kPage = R"html(<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -318,7 +318,7 @@ const BytesByKind& live_at(const RunRecord& record, size_t at) {
   return at == record.peak_at ? record.peak : record.operators[at].live;
 }
 
-// Splits the operators into at most kMostPoints ranges. Returns the operator with the most bytes in each range.
+// Splits the operators into at most kMostPoints ranges. Returns the index of each range's operator with the most bytes.
 std::vector<size_t> points_of(const RunRecord& record) {
   const size_t count = record.operators.size(), stretch = (count + kMostPoints - 1) / kMostPoints;
   std::vector<size_t> points;
@@ -331,7 +331,7 @@ std::vector<size_t> points_of(const RunRecord& record) {
   return points;
 }
 
-// Returns the kinds of tensors that have bytes at some time.
+// Returns the kinds of tensors that occur at any time of the run.
 std::vector<size_t> kinds_of(const RunRecord& record) {
   std::vector<size_t> kinds;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
@@ -363,7 +363,7 @@ json peak_of(const RunRecord& record, const std::vector<size_t>& kinds) {
 
 json collectives_of(const RunRecord& record) {
   json collectives = json::array();
-  // If there are more than kMostCollectives, splits them into ranges and draws only the largest of each range.
+  // If there are more than kMostCollectives collectives, splits them into ranges, and draws the largest of each range.
   const auto& all = record.collectives;
   const auto stretch = static_cast<std::ptrdiff_t>((all.size() + kMostCollectives - 1) / kMostCollectives);
   for (auto begin = all.begin(); begin != all.end();) {
@@ -380,7 +380,7 @@ json collectives_of(const RunRecord& record) {
   return collectives;
 }
 
-// Returns descriptions of the operators `drawn`. Stores each operator's name once, in `names`.
+// Describes the operators whose indices are in `drawn`. Stores each name only once, in `names`.
 json described(const RunRecord& record, const std::vector<size_t>& drawn, const std::vector<size_t>& kinds,
                json& names) {
   std::map<std::string, size_t> numbers;
@@ -410,12 +410,12 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
   for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
   char tflop[32];
   std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
-  json time;  // null: the time is unknown
+  json time;  // null if the time is unknown
   if (text.time != nullptr)
     time = {{"total_ms", text.time->total_s * 1e3},
             {"exposed_ms", text.time->exposed_s * 1e3},
             {"lanes", lanes_of(*text.time)}};
-  json measured, measured_time;  // null: there is no measured run
+  json measured, measured_time;  // null without a measured run
   if (text.measured != nullptr) measured = measured_memory_of(record, *text.measured, drawn);
   if (text.time != nullptr && text.measured_time != nullptr)
     measured_time = measured_time_of(*text.time, *text.measured_time);
@@ -439,7 +439,7 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
                      {"points", points},
                      {"collectives", collectives_of(record)}};
   std::string written = data.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
-  // The data is inside a script element, so it must not contain an end tag.
+  // Escapes '<', because data inside a script element must not contain an end tag.
   for (size_t at = written.find('<'); at != std::string::npos; at = written.find('<', at))
     written.replace(at, 1, "\\u003c");
   std::string page(kPage);

@@ -9,7 +9,7 @@
 namespace tessera::internal {
 namespace {
 
-// Limits of gloo_communicator.cpp for one exchange: of an all-reduce (the second for 2 ranks) and of a broadcast.
+// Up to these sizes, gloo_communicator.cpp needs only one exchange for a collective. The second is for 2 ranks.
 constexpr double kOneExchangeBytes = 1 << 16, kOneExchangeBytesOfTwo = 1 << 19;
 
 }  // namespace
@@ -35,7 +35,7 @@ CollectiveFlow flow_of(const RecordedCollective& collective) {
   } else if (name == "broadcast") {
     const bool is_whole = collective.ranks == 2 || bytes <= kOneExchangeBytes;
     flow.first_is_rooted = true;
-    flow.exchanges = is_whole ? 1 : 2;  // if 2, scatters the root's parts, then gathers them
+    flow.exchanges = is_whole ? 1 : 2;  // two exchanges: a scatter of the root's parts, then an all-gather
     if (is_whole) flow.message_bytes[0] = bytes;
   } else if (name == "scatter") {
     flow.first_is_rooted = true;
@@ -81,7 +81,7 @@ CollectiveWork work_of(const RecordedCollective& collective) {
   const CollectiveFlow flow = flow_of(collective);
   CollectiveWork work{static_cast<double>(latencies_of(collective) * flow.exchanges), 0,
                       flow.only_root_sums ? flow.sum_bytes / n : flow.sum_bytes};
-  // Of two ranks that exchange messages, each copies one. A message from or to a root may be copied by either rank.
+  // If two ranks send each other a message, each rank copies one. A message from or to a root may be copied by either.
   for (int exchange = 0; exchange < flow.exchanges; ++exchange) {
     const bool is_rooted = exchange == 0 && (flow.first_is_rooted || flow.first_is_to_root);
     work.copied_bytes += (n - 1) * flow.message_bytes[exchange] / (is_rooted ? n : 1);

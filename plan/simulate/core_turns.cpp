@@ -49,7 +49,7 @@ void CoreTurns::advance() {
   } else {
     const size_t thread = slices_.begin()->second;
     constexpr double kNothingSeconds = 1e-12;
-    if (threads_[thread].ends_s <= now_s_ + kNothingSeconds) return go_on_(thread);  // the burst ends, up to rounding
+    if (threads_[thread].ends_s <= now_s_ + kNothingSeconds) return go_on_(thread);  // the burst has ended, too
     leave_core(thread);
     threads_[thread].state = State::kReady;
     ready_.emplace(threads_[thread].taken_s, thread);

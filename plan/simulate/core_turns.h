@@ -11,37 +11,37 @@
 namespace tessera::internal {
 
 // Simulates threads that share the cores of a host, with a simplified Linux scheduler. A thread alternates between
-// bursts of work and sleep. The ready thread with the least time on cores runs first. It yields after a time slice if
-// other threads are ready. A thread gains at most a slice by sleep. Threads and cores are alike; switches are free.
+// bursts of work and sleep. The ready thread with the least time on cores runs next, and yields after a time slice if
+// other threads are ready. Sleep improves a thread's rank by at most a slice. Context switches take no time.
 //
 // Must be used by one thread. Time is in seconds from 0.
 class CoreTurns {
  public:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
-  static constexpr double kSliceSeconds = 3e-3;  // Linux's time slice while other threads wait
+  static constexpr double kSliceSeconds = 3e-3;  // Linux's time slice if other threads are ready
 
-  // Starts with `threads` sleeping threads on `cores` cores, 1 or more. Calls go_on(thread) when a burst or sleep of
-  // the thread ends. go_on() must call burst() or sleep() for that thread.
+  // Creates `threads` sleeping threads on `cores` cores (1 or more). Calls go_on(thread) when a burst or sleep of the
+  // thread ends. go_on() must call burst() or sleep() for this thread.
   CoreTurns(size_t threads, int cores, std::function<void(size_t thread)> go_on);
 
   double now_s() const { return now_s_; }
   bool sleeps(size_t thread) const { return threads_[thread].state == State::kAsleep; }
-  // Starts a burst of work as soon as a core is free.
+  // Schedules a burst of work, which starts as soon as a core is free.
   void burst(size_t thread, double seconds);
-  // Releases the thread's core. The thread sleeps until `until_s`, or until an earlier wake().
+  // Makes the thread sleep until `until_s`, or until an earlier wake(). A sleeping thread uses no core.
   void sleep(size_t thread, double until_s = kNever);
-  // If the thread sleeps, wakes it at `at_s`, unless it wakes earlier anyway. Otherwise a no-op.
+  // Makes a sleeping thread wake at `at_s`, unless it wakes earlier anyway. A no-op for other threads.
   void wake(size_t thread, double at_s);
 
-  // Advances time to the next event. Throws std::logic_error if no event can come.
+  // Advances time to the next event. Throws std::logic_error if there is no further event (a deadlock).
   void advance();
 
  private:
   enum class State : uint8_t { kAsleep, kReady, kRunning };
   struct Thread {
     State state = State::kAsleep;
-    double left_s = 0;   // seconds left of its burst, if kReady
-    double taken_s = 0;  // seconds on cores, without the current turn
+    double left_s = 0;   // remaining seconds of its burst; valid if kReady
+    double taken_s = 0;  // total seconds on cores before the current turn
     double wakes_s = kNever;
     double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // valid if kRunning
   };
@@ -55,9 +55,9 @@ class CoreTurns {
   const std::function<void(size_t)> go_on_;
   double now_s_ = 0;
   std::vector<Thread> threads_;
-  Order ready_;          // ready threads, by their time on cores
-  Order ends_, slices_;  // running threads, by the end of their burst and of their slice
-  Order sleepers_;       // sleeping threads with a wake-up time, by that time
+  Order ready_;          // ready threads, sorted by their total time on cores
+  Order ends_, slices_;  // running threads, sorted by the ends of their bursts and of their slices
+  Order sleepers_;       // sleeping threads that have a wake-up time, sorted by it
 };
 
 }  // namespace tessera::internal

@@ -22,32 +22,32 @@ namespace {
 
 constexpr double kNever = CoreTurns::kNever;
 constexpr double kSpinSeconds = std::chrono::duration<double>(PeerMemory::kSpin).count();
-constexpr int kMostRanks = 256;  // limit of simulated ranks
-// Limit of operators in all repeats. The step is repeated, because ranks drift apart until they wait for each other.
+constexpr int kMostRanks = 256;  // maximum number of simulated ranks
+// Maximum number of operators in all repeats. Repeats the step, because ranks drift apart during the first steps.
 constexpr size_t kMostOperators = 2'000'000;
 constexpr size_t kLeastRepeats = 2, kMostRepeats = 8;
-// Messages to other hosts are split into pieces: one piece is on the link while a core prepares the next.
+// Messages to other hosts are split into pieces, so that the link sends one piece while a core prepares the next.
 constexpr double kPieceBytes = 1 << 20;
 constexpr int kMostPieces = 64;
 
-// An action of a simulated rank: an operator's begin or end, or a part of a collective.
+// An action of a simulated rank: the begin or end of an operator, or a part of a collective.
 struct Move {
   enum class Kind : uint8_t {
     kCompute,
     kComputed,
-    kSend,      // announces its messages, and copies those whose receivers wait
-    kReceive,   // announces itself as receiver, and copies announced messages
-    kReceived,  // has copied all messages that it must copy
-    kAwait,     // sleeps until all messages of the exchange have arrived
+    kSend,      // the rank announces its messages, and copies those that ranks are ready to receive
+    kReceive,   // the rank announces that it receives, and copies messages that other ranks have announced
+    kReceived,  // the rank has copied all messages that it must copy
+    kAwait,     // the rank sleeps until all messages of the exchange have arrived
     kSum,
     kWaited
   } kind;
   size_t index;
-  int exchange = 0;  // index of the exchange in its collective: 0 or 1
+  int exchange = 0;  // index of the exchange in its collective (0 or 1)
 };
 
 struct Moves {
-  std::vector<Move> before, of_step;  // moves of earlier steps, and of the repeated step
+  std::vector<Move> before, of_step;  // the moves of earlier steps, and the moves of the step to repeat
 };
 
 Moves moves_of(const RunRecord& record, int step) {
@@ -69,7 +69,7 @@ Moves moves_of(const RunRecord& record, int step) {
     if (collective.ranks < 2) continue;
     if (action.kind == StepAction::Kind::kStart) {
       exchange(0);
-    } else if (collective.step == action.step) {  // a collective of an earlier step has completed
+    } else if (collective.step == action.step) {  // skips collectives of earlier steps, which have completed
       moves.push_back({Kind::kAwait, action.index, 0});
       moves.push_back({Kind::kSum, action.index});
       if (flow_of(collective).exchanges == 2) {
@@ -85,18 +85,18 @@ Moves moves_of(const RunRecord& record, int step) {
 // The state of one exchange of a collective in one group.
 struct Exchange {
   struct Side {
-    bool has_begun = false;
-    bool receives = false;              // has announced that it receives; has_begun announces its sends
-    bool is_done = false;               // has copied all announced messages
-    double sent_bytes = 0;              // bytes to other hosts
-    double got_bytes = 0;               // bytes from other hosts
-    double sent_s = kNever, got_s = 0;  // times at which sent_bytes and got_bytes are complete
+    bool has_begun = false;             // whether the rank has announced its sends
+    bool receives = false;              // whether the rank has announced that it receives
+    bool is_done = false;               // whether the rank has copied all messages that it must copy
+    double sent_bytes = 0;              // bytes that the rank sends to other hosts
+    double got_bytes = 0;               // bytes that the rank receives from other hosts
+    double sent_s = kNever, got_s = 0;  // times at which all sent_bytes and all got_bytes have arrived
   };
   std::vector<Side> sides;  // one for each rank, in the order of the group
-  bool goes_out = false;    // its messages between hosts were started
+  bool goes_out = false;    // whether messages between hosts have started
 };
 
-// An exchange as seen by one of its ranks.
+// An exchange from the viewpoint of one rank.
 struct View {
   const RecordedCollective& collective;
   const CollectiveFlow flow;
@@ -116,13 +116,13 @@ struct Rank {
   const Moves* moves;
   std::mt19937 noise;
   size_t next = 0;
-  int repeat = -1;  // index of the repetition of Moves::of_step; -1: the rank is in Moves::before
+  int repeat = -1;  // index of the current repetition of Moves::of_step, or -1 during Moves::before
   double began_s = 0;
   bool is_asleep = false;
-  std::vector<double> repeats_s;  // start of each repetition, and end of the last one
+  std::vector<double> repeats_s;  // start time of each repetition, and end time of the last repetition
 };
 
-// The thread that sends a rank's messages to other hosts.
+// The thread that sends a rank's messages to other hosts, and the state of the rank's link.
 struct Messenger {
   struct Piece {
     double processor_s, link_s, latency_s;
@@ -131,7 +131,7 @@ struct Messenger {
     bool is_last;
   };
   std::deque<Piece> pieces;
-  double out_free_s = 0, in_free_s = 0;  // times from which the link can send and receive again
+  double out_free_s = 0, in_free_s = 0;  // times at which the link can send and receive again
 };
 
 class CoreSimulation {
@@ -149,7 +149,7 @@ class CoreSimulation {
       all_.push_back({records[which], &moves_[which], std::mt19937(static_cast<uint32_t>(rank + 1))});
     }
     started_s_.resize(records[0]->collectives.size());
-    for (const RecordedCollective& each : records[0]->collectives)  // time_of() throws if a link's speed is unknown
+    for (const RecordedCollective& each : records[0]->collectives)  // time_of() throws for an unknown link speed
       if (each.step >= 1 && each.step <= step) {
         const double seconds = time_of(each, speed).seconds;
         if (each.step == step) result_.communication_s += seconds;
@@ -163,9 +163,9 @@ class CoreSimulation {
   }
 
  private:
-  enum class Outcome : uint8_t { kDone, kBurst, kSleeps };  // kBurst: done when the burst ends
+  enum class Outcome : uint8_t { kDone, kBurst, kSleeps };  // kBurst: the move is done at the end of the burst
 
-  // Returns the world size: the least one with whole rows and columns of the groups that group_of() finds in a grid.
+  // Returns the smallest world size that contains all recorded ranks, and whole rows and columns of group_of()'s grids.
   static int world_of(const RunRecord& record) {
     int world = 1;
     for (const RecordedCollective& each : record.collectives)
@@ -194,7 +194,7 @@ class CoreSimulation {
     return static_cast<int>(std::clamp(kMostOperators / operators, kLeastRepeats, kMostRepeats));
   }
 
-  // Throws std::invalid_argument unless there is one record for all ranks, or one for each rank, all of one training.
+  // Throws std::invalid_argument if there is neither one record nor one record per rank, or if collectives differ.
   void check(const std::vector<const RunRecord*>& records) const {
     if (records.size() != 1 && records.size() != static_cast<size_t>(ranks_))
       throw std::invalid_argument("the time of " + std::to_string(records.size()) +
@@ -212,7 +212,7 @@ class CoreSimulation {
   int host_of(int rank) const { return speed_.ranks_per_host == 0 ? 0 : rank / speed_.ranks_per_host; }
   bool is_simulated(int rank) const { return rank < ranks_; }
   bool share_memory(int rank, int peer) const { return is_simulated(peer) && host_of(rank) == host_of(peer); }
-  size_t messenger_of(int rank) const { return messengers_.size() + static_cast<size_t>(rank); }  // index in turns_
+  size_t messenger_of(int rank) const { return messengers_.size() + static_cast<size_t>(rank); }  // thread in turns_
   Rank& at(int rank) { return all_[static_cast<size_t>(rank)]; }
 
   void go_on(size_t thread) {
@@ -222,7 +222,7 @@ class CoreSimulation {
 
   // ---- ranks ----------------------------------------------------------------------------------
 
-  // Called when a burst or sleep of a rank ends. Makes the rank's next moves, until one starts a burst or a sleep.
+  // Called when a burst or sleep of a rank ends. Runs the rank's next moves until a move starts a burst or a sleep.
   void go_on_rank(int rank) {
     Rank& self = at(rank);
     while (self.repeat < repeats_) {
@@ -311,7 +311,7 @@ class CoreSimulation {
     return {collective, flow_of(collective), move.exchange, std::move(group), own, root, exchange};
   }
 
-  // Returns the seconds in which this rank copies messages: each message that the other rank has announced before.
+  // Returns the time in which this rank copies messages. It copies those that the other rank has announced already.
   double copy_seconds(int rank, const View& view, bool receives) const {
     double seconds = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {
@@ -333,7 +333,7 @@ class CoreSimulation {
       if (view.sends_to(peer)) view.side().sent_bytes += view.message_bytes();
       if (view.gets_from(peer)) view.side().got_bytes += view.message_bytes();
     }
-    bool all_have_begun = true;  // if true, messages between hosts start
+    bool all_have_begun = true;  // messages between hosts start when all ranks of this host have begun
     for (size_t peer = 0; peer < view.group.size(); ++peer)
       all_have_begun = all_have_begun && (!is_simulated(view.group[peer]) || view.exchange.sides[peer].has_begun);
     if (all_have_begun) send_to_hosts(view);
@@ -349,7 +349,7 @@ class CoreSimulation {
     return burst(rank, seconds);
   }
 
-  // Returns the time at which this rank has sent and received all messages of an exchange; kNever if still unknown.
+  // Returns the time at which this rank has sent and received all messages of the exchange, or kNever if unknown.
   double through_s(int rank, const View& view) const {
     double through = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {
@@ -382,14 +382,14 @@ class CoreSimulation {
     return Outcome::kSleeps;
   }
 
-  // Lets a waiting rank check its exchange again: after wake_s, or at once if it still polls (each rank has a core).
+  // Makes a waiting rank check its exchange again: at once if the rank still polls on its own core, else after wake_s.
   void look(int rank) {
     if (!is_simulated(rank) || !turns_.sleeps(static_cast<size_t>(rank)) || !at(rank).is_asleep) return;
     const bool sleeps = ranks_ > speed_.cores || turns_.now_s() - at(rank).began_s > kSpinSeconds;
     turns_.wake(static_cast<size_t>(rank), turns_.now_s() + (sleeps ? speed_.wake_s : 0));
   }
 
-  // Adds up only data from ranks of this host. The messenger's thread adds up data from other hosts.
+  // Adds up data from ranks of this host only. The messenger's thread adds up data from other hosts.
   Outcome sum(int rank, const View& view) {
     if (view.flow.sum_bytes == 0 || (view.flow.only_root_sums && view.own != view.root)) return Outcome::kDone;
     const auto near = std::ranges::count_if(view.group, [&](int peer) { return share_memory(rank, peer); }) - 1;
@@ -459,7 +459,7 @@ class CoreSimulation {
 
   // ---- the result -----------------------------------------------------------------------------
 
-  // Returns the mean of the repeats, with the intervals of the last one.
+  // Returns the mean times of the repeats, with the intervals of the last repeat.
   StepTime finish() {
     const std::vector<double>& began_s = all_[0].repeats_s;
     const double last_began_s = began_s[began_s.size() - 2];
@@ -476,13 +476,13 @@ class CoreSimulation {
   const MachineSpeed& speed_;
   const int ranks_;  // number of simulated ranks
   const int repeats_;
-  CoreTurns turns_;  // threads of the ranks, then of their messengers
+  CoreTurns turns_;  // contains the threads of the ranks, then the threads of their messengers
   std::vector<Moves> moves_;
   std::vector<Rank> all_;
   std::vector<Messenger> messengers_;
   std::map<std::tuple<int, size_t, int, int>, Exchange>
-      exchanges_;                  // key: repetition, collective, exchange, first rank of the group
-  std::vector<double> started_s_;  // times at which rank 0 started each collective
+      exchanges_;                  // the key is {repetition, collective, exchange, first rank of the group}
+  std::vector<double> started_s_;  // the time at which rank 0 started each collective
   int over_ = 0;
   StepTime result_;
 };

@@ -8,16 +8,16 @@
 
 namespace tessera::internal {
 
-// Implements predict_step() if MachineSpeed::cores is set. Simulates all ranks of a host as discrete events, with the
-// scheduler of core_turns.h and the messages of collective_flow.h. A rank occupies a core while it computes, copies or
-// adds up, and releases the core while it waits. Within a host, compute and communication do not overlap: the second of
-// two ranks to arrive copies their message, and waits add up sums. Between hosts, a second thread of each rank sends
-// and receives. It competes for the cores, and for the link in each direction. All hosts are assumed to be alike. Times
-// of operators vary by MachineSpeed::jitter, with a fixed seed. Returns the mean of several repeats of the step.
+// Implements predict_step() if MachineSpeed::cores is set. Runs a discrete-event simulation of a host's ranks, with
+// the scheduler of core_turns.h and the messages of collective_flow.h. A rank uses a core while it computes, copies or
+// adds up, and no core while it waits. Within a host, compute and communication do not overlap. The later of two ranks
+// copies the message between them, and a wait adds up received data. Between hosts, a second thread of each rank sends
+// messages, and competes for the cores and for the link. All hosts are assumed to behave alike. Operator times vary by
+// MachineSpeed::jitter, with a fixed seed. Returns the mean of several repeats of the step.
 //
-// `records`: one for each rank of the host, or one for all ranks. `step`: number of a recorded step, from 1. Throws
-// std::invalid_argument for another number of records, records of different trainings, more than 256 ranks on a host,
-// and speeds that the records need but `speed` lacks.
+// `records` has one record for each rank of the host, or one for all ranks. `step` is the number of a recorded step,
+// from 1. Throws std::invalid_argument for another number of records, records of different trainings, or more than 256
+// ranks on a host. Also throws if `speed` lacks a speed that the records need.
 StepTime predict_on_cores(const std::vector<const RunRecord*>& records, const MachineSpeed& speed, int step);
 
 }  // namespace tessera::internal

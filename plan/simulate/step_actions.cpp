@@ -17,7 +17,7 @@ std::vector<StepAction> actions_of(const RunRecord& record) {
   std::vector<StepAction> actions;
   size_t start = 0, wait = 0;
   for (size_t i = 0; i <= record.operators.size(); ++i) {
-    while (true) {  // actions after `i` operators and before the next one
+    while (true) {  // adds the starts and waits between the first `i` operators and the next operator
       const bool waits_now = wait < waits.size() && waits[wait].first.operators <= i;
       const bool starts_now = start < record.collectives.size() && record.collectives[start].operators <= i;
       if (waits_now && (!starts_now || waits[wait].first.collectives <= start)) {

@@ -8,14 +8,14 @@
 
 namespace tessera::internal {
 
-// One action of a rank: it called an operator, or started or awaited a collective.
+// One action of a rank: the call of an operator, or the start or wait of a collective.
 struct StepAction {
   enum class Kind : uint8_t { kCompute, kStart, kWait } kind;
-  size_t index;  // in RunRecord::operators if kCompute, otherwise in RunRecord::collectives
-  int step;      // step of the action; 0: in the constructor
+  size_t index;  // index in RunRecord::operators for kCompute, otherwise in RunRecord::collectives
+  int step;      // number of the step; 0 means in the constructor
 };
 
-// Returns all actions of a record, in the rank's order.
+// Returns all actions of a record, in the order in which the rank made them.
 std::vector<StepAction> actions_of(const RunRecord& record);
 
 }  // namespace tessera::internal

@@ -34,7 +34,7 @@ class Simulation {
           break;
       }
     }
-    enter(step_);  // a no-op unless the step has no actions
+    enter(step_);  // has an effect only if the step has no actions
     result_.total_s = now_ - began_;
     result_.exposed_s = result_.total_s - result_.compute_s;
     result_.processor_s = result_.compute_s;
@@ -46,7 +46,7 @@ class Simulation {
   }
 
  private:
-  // Records the begin of the predicted step at its first action.
+  // At the first action of the predicted step, records the start time of the step.
   void enter(int step) {
     if (step != step_ || has_begun_) return;
     has_begun_ = true;
@@ -77,7 +77,7 @@ class Simulation {
         {op.name, Lane::kCompute, begin, now_, unit < record_.units.size() ? record_.units[unit] : "", op.in_backward});
   }
 
-  // Advances time by `work_s` seconds of compute, which takes longer during communication.
+  // Advances time by `work_s` seconds of compute, or by more if communication slows the compute down.
   void advance(double work_s) {
     std::erase_if(busy_, [&](const auto& interval) { return interval.second <= now_; });
     while (work_s > 0) {
@@ -105,12 +105,12 @@ class Simulation {
   const RunRecord& record_;
   const MachineSpeed& speed_;
   const int step_;
-  std::vector<double> ends_;  // ends of collectives; 0: complete before the first step
-  double now_ = 0;            // time up to which compute has advanced
+  std::vector<double> ends_;  // end time of each collective, or 0 if it completed before the first step
+  double now_ = 0;            // current time of the compute lane
   double began_ = 0;
   bool has_begun_ = false;
   std::array<double, kLanes> free_at_{};
-  std::vector<std::pair<double, double>> busy_;  // begin and end of collectives that may still run
+  std::vector<std::pair<double, double>> busy_;  // begin and end times of collectives that may still be in flight
   StepTime result_;
 };
 

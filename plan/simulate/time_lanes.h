@@ -6,9 +6,9 @@
 
 namespace tessera::internal {
 
-// Returns a step's lanes for a page: [{"lane", "intervals": [{"name", "begin_ms", "end_ms", "backward",
-// "operators"}]}], without empty lanes. Merges consecutive operators of one unit. Keeps the longest intervals of each
-// lane, at most kMostDrawn.
+// Returns a step's lanes as JSON for a page: [{"lane", "intervals": [{"name", "begin_ms", "end_ms", "backward",
+// "operators"}]}]. Omits empty lanes. Merges consecutive operators of one unit. If a lane has more than kMostDrawn
+// intervals, keeps only the longest.
 inline constexpr size_t kMostDrawn = 2000;
 nlohmann::json lanes_of(const StepTime& time);
 
