@@ -31,8 +31,8 @@ bool may_have_own_step(const torch::optim::Optimizer& optimizer);
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
 
 // Calls take(group, parameter) for each parameter that has a gradient, in the order of the groups, and as often as they
-// list it. If `chosen` is not null, skips parameters that are not in it. If the optimizer lacks a parameter of `chosen`,
-// throws std::invalid_argument after the calls. So take() must collect parameters, but not step them.
+// list it. If `chosen` is not null, skips parameters that are not in it. If the optimizer lacks a parameter of
+// `chosen`, throws std::invalid_argument after the calls. So take() must collect parameters, but not step them.
 void for_each_stepped(
     torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
     const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
