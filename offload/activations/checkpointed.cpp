@@ -170,6 +170,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   // does. With the anchor, autograd calls backward in that case too.
   static Tensors forward(AutogradContext* context, const c10::intrusive_ptr<Part>& part, at::TensorList inputs) {
     context->saved_data["part"] = c10::IValue::make_capsule(part);
+    context->set_materialize_grads(false);  // outputs without a gradient must not add zeros to parameters
     save(context, *part, inputs);
     const Tensors given(inputs.begin() + 1, inputs.end());
     for (const at::Tensor& tensor : given) part->versions.emplace_back(tensor);
@@ -188,6 +189,11 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
                                     " of its inputs in place, so that it cannot be called again: clone it first");
     for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
+    // Autograd sets a node in the returned tensors themselves, which must not happen to a tensor that others hold.
+    for (at::Tensor& output : outputs)
+      if (output.use_count() > 1 &&
+          std::ranges::none_of(given, [&](const auto& input) { return input.is_same(output); }))
+        output = output.detach();
     return outputs;
   }
 
@@ -199,11 +205,26 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       const bool requires_grad = saved[i].requires_grad();
       part.requires_grad.push_back(requires_grad);
       ActivationOffload* elsewhere = ActivationOffload::current();
-      if (i == 0 || elsewhere == nullptr || (saved[i].is_leaf() && requires_grad)) continue;
+      if (i == 0 || elsewhere == nullptr || (saved[i].is_leaf() && requires_grad) || is_paged(saved[i])) continue;
       part.kept[i] = elsewhere->keep(saved[i]);
       if (part.kept[i]) saved[i] = at::Tensor();
     }
     context->save_for_backward(std::move(saved));
+  }
+
+  // Adds the gradients of `roots` to the inputs and to all other leaves. In torch::autograd::grad(), and in a backward
+  // with `inputs`, adds them to the wanted inputs only.
+  static void add_gradients(AutogradContext* context, const Tensors& roots, const Tensors& seeds,
+                            const Tensors& inputs) {
+    if (roots.empty()) return;
+    if (torch::autograd::Engine::get_default_engine().is_checkpoint_valid())
+      return torch::autograd::backward(roots, seeds);
+    Tensors wanted;
+    for (size_t i = 0; i < inputs.size(); ++i)  // edge 0 is the anchor's
+      if (inputs[i].requires_grad() && context->needs_input_grad(i + 1)) wanted.push_back(inputs[i]);
+    if (wanted.empty()) return;
+    const Tensors found = torch::autograd::grad(roots, wanted, seeds, {}, false, /*allow_unused=*/true);
+    for (size_t i = 0; i < found.size(); ++i) wanted[i].mutable_grad() = found[i];
   }
 
   static Tensors backward(AutogradContext* context, Tensors gradients) {
@@ -227,7 +248,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       roots.push_back(outputs[i]);
       seeds.push_back(gradients[i]);
     }
-    if (!roots.empty()) torch::autograd::backward(roots, seeds);
+    add_gradients(context, roots, seeds, inputs);
     Tensors result(2);  // `part` and the anchor get no gradients
     for (const at::Tensor& input : inputs) result.push_back(input.grad());
     return result;

@@ -49,10 +49,60 @@ TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlaceAndCaught) {
   });
 }
 
+// A saliency or an adversarial step between backward and step: the parameters' gradients stay as they are.
+TEST_P(CheckpointedParts, AGradientOfInputsBeforeTheStep) {
+  play(GetParam(), {.model = [] { return seeded_model<Checkpointed>(60); }}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      const at::Tensor x = run.x(10 + step).clone().requires_grad_();
+      const auto gradients = torch::autograd::grad({run(x).square().sum()}, {x});
+      run.notes.push_back(gradients[0].isfinite().all().item<bool>() ? 1 : 0);
+      run.optimizer().step();
+    }
+  });
+}
+
 // A recomputation casts weights again. The next forward must not use the casts of the weights before the step.
 TEST_P(CheckpointedParts, UnderAutocast) {
   play(GetParam(), {.model = [] { return in_single(seeded_model<Checkpointed>(59)); }, .same_data = true},
        three_steps_under_autocast);
+}
+
+TEST(CheckpointedOfPrograms, AGradientOfInputsLeavesParametersAlone) {
+  torch::nn::Linear layer(4, 4);
+  for (const bool in_backward : {false, true}) {
+    const at::Tensor x = torch::ones({2, 4}).requires_grad_(), h = x * 1;
+    const at::Tensor loss = checkpointed(layer, h).sum();
+    const at::Tensor expected = layer->weight.detach().sum(0).expand({2, 4});
+    if (in_backward) {
+      loss.backward({}, {}, false, at::TensorList({x}));
+      EXPECT_TRUE(torch::allclose(x.grad(), expected));
+    } else {
+      EXPECT_TRUE(torch::allclose(torch::autograd::grad({loss}, {x})[0], expected));
+    }
+    EXPECT_FALSE(layer->weight.grad().defined());
+  }
+}
+
+// Autograd must not change a parameter or a mask that the function returns.
+TEST(CheckpointedOfPrograms, ACapturedTensorThatIsReturnedStaysAsItIs) {
+  const at::Tensor x = torch::ones({3}).requires_grad_(), weight = torch::ones({3}).requires_grad_();
+  const at::Tensor mask = torch::ones({3});
+  const auto [y, same, parameter] =
+      checkpointed([&](const at::Tensor& t) { return std::tuple{t * weight, mask, weight}; }, x);
+  EXPECT_FALSE(mask.requires_grad());
+  ASSERT_TRUE(weight.is_leaf());
+  (y.sum() + parameter.sum()).backward();
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::full({3}, 2.0)));
+  EXPECT_TRUE(torch::equal(x.grad(), torch::ones({3})));
+}
+
+TEST(CheckpointedOfPrograms, AnUnusedOutputGivesNoGradients) {
+  const at::Tensor x = torch::ones({3}).requires_grad_(), head = torch::ones({3}).requires_grad_();
+  checkpointed([&](const at::Tensor& t) { return std::pair{t * 2, t * head}; }, x).first.sum().backward();
+  EXPECT_FALSE(head.grad().defined());
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({3}, 2.0)));
 }
 
 // Autograd itself throws if a saved tensor was changed; recomputing must not hide that.

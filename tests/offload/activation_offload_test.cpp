@@ -147,5 +147,25 @@ TEST(ActivationOffload, UnderFsdpAndWithALimit) {
   });
 }
 
+// FSDP reshards the memory of a parameter's view, so a copy in flight must not read it.
+TEST(ActivationOffload, LeavesViewsOfShardedParameters) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto list = blocks(2);
+    on_rank_device(list);
+    FullyShardedDataParallel fsdp(list, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    ActivationOffload activations(comm->device(), {.min_bytes = 0});
+    at::Tensor loss;
+    {
+      ActivationOffload::Scope scope(activations);
+      const at::Tensor x = on_rank_device(torch::ones({4, 16}));
+      loss = checkpointed([](const at::Tensor& h, const at::Tensor& w) { return h.matmul(w); }, x * 1,
+                          list[0]->as<torch::nn::Linear>()->weight.t())
+                 .sum();
+    }
+    EXPECT_EQ(activations.host_bytes(), 4 * 16 * 4);  // of x alone
+    loss.backward();
+  });
+}
+
 }  // namespace
 }  // namespace tessera::activation_offload_test
