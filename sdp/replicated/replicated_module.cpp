@@ -132,7 +132,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
   };
   auto backward = std::make_shared<Backward>();
   for (const at::Tensor& output : outputs) {
-    if (!output.requires_grad()) continue;
+    if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([trace, backward](const at::Tensor&) {
       if (std::exchange(backward->has_begun, true)) return;
       backward->range.begin([] { return std::string("backward"); });

@@ -305,6 +305,29 @@ TEST(Ddp, DestroyedInsideItsOwnBackwardIsAnError) {
     }
 }
 
+struct GivesItsScale : torch::nn::Module {
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& x) { return {layer(x), scale}; }
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(4, 4));
+  at::Tensor scale = register_parameter("scale", torch::ones({4}));
+};
+
+TEST(Ddp, AParameterThatForwardReturnsKeepsNoHook) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(4, [] { return std::make_shared<GivesItsScale>(); });
+    on_rank_device(*model);
+    for (int wrapper = 0; wrapper < 2; ++wrapper) {
+      DistributedDataParallel ddp(model, comm);
+      for (int step = 0; step < 2; ++step) {
+        ddp.zero_grad();
+        const auto [y, scale] = ddp(on_rank_device(torch::full({2, 4}, 1.0 + comm->rank())));
+        (y.sum() + (scale * (1.0 + comm->rank())).sum()).backward();
+        EXPECT_TRUE(torch::equal(model->scale.grad().cpu(), torch::full({4}, 1.5)));
+      }
+    }
+    (model->scale * 2).sum().backward();  // without a wrapper
+  });
+}
+
 TEST(Ddp, ARankThatFailsEndsTheOthersBackward) {
   const std::string text = error_of<std::runtime_error>([] {
     on_ranks(3, [](std::shared_ptr<Communicator> comm) {
