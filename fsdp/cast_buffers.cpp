@@ -10,12 +10,14 @@ void CastBuffers::cast(const torch::nn::Module& module, const FsdpOptions& optio
   const at::ScalarType dtype = *options.mixed_precision.buffer_dtype;
   const auto exempt = modules_below(module, exempt_modules(options.mixed_precision));
   const auto ignored = modules_below(module, options.ignored_modules);
+  std::map<const c10::TensorImpl*, at::ScalarType> own_dtypes;  // a buffer may have several names
   for (const auto& part : module.named_modules()) {
     if (exempt.contains(part.value().get()) || ignored.contains(part.value().get())) continue;
     for (const auto& entry : part.value()->named_buffers(/*recurse=*/false)) {
       at::Tensor buffer = entry.value();
       if (!buffer.defined() || !at::isFloatingType(buffer.scalar_type())) continue;
-      by_name_.emplace(join_names(part.key(), entry.key()), Entry{buffer, buffer.scalar_type()});
+      const auto own = own_dtypes.try_emplace(buffer.unsafeGetTensorImpl(), buffer.scalar_type()).first->second;
+      by_name_.emplace(join_names(part.key(), entry.key()), Entry{buffer, own});
       buffer.set_data(buffer.to(dtype));
     }
   }

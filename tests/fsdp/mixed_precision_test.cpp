@@ -118,6 +118,20 @@ at::Tensor loss_of(Model& net, int rank) {
   return call(net, input(rank)).to(at::kFloat).square().mean();
 }
 
+TEST(MixedPrecision, ABufferOfTwoNamesKeepsItsOwnDtypeUnderBoth) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+    const at::Tensor table = torch::ones({3});
+    for (size_t i = 0; i < 2; ++i) net->ptr(i)->register_buffer("table", table);
+    on_rank_device(net);
+    FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+    options.mixed_precision.buffer_dtype = at::kBFloat16;
+    FullyShardedDataParallel fsdp(net, comm, options);
+    const auto state = fsdp.full_state_dict();
+    for (const char* name : {"0.table", "1.table"}) EXPECT_EQ(state[name].scalar_type(), at::kFloat) << name;
+  });
+}
+
 class MixedPrecisionParity : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, MixedPrecisionParity, testing::Values(1, 2, 3, 4, 5));
 
