@@ -9,6 +9,7 @@
 #include "core/gradients/gradient_part.h"
 #include "core/layout/tensor_signature.h"
 #include "core/paging/residency.h"
+#include "core/runtime/lazy_values.h"
 
 namespace tessera::internal {
 namespace {
@@ -64,7 +65,7 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
 at::Tensor GradientBuffer::whole_gradient() const {
   for (const Member& member : members_) {
     const at::Tensor& grad = member.leaf.grad();
-    if (!is_shared(grad) || !is_view_at(grad, member.geometry, member.offset)) return {};
+    if (!is_shared(grad) || has_lazy_values(grad) || !is_view_at(grad, member.geometry, member.offset)) return {};
   }
   const auto storage = shared_.lock();
   if (!storage) return {};

@@ -137,5 +137,16 @@ TEST(GradientBufferOfOneLeaf, TakesMemoryWithoutACopyEvenWithoutViews) {
   }
 }
 
+// A conjugate is a view of the same memory, whose bytes are not its values.
+TEST(GradientBufferOfOneLeaf, AddsToTheConjugateThatAUserHasSet) {
+  const at::Tensor leaf = torch::zeros({1}, at::TensorOptions(at::kComplexFloat).requires_grad(true));
+  GradientBuffer buffer({member(leaf, 0)}, 1, at::kComplexFloat, nullptr);
+  const at::Tensor value = torch::complex(torch::ones({1}), torch::full({1}, 2.0f));
+  buffer.accept(value.clone(), {true});
+  leaf.mutable_grad() = leaf.grad().conj();
+  buffer.accept(value.clone(), {true});
+  EXPECT_TRUE(torch::equal(leaf.grad().resolve_conj(), value + value.conj())) << leaf.grad();
+}
+
 }  // namespace
 }  // namespace tessera::gradient_buffer_test
