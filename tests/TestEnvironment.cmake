@@ -1,7 +1,7 @@
 # Sets TESSERA_TEST_ENVIRONMENT, the environment of tests: settings of the sanitizers, with suppressions for foreign
 # code. Empty in a plain build.
 set(TESSERA_TEST_ENVIRONMENT "")
-set(_suppressions "${PROJECT_SOURCE_DIR}/cmake/sanitizers")
+set(_suppressions "${PROJECT_SOURCE_DIR}/tools/cmake/sanitizers")
 if(TESSERA_SANITIZE MATCHES "address")
   # A failed allocation must throw, as without the sanitizer: tests catch libtorch's exception. Tests start many threads.
   # Each takes memory for its frames, by default frames of up to 1 MiB: with 64 KiB the kernel works half as long.

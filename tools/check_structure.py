@@ -15,7 +15,7 @@ from gates.tree import Tree
 
 UMBRELLA = "include/tessera/tessera.h"
 INCLUDE_FOLDERS = ["", "include/"]  # in which #include looks, relative to the root
-INSTALL = "cmake/TesseraInstall.cmake"
+INSTALL = "tools/cmake/TesseraInstall.cmake"
 INSTALLED_FOLDER = re.compile(r"install\(DIRECTORY (\S+) DESTINATION \$\{CMAKE_INSTALL_INCLUDEDIR\}")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<(tessera/[^>]+)>)', re.MULTILINE)
 TARGET = re.compile(r"^\s*(?:tessera_add_library\(\s*|add_library\(\s*tessera_)(\w+)", re.MULTILINE)

@@ -87,7 +87,7 @@ FILES = {
     "core/comm/communicator.h": COMMUNICATOR,
     "core/comm/calls.cpp": CALLS,
     "core/comm/unreached.h": "struct Unreached {};\n",
-    "cmake/TesseraInstall.cmake": "install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})\n",
+    "tools/cmake/TesseraInstall.cmake": "install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})\n",
     "tests/a_test.cpp": "// A test.\n",
     ".ci/run": "#!/bin/sh\n",
 }
@@ -151,7 +151,7 @@ class Structure(WithFolder):
 
     def test_rules_for_all_folders_install_all_headers(self):
         rule = "install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT a)\n"
-        tree = written(self.folder, {**FILES, "cmake/TesseraInstall.cmake": rule})
+        tree = written(self.folder, {**FILES, "tools/cmake/TesseraInstall.cmake": rule})
         self.assertEqual(len(check_structure.headers_installed(tree)), 4)
 
     def test_check_names_each_figure_that_is_worse(self):

@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SUPPORT = {"tests", "bench", "examples", "docs", "tools", "cmake", ".ci"}  # every other folder is the library
+SUPPORT = {"tests", "bench", "examples", "docs", "tools", ".ci"}  # every other folder is the library
 GENERATED = {".git", ".deps", "build", "out"}  # at the top of a tree that is not a git repository
 CODE = {".h", ".cpp", ".cu", ".py", ".sh"}
 CORE = {"core"}  # folders whose classes are measured

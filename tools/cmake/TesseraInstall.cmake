@@ -38,10 +38,10 @@ install(DIRECTORY build/docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/reference COMP
 
 set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
 install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package} COMPONENT development)
-configure_package_config_file(cmake/tessera-config.cmake.in "${PROJECT_BINARY_DIR}/tessera-config.cmake"
+configure_package_config_file(tools/cmake/tessera-config.cmake.in "${PROJECT_BINARY_DIR}/tessera-config.cmake"
   INSTALL_DESTINATION ${_package})
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/tessera-config-version.cmake" COMPATIBILITY SameMinorVersion)
-install(FILES cmake/FindTesseraTorch.cmake cmake/TesseraSharedRuntime.cmake "${PROJECT_BINARY_DIR}/tessera-config.cmake"
+install(FILES tools/cmake/FindTesseraTorch.cmake tools/cmake/TesseraSharedRuntime.cmake "${PROJECT_BINARY_DIR}/tessera-config.cmake"
   "${PROJECT_BINARY_DIR}/tessera-config-version.cmake" DESTINATION ${_package} COMPONENT development)
 
 if(PROJECT_IS_TOP_LEVEL)
