@@ -40,6 +40,18 @@ TEST(NcclQueue, RemovesCompletedOperationsInOrder) {
   queue.wait_until_empty();
 }
 
+// A host that runs ahead enqueues operations long before the device begins them.
+TEST(NcclQueue, TheTimeOfAnOperationBeginsWhenItIsTheOldest) {
+  NcclQueue queue;
+  const auto first = c10::make_intrusive<FakeWork>(), second = c10::make_intrusive<FakeWork>();
+  queue.push(first, "first");
+  queue.push(second, "second");
+  const auto enqueued = queue.look().oldest->began;
+  std::this_thread::sleep_for(20ms);
+  first->completed = true;
+  EXPECT_GE(queue.look().oldest->began - enqueued, 20ms);
+}
+
 TEST(NcclQueue, AnOperationWithAnErrorStays) {
   NcclQueue queue;
   const auto work = c10::make_intrusive<FakeWork>();
