@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
@@ -16,6 +17,7 @@
 #include "core/comm/agreement.h"
 #include "core/comm/recordable_group.h"
 #include "core/gradients/backward_pass.h"
+#include "core/paging/residency.h"
 #include "core/runtime/graph_recorder.h"
 #include "core/runtime/stream_uses.h"
 
@@ -61,7 +63,7 @@ struct CapturedStep::State {
   RecordableGroup& group = recordable(wrapper, comm->rank());
   // Steps run on this stream, because the default stream cannot be recorded.
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device().type()).getStreamFromGlobalPool(device());
-  const std::unique_ptr<GraphRecorder> recorder = make_graph_recorder();
+  std::unique_ptr<GraphRecorder> recorder = make_graph_recorder();  // null after a failure
   bool is_captured = false, has_failed = false;
 
   struct Gradient {
@@ -82,6 +84,7 @@ struct CapturedStep::State {
   };
   // The memory that replays read and write. Also the state of the model and the optimizer at the capture.
   struct Recorded {
+    std::vector<at::Tensor> given;   // on the device "meta", with the layouts of the inputs of the first call
     std::vector<at::Tensor> inputs;  // tensors that replays read; before the capture, inputs of the first call
     std::vector<Gradient> gradients;
     std::vector<Place> places;  // addresses of parameters and buffers
@@ -148,7 +151,7 @@ void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
       throw std::invalid_argument(c10::str(where(), "input ", i,
                                            " is undefined, requires a gradient or is not strided, expected a strided "
                                            "tensor of values"));
-  const std::vector<at::Tensor>& inputs = recorded.inputs;
+  const std::vector<at::Tensor>& inputs = recorded.given;
   if (inputs.empty() && recorded.gradients.empty()) return;
   if (given.size() != inputs.size())
     throw std::invalid_argument(
@@ -220,7 +223,11 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
   CapturedWork work(device(), /*is_recording=*/false);
   std::vector<at::Tensor> here;
   for (const at::Tensor& input : given) here.push_back(input.to(device(), input.scalar_type(), /*non_blocking=*/true));
-  if (recorded.inputs.empty()) recorded.inputs = here;
+  if (recorded.inputs.empty()) {
+    recorded.inputs = here;
+    for (const at::Tensor& input : given)
+      recorded.given.push_back(at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta)));
+  }
   clear_gradients();
   at::Tensor result = run(here);
   optimizer.step();
@@ -259,11 +266,18 @@ void CapturedStep::State::capture() {
     recorded.steps = work.take_steps();
   } catch (const std::exception& error) {
     has_failed = true;
+    recorder.reset();  // NCCL's abort waits until no graph refers to its communicator
     comm->abort(where() + "the capture failed: " + error.what());
     throw;
   }
   record_state();
-  require_agreement(*comm, "the collectives of a captured step", collectives);
+  try {
+    require_agreement(*comm, "the collectives of a captured step", collectives);
+  } catch (const std::exception&) {
+    has_failed = true;
+    recorder.reset();
+    throw;
+  }
   is_captured = true;
 }
 
@@ -277,9 +291,12 @@ at::Tensor CapturedStep::State::replay(const std::vector<at::Tensor>& given) {
   for (const Gradient& gradient : recorded.gradients)
     if (!gradient.leaf.grad().is_same(gradient.value)) gradient.leaf.mutable_grad() = gradient.value;
   if (recorded.has_optimizer) {
-    // Raises versions like an eager step. So autograd refuses the backward of a graph that saved the old values.
+    // Counts writes like an eager step. So autograd refuses the backward of a graph that saved the old values.
     for (const Gradient& gradient : recorded.gradients)
-      if (gradient.trains) gradient.leaf.unsafeGetTensorImpl()->bump_version();
+      if (gradient.trains) {
+        gradient.leaf.unsafeGetTensorImpl()->bump_version();
+        note_write(gradient.leaf);  // gathered copies of a shard become stale
+      }
   } else {
     optimizer.step();
   }

@@ -239,6 +239,13 @@ std::vector<Case> cases() {
   all.push_back({.name = "fsdp_kept_gathered",
                  .fsdp = {.reshard_after_forward = false, .prefetch = 2},
                  .optimizer = Case::kAdamW});
+  // A replayed step makes the units stale that an evaluation has left gathered.
+  all.push_back({.name = "fsdp_kept_evaluates",
+                 .fsdp = {.reshard_after_forward = false},
+                 .evaluates = true,
+                 .optimizer = Case::kAdamW});
+  all.push_back(
+      {.name = "fsdp_recent_evaluates", .fsdp = {.keep_recent = 8}, .evaluates = true, .optimizer = Case::kSgd});
   all.push_back({.name = "fsdp_int8", .fsdp = {.wire = {WireFormat::kInt8Blocks, WireFormat::kInt8Blocks}}});
   all.push_back({.name = "fsdp_hybrid", .world = 4, .fsdp = {.hybrid = {.ranks_per_copy = 2}}});
   all.push_back({.name = "fsdp_secondary", .world = 4, .fsdp = {.hybrid = {.ranks_per_secondary_copy = 2}}});
@@ -685,6 +692,46 @@ TEST(CapturedStep, ARankThatReplaysLessIsNamed) {
     error = thrown.what();
   }
   expect_contains(error, "rank 1 stops");
+}
+
+// A replay runs collectives of the group's parts, which no call of the survivors starts.
+TEST(CapturedStep, ARankThatIsLostInReplaysOfAHybridGroupEndsTheOthers) {
+  accelerator::needs_simulation("it needs four devices");
+  const Simulation simulation;
+  const std::string error = error_of<std::exception>([] {
+    accelerator::on_devices(
+        4,
+        [](std::shared_ptr<Communicator> comm) {
+          Net net = net_on(*comm);
+          FullyShardedDataParallel fsdp(net, comm, in_units({.hybrid = {.ranks_per_copy = 2}}));
+          SGD optimizer(fsdp.parameters(), 1e-2);
+          CapturedStep step(fsdp, optimizer, [&](const Inputs& in) { return fsdp(in[0]).square().mean(); });
+          for (int i = 0; i < 8; ++i) {
+            if (i == 5 && comm->rank() == 3) throw std::runtime_error("rank 3 stops");
+            static_cast<void>(step(batch_on(*comm)).item<float>());
+          }
+          comm->throw_if_aborted("the loop");
+        },
+        std::chrono::seconds(20));
+  });
+  expect_contains(error, "rank 3 stops");
+}
+
+// Slices of a longer batch, as language models take them. Memory that replays read has other strides.
+TEST(CapturedStep, SlicedInputsOfOneLayoutAreAccepted) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    torch::optim::SGD optimizer(net->parameters(), 1e-2);
+    for (const at::Device device : {at::Device(at::kCPU), comm->device()}) {
+      CapturedStep step(ddp, optimizer, [&](const Inputs& in) { return ddp(in[0]).square().mean(); });
+      for (int i = 0; i < 6; ++i)
+        EXPECT_NO_THROW(step({torch::ones({4, kFeatures + 1}, device).narrow(1, 0, kFeatures)})) << device << i;
+      expect_contains(error_of<std::invalid_argument>([&] { step({torch::ones({4, kFeatures})}); }),
+                      "with strides [16, 1], expected Float of shape [4, 16] with strides [17, 1]");
+    }
+  });
 }
 
 }  // namespace
