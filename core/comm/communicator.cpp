@@ -309,12 +309,14 @@ void Communicator::barrier(std::string_view what) {
   if (device_.is_cuda()) to_host(arrived, what);  // wait() blocks only the stream, and to_host() also blocks the host
 }
 
+std::vector<std::shared_ptr<Communicator>> Communicator::parts() {
+  std::lock_guard lock(parts_mutex_);
+  return parts_;
+}
+
 void Communicator::throw_if_aborted(std::string_view what) {
   if (size_ > 1) require_ended(what, /*all=*/true);
-  std::unique_lock lock(parts_mutex_);
-  const auto parts = parts_;
-  lock.unlock();
-  for (const auto& part : parts) part->throw_if_aborted(what);
+  for (const auto& part : parts()) part->throw_if_aborted(what);
 }
 
 at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what) {
@@ -366,10 +368,7 @@ std::shared_ptr<Communicator> Communicator::group_of(const std::vector<int>& mem
 
 void Communicator::abort(const std::string& reason) noexcept {
   abort_this(reason);
-  std::unique_lock lock(parts_mutex_);
-  const auto parts = parts_;
-  lock.unlock();
-  for (const auto& part : parts) part->abort(reason);
+  for (const auto& part : parts()) part->abort(reason);
 }
 
 std::map<std::string, double> Communicator::reset_wait_times() { return counters_.front()->reset_wait_times(); }

@@ -195,6 +195,8 @@ class Communicator : public internal::CommunicatorBackend {
  protected:
   Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout);
 
+  std::vector<std::shared_ptr<Communicator>> parts();  // the groups split from this group; thread-safe
+
  private:
   std::shared_ptr<Communicator> group_of(const std::vector<int>& members, int color);
 

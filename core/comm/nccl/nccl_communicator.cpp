@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -127,9 +128,15 @@ class NcclCommunicator : public Communicator,
   void enqueue_recorded(const std::string& description, const std::function<void()>& enqueue) override {
     require_whole(description);
     enqueue();
+    track(c10::make_intrusive<ReplayEnd>(device()), description);
+  }
+  // Each part of the group also watches a replay, because only its own thread can abort its kernels in the replay.
+  void track(const Work& end, const std::string& description) {
     if (size() == 1) return;
     watch_.started(sequence_++, description);
-    queue_.push(c10::make_intrusive<ReplayEnd>(device()), description);
+    queue_.push(end, description);
+    for (const auto& part : parts())
+      if (auto* const of_nccl = dynamic_cast<NcclCommunicator*>(part.get())) of_nccl->track(end, description);
   }
 
   void abort_this(const std::string& reason) noexcept override {
@@ -359,6 +366,8 @@ void NcclCommunicator::end_by(const std::string& error) {
 }
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
+  // Otherwise the end of an event would make device 0 current again, and create a context there.
+  c10::impl::VirtualGuardImpl(device().type()).setDevice(device());
   uint64_t waits_for = static_cast<uint64_t>(-1);
   std::optional<RunClock::time_point> lost_since;  // time of a peer's loss, after which the watchdog may name the peer
   int silent_looks = 0;                            // successive looks without an answer; one alone may be a short delay
