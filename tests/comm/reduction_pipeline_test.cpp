@@ -319,9 +319,9 @@ TEST(ReductionPipeline, AbortEndsWhatIsUnderWay) {
 
 #ifdef __SANITIZE_THREAD__
 // A rank that gives up a message waits until gloo's thread has released it, on an atomic inside libtorch
-// (tools/cmake/sanitizers/tsan.supp). Its staging then returns to the memory cache, and gloo's thread of another group may
-// write there next. So both stacks of the report have only this frame. Not in the suppression file: other programs must
-// find tensors that are accessed during a receive.
+// (tools/cmake/sanitizers/tsan.supp). Its staging then returns to the memory cache, and gloo's thread of another group
+// may write there next. So both stacks of the report have only this frame. Not in the suppression file: other programs
+// must find tensors that are accessed during a receive.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:gloo::transport::tcp::Pair::read\n";
 }
