@@ -12,13 +12,13 @@ namespace tessera {
 
 // Options of ActivationOffload.
 struct ActivationOffloadOptions {
-  bool pin_memory = true;                // page-locked memory, which devices access directly
+  bool pin_memory = true;                // true: copies to page-locked memory, which devices access directly
   int64_t host_limit_bytes = 0;          // upper limit of host memory; 0: no limit
-  int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
+  int64_t min_bytes = int64_t{1} << 20;  // tensors of fewer bytes stay on the device
 };
 
-// Keeps the inputs of checkpointed() blocks in host memory between forward and backward. A deep model then needs device
-// memory for the activations of only one block (DeepSpeed's cpu_checkpointing).
+// Keeps the inputs of checkpointed() blocks in host memory between forward and backward, like DeepSpeed's
+// cpu_checkpointing. A deep model then needs device memory for the activations of only one block at a time.
 //
 //   tessera::ActivationOffload activations(comm->device());
 //   at::Tensor loss;
@@ -28,9 +28,9 @@ struct ActivationOffloadOptions {
 //   }
 //   loss.backward();
 //
-// Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor on the
-// device once it is copied. Backward fetches the input of the next block in advance. Results are bit-equal to those
-// without offload. Thread-safe. Must outlive the autograd graphs of the blocks.
+// Copies overlap computation. At most two tensors are in flight in each direction. Once a tensor is copied to the host,
+// forward frees it on the device. Backward fetches the input of the next block in advance. Results are bit-equal to
+// those without offload. Thread-safe. This object must outlive the autograd graphs of the blocks.
 class ActivationOffload {
  public:
   // All tensors passed to keep() must be on `device`.
@@ -40,7 +40,7 @@ class ActivationOffload {
   // While this object exists, checkpointed() on this thread keeps its inputs in `activations`.
   class Scope {
    public:
-    // Replaces this thread's current scope until destruction.
+    // Makes `activations` the offload of this thread until this scope ends.
     explicit Scope(ActivationOffload& activations);
     ~Scope();
     Scope(const Scope&) = delete;
@@ -52,10 +52,10 @@ class ActivationOffload {
   // Returns the offload of this thread's innermost scope; null outside scopes.
   static ActivationOffload* current();
 
-  // Returns the tensor on its original device. Dense tensors keep their strides. May be called several times.
+  // Returns the tensor, on its original device. Dense tensors keep their strides. May be called several times.
   using Fetch = std::function<at::Tensor()>;
-  // Copies a tensor to the host, and keeps the copy until the returned function is destroyed. If the tensor stays on
-  // the device, returns an empty function. Throws std::runtime_error if the copy would exceed host_limit_bytes.
+  // Copies a tensor to the host, and keeps the copy until the returned function is destroyed. Returns an empty function
+  // if the tensor stays on the device. Throws std::runtime_error if the copy would exceed host_limit_bytes.
   Fetch keep(const at::Tensor& tensor);
 
   // Returns the bytes of host memory in use now.

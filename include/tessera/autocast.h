@@ -17,13 +17,13 @@ namespace tessera {
 //   loss.backward();
 //
 // Changes the state of the calling thread only. The destructor restores that state, and must run on the same thread.
-// The end of the outermost scope frees the cast copies of weights. Scopes may be nested. An inner scope with `enabled`
-// = false turns autocast off for a part of the model. kHalf needs ShardedGradScaler.
+// Objects may be nested. The destructor of the outermost object frees the cached casts of weights. An inner object with
+// `enabled` = false turns autocast off for a part of the model. kHalf needs ShardedGradScaler.
 class Autocast {
  public:
-  // `dtype`: kBFloat16, kHalf, or kFloat inside a 16-bit scope; empty: the device's default (kBFloat16 on CPUs, kHalf
-  // on GPUs). `caches`: true casts each weight once per scope; empty: uses the setting of the surrounding scope. Throws
-  // std::invalid_argument for any other dtype.
+  // `dtype`: kBFloat16 or kHalf, or kFloat while an outer object casts to 16 bits. Empty: kBFloat16 on CPUs, kHalf on
+  // GPUs. `caches`: true casts each weight only once while the object exists; empty: keeps the outer object's setting.
+  // Throws std::invalid_argument for any other dtype.
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
                     std::optional<bool> caches = std::nullopt);
   ~Autocast();

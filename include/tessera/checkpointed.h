@@ -19,8 +19,8 @@
 
 namespace tessera {
 
-// The part of checkpointed() that needs no templates. Returns compute(inputs), computed without autograd. Backward
-// calls `compute` again. All inputs and outputs must be defined.
+// The part of checkpointed() that needs no templates. Returns compute(inputs), without recording its operators for
+// autograd. Backward calls `compute` again. All inputs and outputs must be defined.
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
                                          std::vector<at::Tensor> inputs);
 
@@ -35,7 +35,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
   }
 }
 
-// Returns the tensors of arguments passed as non-const lvalues. The function must not replace these tensors.
+// Returns the tensors in arguments that were passed as non-const lvalues. The function must not replace these tensors.
 template <class... Inputs, class Arguments>
 std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::vector<at::Tensor> tensors;
@@ -51,10 +51,10 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 
 }  // namespace internal
 
-// Calls function(inputs...), or module->forward(inputs...) for a holder or pointer, and keeps only the inputs. Backward
-// computes all other results again (gradient checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). This
-// costs one more forward of the function. Needs no wrapper. Under FullyShardedDataParallel, recomputation unshards the
-// function's units again.
+// Calls function(inputs...), or module->forward(inputs...) for a holder or pointer, and keeps only the inputs for
+// backward. Backward computes all intermediate results again (gradient checkpointing, Chen et al., 2016;
+// torch.utils.checkpoint, reentrant). This costs one more forward of the function. Works with and without a wrapper.
+// Under FullyShardedDataParallel, recomputation unshards the function's units again.
 //
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
@@ -68,9 +68,9 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 // InferenceMode), checkpointed() only calls the function.
 //
 // Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that was passed by
-// reference. In backward, throws std::invalid_argument if an input has changed since the call. In backward, throws
+// reference. Backward throws std::invalid_argument if an input has changed since the call. Backward throws
 // std::logic_error for create_graph, and if the second call's outputs differ in number, shape or dtype. Exceptions of
-// the function propagate. Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
+// the function propagate. Backward must run on one thread at a time, as libtorch runs one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);
@@ -115,7 +115,7 @@ auto checkpointed(Function function, Inputs&&... inputs) {
 }
 
 // A Sequential that checkpoints the children selected by `policy`, which receives their names. An empty policy selects
-// all. Takes and returns a tensor.
+// all children. forward() takes and returns one tensor.
 //
 //   auto blocks = tessera::CheckpointedSequential(sequential, tessera::wrap_modules<BlockImpl>());
 class CheckpointedSequentialImpl : public torch::nn::Module {

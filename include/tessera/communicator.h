@@ -60,8 +60,8 @@ class CommunicatorBackend {
   CommunicatorBackend(const CommunicatorBackend&) = delete;
   CommunicatorBackend& operator=(const CommunicatorBackend&) = delete;
 
-  // Whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(). An early start of
-  // such an operation then overlaps nothing. True for gloo if all ranks share memory, except for small operations.
+  // Returns whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(), so that an
+  // early start overlaps nothing. True for gloo if all ranks share memory, except for small operations.
   virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
   // Whether start() accepts Collective::pieces.
   virtual bool takes_pieces() const { return false; }
@@ -77,10 +77,10 @@ class CommunicatorBackend {
   virtual void abort_this(const std::string& reason) noexcept = 0;
   // Makes a group of `members`, which are ranks of this group. This rank becomes rank `position` of the new group.
   // `name` is unique among the groups split from this group. Collective over this group. A rank outside all new groups
-  // passes no members and position -1, and the result is null.
+  // passes no members and position -1, and receives null.
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
-  // Throws CommError if a completed operation was aborted. If `all`, first waits for all operations.
+  // Throws CommError if an operation was aborted, which otherwise counts as complete. If `all`, first waits for all.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
   // Detects a second thread in start() or in a blocking call. See refuse_second_thread().
@@ -101,20 +101,20 @@ class CommunicatorBackend {
 // One rank's membership in a group of ranks that train together.
 //
 // Every operation is collective: all ranks must call it in the same order with the same counts. A call starts the
-// exchange and returns. Pending::wait() blocks until completion, at most for timeout(). Tensors must be contiguous, on
+// operation and returns. Pending::wait() blocks until completion, at most for timeout(). Tensors must be contiguous, on
 // device(), and without conjugate or negative bits. Before wait(), tensors must not be changed, and results must not be
 // read. Operations that only move data accept any dtype. Reductions accept integers of 8 to 64 bits, Half, BFloat16,
 // Float and Double; averages accept the floating types. `what` names the purpose of the operation ("unit 'blocks.3'").
 // It must be equal on all ranks, and appears in errors. `counts` are the ranks' numbers of elements, in rank order; 0
-// is allowed. If empty, parts are equal: `full` has size() times the elements of `shard`.
+// is allowed. If `counts` is empty, parts are equal, and `full` has size() times the elements of `shard`.
 //
 // On gloo, reductions add in rank order. So a sum has the same bits in every run and from every kind of reduction.
-// 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, NCCL decides the
-// order of additions, unless InitOptions::rank_order_sums is set.
+// 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the order of
+// additions is NCCL's, unless InitOptions::rank_order_sums is set.
 //
 // All ranks must wait for operations in the same order, within a group and across groups. If one rank waits in a group
-// and another rank in its parent group, both deadlock. On gloo, an error that names both waits soon ends this deadlock.
-// If each rank has started the operation for which the other rank waits, only the timeout ends it.
+// and another rank in its parent group, both deadlock. On gloo, an error that names both waits soon ends the deadlock.
+// Exception: if each rank has started the operation for which the other waits, only the timeout ends the deadlock.
 //
 // A communicator must be called by one thread at a time; this includes waits. If Tessera detects a second thread, it
 // aborts the group. All operations throw std::invalid_argument for invalid arguments, and CommError for a broken group.
@@ -156,20 +156,20 @@ class Communicator : public internal::CommunicatorBackend {
   void barrier(std::string_view what = {});  // returns when all ranks have called it
 
   // Blocks until all operations of this group and of the groups split from it complete. If an operation was aborted,
-  // throws CommError, whose text begins with `what`. Must be called before results are returned to the user: on NCCL,
-  // wait() does not block the host, and a peer's death leaves results undefined. Not collective.
+  // throws CommError with `what` at the start of its text. Must be called before results are returned to the user.
+  // Reason: on NCCL, wait() does not block the host, and results are undefined after a peer's death. Not collective.
   void throw_if_aborted(std::string_view what);
   // Copies the result of an operation to host memory, after its wait(). Throws CommError if the operation was aborted.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
 
   // Makes a new group of the ranks with the same `color`, numbered by `key`, then by rank (MPI_Comm_split). The new
   // group has this group's backend, device and timeout. It lives as long as this group, so that a failed rank can still
-  // publish its reason. traffic() of this group includes the new group's traffic. Errors use the rank numbers of the
-  // new group, and list the numbers in this group. Returns null if color is negative. Collective over this group.
+  // publish its reason. This group's traffic() includes that of the new group. Errors use the new group's rank numbers,
+  // and list its members' ranks in this group. Returns null if color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
   // Like split(), for colors (0 or more) that every rank can compute for all ranks. Members keep their order. One small
-  // all-reduce checks that all ranks compute equal colors; otherwise all ranks throw std::invalid_argument.
+  // all-reduce checks that all ranks compute equal colors. If they do not, all ranks throw std::invalid_argument.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
   // Returns the members as text: "ranks 0, 2 of 4"; "" for the group of all ranks.

@@ -9,14 +9,14 @@
 
 namespace tessera {
 
-// The dtype of gradients on the wire. kNone: their own. Others: values are rounded, added in fp32, and rounded again.
+// The dtype of gradients on the wire; kNone: their own. Other dtypes round before and after the addition, in fp32.
 enum class GradientCompression { kNone, kFp16, kBf16 };
 
 // Options of DistributedDataParallel, mostly named after the arguments of the class in torch.nn.parallel.
 struct DdpOptions {
   // Upper limit of a bucket (PyTorch's bucket_cap_mb). Buckets are reduced during backward, last layers first. The
   // first bucket has a smaller limit, so that communication starts early. On CPUs a gradient of 2 MiB or more has its
-  // own bucket. It is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares that memory.
+  // own bucket. It is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares the memory.
   int64_t bucket_bytes = int64_t{25} << 20;
   int64_t first_bucket_bytes = int64_t{1} << 20;
 
@@ -24,23 +24,23 @@ struct DdpOptions {
   // gradient. false: if no rank used a parameter in a backward, the next forward throws std::runtime_error.
   bool find_unused_parameters = false;
 
-  // true: gradients that share a bucket are views of it, which saves a copy and its memory.
+  // true: gradients that share a bucket are views of the bucket, which saves copies and their memory.
   bool gradient_as_bucket_view = true;
 
   // true: the caller guarantees that every backward has gradients for the same parameters. Ranks then exchange and
-  // compare the sets of used parameters only after the first two backwards.
+  // compare the sets of used parameters in the first two backwards, but not in later ones.
   bool static_graph = false;
 
   bool broadcast_buffers = true;   // true: rank 0 sends its buffers before each forward that follows a training forward
   bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers at construction
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
-  // For debugging: compares the parameters of all ranks in every N-th training forward. Throws std::runtime_error with
-  // the name of the first difference. 0: never, unless the variable TESSERA_DEBUG=replicas or replicas:N sets a number.
+  // For debugging. N > 0: compares the ranks' parameters in every N-th training forward; std::runtime_error names the
+  // first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or replicas:N.
   int64_t compare_replicas_every = 0;
 
   // true: uses the backend's all-reduce, with any order of additions. false: uses Tessera's, which adds in rank order.
-  // On CPUs, true prevents overlap: ranks wait for each other before each bucket, because gloo does not compare sizes.
+  // On CPUs, true adds a barrier before each bucket, which prevents overlap: gloo itself does not compare sizes.
   bool backend_all_reduce = false;
 
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy.
@@ -76,14 +76,14 @@ class DdpModule : public ReplicatedModule {
 template <class Holder>
 class DistributedDataParallel : public internal::DdpModule {
  public:
-  // Collective. If ranks differ in the model or the options, throws std::invalid_argument on every rank, with the name
-  // of the first difference.
+  // Collective. If the model or the options differ between ranks, throws std::invalid_argument on every rank, with the
+  // name of the first difference.
   DistributedDataParallel(Holder module, std::shared_ptr<Communicator> comm, DdpOptions options = {})
       : internal::DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns the result of module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error if a
-  // parameter was added, converted, or changed in forward. Throws std::runtime_error if no rank has used a parameter
-  // since the last forward, unless find_unused_parameters or static_graph is set. Errors name the parameter.
+  // Returns module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error if a parameter was
+  // added or converted after wrapping, or was changed in forward. Throws std::runtime_error if no rank has used a
+  // parameter since the last forward, unless find_unused_parameters or static_graph is set. Errors name the parameter.
   template <class... Args>
   auto forward(Args&&... args) {
     return run_forward(module_, std::forward<Args>(args)...);

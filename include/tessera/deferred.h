@@ -16,7 +16,7 @@ class Tape;
 // Operators on these tensors are recorded. A nested scope throws std::logic_error. See deferred().
 class DeferredScope {
  public:
-  // Throws std::runtime_error if another library uses the dispatch key.
+  // Throws std::runtime_error if another library uses the dispatch key that records operators.
   DeferredScope();
   ~DeferredScope();
   DeferredScope(const DeferredScope&) = delete;
@@ -37,10 +37,10 @@ class DeferredScope {
 // Constructors run unmodified (torchdistX's deferred_init). The values will be bit for bit those of an ordinary build()
 // at the time of this call. They use the current state of the default CPU generator, which this call does not advance.
 // A constructor that reads or writes values directly (item(), data_ptr(), torch::tensor of a vector) throws. Some
-// operators have a meta kernel in Python only (flip, where, complex and others in 2.11). At this call, they also run
-// once on zeros and ones, to find the shapes of their results. An operator whose shape depends on values throws
-// std::logic_error with its name; call it before deferred(), and copy its result. Values are computed on the CPU.
-// Constructors that name another device draw random numbers from that device's generator.
+// operators have a meta kernel in Python only (flip, where, complex and others in 2.11). During this call, such
+// operators also run once on zeros and ones, to find the shapes of their results. An operator whose shape depends on
+// values throws std::logic_error with its name. Call such an operator before deferred(), and copy its result. Values
+// are computed on the CPU. If a constructor names another device, its random numbers come from that device's generator.
 template <class Build>
 auto deferred(Build build) {
   internal::DeferredScope scope;

@@ -17,7 +17,7 @@
 namespace tessera {
 
 // An endless sequence of a data set's items: one permutation of the items for each epoch. The permutations depend only
-// on the constructor's arguments, and are equal with every standard library.
+// on the constructor's arguments, not on the C++ standard library.
 class EpochOrder {
  public:
   // Throws std::invalid_argument unless items_numel > 0. If `shuffle` is false, every epoch has the original order.
@@ -27,7 +27,7 @@ class EpochOrder {
   // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps one epoch's
   // permutation in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // Returns a random number of the epoch in [0, bound), for example the offset of its windows.
+  // Returns the epoch's random number in [0, bound), for example as an offset of its windows of text.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:
@@ -48,7 +48,7 @@ struct DistributedSamplerOptions {
   int64_t accumulation = 1;  // micro-batches of each rank in a step
   uint64_t seed = 0;
   bool shuffle = true;
-  // If an epoch's last items do not fill a step of all ranks, that step repeats items, unless one of these is true:
+  // If an epoch's last items do not fill a step of all ranks, the step repeats items unless one option below is true.
   bool drop_last = false;  // omits the last items; a loader's drop_last(true) sets this option
   bool partition = false;  // spreads the last items without repeats, for validation: some ranks may have
                            // one item, and so one batch, fewer than others. Such loops need ranks_with_data().
@@ -56,10 +56,10 @@ struct DistributedSamplerOptions {
 
 // Selects the items of each rank, in an order that survives a restart with another world size
 // (torch.utils.data.DistributedSampler with a position). A step takes the next ranks * batch_numel * accumulation items
-// of EpochOrder. Each rank receives batch_numel * accumulation consecutive items, so ranks never share an item. If the
-// product is equal, a step has the same items at any world size. Not collective.
+// of EpochOrder. If this product stays equal, a step has the same items at any world size. Each rank receives
+// batch_numel * accumulation consecutive items, so ranks never share an item. Not collective.
 //
-// As the sampler of a libtorch data loader, with any number of workers:
+// Use with a libtorch data loader, with any number of workers:
 //
 //   tessera::DistributedSampler sampler(dataset_numel, comm->rank(), comm->size(), {.batch_numel = 32, .seed = 1});
 //   auto loader = torch::data::make_data_loader(std::move(dataset), sampler, torch::data::DataLoaderOptions(32));
@@ -69,9 +69,9 @@ struct DistributedSamplerOptions {
 //
 // The first loop over the loader yields the rest of an epoch, each later loop a whole epoch. All ranks have equally
 // many batches of equal sizes, because the last step repeats items from the start of the epoch (see the options). The
-// position counts the batches that the loop has received, without batches that workers have read ahead. So a resumed
-// run continues with the next batch. After a `break`, the next loop over the loader also continues. With workers,
-// libtorch then requires a new loader.
+// position counts the batches that the loop has received, but not those that workers have read ahead. So a resumed run
+// continues with the next batch. A loop over the loader after a `break` also continues there. If the loader has
+// workers, libtorch requires a new loader after a `break`.
 //
 // Without a loader, next() returns endless batches, and one step may span two epochs:
 //
@@ -96,8 +96,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // For data loaders: begins the rest of the current epoch. If the number of items has changed, restarts that epoch.
   void reset(std::optional<size_t> new_items_numel = std::nullopt) override;
 
-  // Begins an epoch. A no-op for the current epoch, so that a resumed loop continues within the epoch. Must be called
-  // between loops over a loader. Needed only to skip or repeat epochs.
+  // Begins an epoch. If `epoch` is the current epoch, a no-op, so that a resumed loop continues within it. Must be
+  // called between loops over a loader. Needed only to skip or repeat epochs.
   void set_epoch(int64_t epoch);
   int rank() const;              // the constructor's `rank`
   int world_size() const;        // the constructor's `world_size`

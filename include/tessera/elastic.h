@@ -45,7 +45,7 @@ enum class ElasticBatch {
 
 // Options of Elastic. Must be equal on all ranks.
 struct ElasticOptions {
-  int copy_every = 10;  // steps between copies; a death loses at most these steps and those during a copy
+  int copy_every = 10;  // steps between copies; a death loses at most these steps and the steps during a copy
   int copies = 1;       // number of other ranks that hold each rank's part; this many may die at once
   int least_ranks = 1;  // minimum world size; with fewer survivors, run() throws
   int most_ranks = 0;   // maximum world size; additional processes wait; 0: the first world size
@@ -57,10 +57,10 @@ struct ElasticOptions {
   // memory, restore() loads the newest checkpoint. Empty: none.
   std::filesystem::path checkpoints{};
   // A folder for one job, accessible to all of its processes. A file there lists the members. A process that finds a
-  // live member joins the run instead of starting one. With TESSERA_ELASTIC_JOIN=1 in its environment, a process waits
-  // for a run to join. Empty: the folder of spawn_elastic(). Without a folder, no process can join.
+  // live member joins the run instead of starting one. With TESSERA_ELASTIC_JOIN=1 in its environment, a process only
+  // joins, and waits for members. Empty: the folder of spawn_elastic(). Without a folder, no process can join.
   std::filesystem::path rendezvous{};
-  // Options of each group. If a rank is stopped, operations that wait for the rank throw after this timeout.
+  // Options of each group. Operations that wait for a stopped rank throw after `group.timeout`.
   GroupOptions group = {.timeout = std::chrono::seconds(60)};
   ProcessSetup process = {};
 };
@@ -81,16 +81,16 @@ class ElasticRunState;
 
 // Options of spawn_elastic().
 struct SpawnElasticOptions {
-  int least_ranks = 1;  // if fewer are running or have succeeded, all ranks are ended
-  // Maximum number of restarts of each rank after failures, while the other ranks have a group. The started process
-  // joins that group as a new rank. 0: no restarts.
+  int least_ranks = 1;  // if fewer ranks are running or have succeeded, all ranks are ended
+  // Maximum number of restarts of each rank. A failed rank is restarted only while another rank is alive, because the
+  // new process joins the others' group as a new rank. 0: no restarts.
   int restarts = 3;
   std::chrono::milliseconds grace = std::chrono::seconds(30);  // as in spawn_local()
 };
 
 // Like spawn_local(), for an elastic run. If a rank fails, prints its error, keeps the other ranks running, and starts
-// the failed rank again. Finally returns 0 if at least `least_ranks` have ended without error. If a failure leaves too
-// few ranks, ends the others, and returns the failed rank's exit code. Throws like spawn_local(). Also throws
+// the failed rank again. Returns 0 at the end if at least `least_ranks` have ended without error. If a failure leaves
+// too few ranks, ends the others, and returns the failed rank's exit code. Throws like spawn_local(). Also throws
 // std::invalid_argument unless `least_ranks` is 1 to `world` and `restarts` is at least 0.
 int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& options = {});
 
@@ -107,19 +107,19 @@ class ElasticRun {
   // Returns the change that led to this group; nullopt for the first group.
   const std::optional<ElasticChange>& change() const;
 
-  // Restores the state from copies in memory, or else from the newest checkpoint in ElasticOptions::checkpoints.
-  // Without either, keeps the state, or throws CheckpointError if a copied step is lost. Registers the state for
-  // commit(); its objects must outlive the last commit(). Returns the restored `extra`, or an empty object. Collective.
-  // Must be called once, before the first commit(). Throws as load_checkpoint() does.
+  // Restores the state from copies in memory, or else from the newest checkpoint in ElasticOptions::checkpoints. If
+  // there is neither, keeps the state, unless the run had copied a step; then throws CheckpointError. Registers the
+  // state for commit(); its objects must outlive the last commit(). Returns the restored `extra`, or an empty object.
+  // Collective. Must be called once, before the first commit(). Throws as load_checkpoint() does.
   nlohmann::json restore(const TrainingState& state);
 
   // Ends a step. Every `copy_every` steps, waits for the previous copy, stages this rank's part, and starts the next
   // copy. A background thread sends the copy. Other hosts receive only blocks that have changed since the previous
   // copy. `extra` is as in save_checkpoint(). Collective. Throws CommError if a rank is lost or, after this step's
-  // copy, if a process joins. The body must not catch that error. Throws std::logic_error before restore().
+  // copy, if a process joins. The body must not catch this error. Throws std::logic_error before restore().
   void commit(const nlohmann::json& extra = nlohmann::json::object());
 
-  // Returns the bytes of the copies and own parts. Ranks of one host share this memory, and each rank counts it.
+  // Returns the bytes of this rank's parts and copies. Ranks of one host share this memory, and each rank counts it.
   int64_t copied_bytes() const;
 
  private:
@@ -131,11 +131,11 @@ class ElasticRun {
 // This process's membership in an elastic run. A process may have one object at a time, unless ranks are threads.
 class Elastic {
  public:
-  // Meets the ranks that the launcher has started, like init(). The program must not call init() as well. Collective.
-  // But a process that joins later (ElasticOptions::rendezvous) waits in run() instead. Throws std::invalid_argument
-  // for invalid or unequal options, and CommError like init().
+  // Forms a group with the ranks that the launcher has started, like init(). The program must not also call init().
+  // Collective, except in a process that joins later (ElasticOptions::rendezvous) and waits in run() instead. Throws
+  // std::invalid_argument for invalid or unequal options, and CommError like init().
   explicit Elastic(ElasticOptions options = {});
-  // For a program with its own store, like communicator_from(). Only this constructor uses the store. Begins a run. A
+  // For a program with its own store, like communicator_from(). Begins a run. No other function uses the store. A
   // process that joins the run later must use the other constructor.
   Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ElasticOptions options = {});
   // Stops serving other ranks. Does not wait for other ranks.
@@ -145,8 +145,8 @@ class Elastic {
 
   // Runs the body once for each group, until the body returns on all ranks. If a rank is lost, the body's current
   // operation throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with the
-  // next group. Objects that use the group must be local to the body. Collective. In a process that joins, run() first
-  // waits until it is a member. If the run ends earlier, run() returns without calling the body.
+  // next group. Objects that use the group must be local to the body. Collective. A process that joins first waits
+  // until it is a member. If the run ends before that, run() returns without calling the body.
   //
   // If another exception leaves the body, the other ranks continue without this rank, and run() rethrows the exception.
   // Throws CommError if the survivors cannot regroup (docs/elastic.md has the rule), or have continued without this

@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-// Thrown if a collective failed: a peer died, did not join in time, or called another operation. what() names the
+// Thrown if a collective failed: a peer died, did not join in time, or called a different operation. what() names the
 // operation, its unit and the rank. The group is broken afterwards. Invalid arguments throw std::invalid_argument
 // instead, before any bytes are sent.
 class CommError : public std::runtime_error {
@@ -44,8 +44,8 @@ class ExportedError : public std::runtime_error {
 // Sets the function that receives Tessera's warnings, each a text of one line. null restores the default. By default, a
 // warning goes to libtorch's warning handler if the program has replaced that handler on the calling thread. Otherwise
 // the warning goes to stderr, but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists.
-// Without such a group, Tessera writes nothing to stdout and stderr. The function may be called by any thread, also
-// while the process ends. The function must not throw. Thread-safe.
+// Without such a group, Tessera writes nothing to stdout and stderr. Any thread may call the function, even while the
+// process ends. The function must not throw. Thread-safe.
 void set_warning_handler(std::function<void(const std::string& text)> handler);
 
 }  // namespace tessera

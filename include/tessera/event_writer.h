@@ -38,9 +38,9 @@ class EventWriter {
   EventWriter(const EventWriter&) = delete;
   EventWriter& operator=(const EventWriter&) = delete;
 
-  // Adds a point to the curve `tag` ("train/loss": TensorBoard groups curves by the part before the slash). The value
-  // is stored as fp32, with the time of the call. TensorBoard shows NaN and infinities as such. Not collective. Does
-  // not throw if the disk is full, so that logging cannot end the training.
+  // Adds a point to the curve `tag`. TensorBoard groups curves by the part of `tag` before the slash: "train/loss". The
+  // value is stored as fp32, with the time of the call. TensorBoard displays NaN and infinities as such. Not
+  // collective. Does not throw if the disk is full, so that logging cannot end the training.
   void scalar(std::string_view tag, double value, int64_t step);
 
   // Writes pending records. If the write fails, returns false, and the file still has complete records only. Pending

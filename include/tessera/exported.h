@@ -39,15 +39,15 @@ struct ExportedOptions {
   // MixedPrecision::param_dtype = kBFloat16 gives the optimizer full precision.
   std::optional<at::ScalarType> parameter_dtype{};
 
-  // Selects modules, except the root, whose activations are recomputed in backward, as by checkpointed().
+  // Selects modules whose activations are recomputed in backward, as by checkpointed(). Never applies to the root.
   WrapPolicy checkpointed{};
 
   // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // tools/export_model.py records checks: of gradients of decomposed programs, of eval() with random operators, of ties
-  // of tensors without values. true: does not need these records, and ignores unreadable guards and tensors' checksums.
-  // false: throws if a needed record is missing, or only warns if nothing indicates an error.
+  // The checks that tools/export_model.py records: gradients of decomposed programs, random operators in eval mode, and
+  // ties of tensors without values. false: throws if a needed check is missing, or only warns if nothing indicates an
+  // error. true: needs no checks, and also ignores guards that cannot be parsed, and the tensors' checksums.
   bool unchecked = false;
 };
 
@@ -64,9 +64,9 @@ class ExportedProgram;
 //   out["loss"].tensor().backward();
 //
 // A module's name() is its Python class. train() and eval(), of one module or of all, switch dropout and batch norm.
-// The initial mode is that of the export. If Python code branched on a module's mode, the mode is fixed: in the other
-// mode, forward() throws with the module's name. buffers() has the persistent buffers only, without constants, so saved
-// names equal Python's state_dict().
+// The initial mode is the mode at export. If Python code branched on a module's mode, that mode is fixed: in the other
+// mode, forward() throws with the module's name. buffers() returns only the persistent buffers, without constants. So
+// saved names equal those of Python's state_dict().
 class ExportedModule : public torch::nn::Module, public internal::HasLinearWeights {
  public:
   // Programs should call load_exported() instead.
@@ -92,7 +92,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
 
   // Returns the names of the inputs of forward(), in order.
   std::vector<std::string> input_names() const;
-  // Returns inputs of zeros on the CPU, for a dry run. 0: the size at export. See InputSignature::zeros().
+  // Returns inputs of zeros on the CPU, for a dry run. A size of 0 means that at export. See InputSignature::zeros().
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
@@ -119,20 +119,20 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   std::unique_ptr<internal::ExportedProgram> program_;
 };
 
-// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive into memory, and parameters share its pages
-// until they are written to. Inside deferred(), parameters and persistent buffers have no memory yet. Under
+// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive into memory. Parameters share its pages until
+// something writes to the parameters. Inside deferred(), parameters and persistent buffers have no memory yet. Under
 // FullyShardedDataParallel each rank then reads only its shards, unit by unit:
 //
 //   auto model = tessera::deferred([] { return tessera::load_exported("llama.pt2", {.weights = "llama/"}); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_classes({"LlamaDecoderLayer"})});
 //
-// Not collective. Throws ExportedError; for an error in a node, with the line of Python. Throws CheckpointError for
-// files of `weights`. Never unpickles, never loads a library, and opens no other files.
+// Not collective. Throws ExportedError; the text has the line of Python if the error is in a node. Throws
+// CheckpointError for files of `weights`. Never unpickles, never loads a library, and opens no other files.
 std::shared_ptr<ExportedModule> load_exported(const std::filesystem::path& archive,
                                               const ExportedOptions& options = {});
 
-// Returns a policy that selects modules by Python class, for units, checkpointing and mixed precision. Short
-// ("LlamaDecoderLayer") or qualified ("transformers.models.llama.modeling_llama.LlamaDecoderLayer").
+// Returns a policy that selects modules by Python class, for units, checkpointing and mixed precision. Names may be
+// short ("LlamaDecoderLayer") or qualified ("transformers.models.llama.modeling_llama.LlamaDecoderLayer").
 WrapPolicy wrap_classes(std::vector<std::string> classes);
 
 }  // namespace tessera

@@ -27,17 +27,17 @@ namespace tessera {
 // and dtype, the next forward uses the new values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same
-// units in the same order; data may differ. The wrapper, with its backward pass, must be used by one thread at a time.
+// units in the same order; their data may differ. One thread at a time may use the wrapper or run its backward.
 template <class Holder>
 class FullyShardedDataParallel : public FullyShardedModule {
  public:
-  // Collective. Shards the parameters and frees the originals, one unit at a time. If ranks differ in the model or the
-  // options, throws std::invalid_argument on every rank, with the name of the first difference. Also throws
+  // Collective. Shards the parameters and frees the originals, one unit at a time. If the model or the options differ
+  // between ranks, throws std::invalid_argument on every rank, with the name of the first difference. Also throws
   // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns module->forward(args...), with arguments and results converted as FsdpOptions::mixed_precision says. Copies
+  // Returns module->forward(args...). Converts arguments and results as FsdpOptions::mixed_precision specifies. Copies
   // in-place changes of a converted argument back to the caller's argument. Throws std::invalid_argument if
   // output_dtype is set and include/tessera/visit_tensors.h does not support the result's type.
   template <class... Args>

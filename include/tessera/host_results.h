@@ -19,9 +19,9 @@ at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
 
 // Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). If a rank
-// left the loop early, the collectives of other ranks would fail. Collective: one number. To use all data, ranks
-// without data continue with any batch and a loss of 0. Gradients, which are averages over all ranks, must then be
-// rescaled:
+// left the loop early, the collectives of other ranks would fail. Collective: all-reduces one number. To use all data,
+// a rank without data continues with any batch and a loss of 0. Gradients, which are averages over all ranks, must then
+// be rescaled:
 //
 //   while (int active = tessera::ranks_with_data(*comm, loader.has_next())) {
 //     const bool own = loader.has_next();

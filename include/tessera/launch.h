@@ -32,17 +32,17 @@ struct ProcessSetup {
   // so that their errors quote the text. Applies only to init() with several ranks.
   bool terminate_handler = true;
   // Permits descendants of the ranks' launcher to read and write this process's memory under Yama's ptrace_scope 1
-  // (prctl PR_SET_PTRACER). InitOptions::peer_memory needs this. Only in init() with several gloo ranks on a host.
+  // (prctl PR_SET_PTRACER). InitOptions::peer_memory needs this. Applies to init() with several gloo ranks on a host.
   bool permit_tracing = true;
   // Raises the soft limit of open descriptors (RLIMIT_NOFILE) if the group's connections need more.
   bool raise_descriptor_limit = true;
-  // Opens /dev/null as stdin, stdout and stderr if they are closed. Otherwise a connection could get the descriptor of
-  // stdout, and the connection would receive the program's output.
+  // Opens /dev/null as stdin, stdout and stderr, if these are closed. Otherwise a connection could get the descriptor
+  // of stdout, and then receive the program's output.
   bool open_standard_descriptors = true;
-  // Sets the number of intra-operator threads (at::set_num_threads) to this host's cores divided by its ranks, at least
-  // 1. Never raises the number. A no-op in three cases: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the program has set
-  // a number other than the default, or a launcher has bound the rank to cores. Applies only to init() with several
-  // ranks on a host.
+  // Sets the number of intra-operator threads (at::set_num_threads) to the cores of this host divided by its ranks, at
+  // least 1. Never raises the number. A no-op in three cases: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the program
+  // has set a number other than the default, or a launcher has bound the rank to cores. Applies only to init() with
+  // several ranks on a host.
   bool share_cores = true;
   // true: init() sets the signal handlers of stop_requested(). false: the first call of stop_requested() sets them.
   bool stop_signals = false;
@@ -60,7 +60,7 @@ struct InitOptions {
   // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only visible device; with
   // several visible devices, the one with index LOCAL_RANK. In run_ranks(), the index is the rank.
   std::optional<at::Device> device{};
-  // The maximum wait for other ranks, in operations and the rendezvous. Excludes time while this process is stopped.
+  // The maximum wait for other ranks, in operations and the rendezvous, without time in which this process is stopped.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits
   // this. TESSERA_PEER_MEMORY=0 in the environment of any of these ranks disables these copies.
@@ -80,8 +80,8 @@ struct InitOptions {
 // WORLD_SIZE, MASTER_ADDR, MASTER_PORT); Open MPI (OMPI_COMM_WORLD_RANK, ...); other launchers of MPI programs (MPICH's
 // and Intel MPI's PMI_RANK, MVAPICH2, JSM, Flux, Cray PALS, PMIx); Slurm (SLURM_PROCID, SLURM_NTASKS, ...). Without a
 // launcher, makes a group of one rank. docs/launch.md lists the variables. Collective; must be called at most once in a
-// process. Throws std::invalid_argument, naming the variables, if they are incomplete or contradict each other. Throws
-// CommError, with the missing ranks, if the ranks do not meet within the timeout.
+// process. Throws std::invalid_argument, naming the variables, if some are missing or contradict each other. Throws
+// CommError, naming the missing ranks, if not all ranks join within the timeout.
 std::shared_ptr<Communicator> init(InitOptions options = {});
 
 // Options of communicator_from() and communicator_from_mpi(). Must be equal on all ranks, except for the index of the
@@ -101,13 +101,13 @@ struct GroupOptions {
   bool rank_order_sums = false;  // see InitOptions; must be false for a CPU process group
 };
 
-// Makes a group of the ranks that share a store, which may be any c10d::Store. The ranks meet in the store. The group
-// uses keys that begin with "tessera/" until the group is destroyed, so the store must live as long as the group. Makes
-// no process-wide change (ProcessSetup), and does not change the current device. Collective: ranks that make several
-// groups from one store must do so in the same order. Under Yama's ptrace_scope 1, ranks in different processes use TCP
-// instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
-// std::invalid_argument for invalid or unequal arguments. Throws CommError, with the missing ranks, if ranks do not
-// meet within the timeout.
+// Makes a group of the ranks that share a store, which may be any c10d::Store. The rendezvous is in the store. The
+// group uses keys that begin with "tessera/" until the group is destroyed, so the store must live as long as the group.
+// Makes no process-wide change (ProcessSetup), and does not change the current device. Collective: ranks that make
+// several groups from one store must do so in the same order. Under Yama's ptrace_scope 1, ranks in different processes
+// use TCP instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
+// std::invalid_argument for invalid or unequal arguments. Throws CommError, naming the missing ranks, if not all ranks
+// join within the timeout.
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                 GroupOptions options = {});
 
@@ -118,12 +118,12 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
                                                         GroupOptions options);
 }  // namespace internal
 
-// Makes a group of the ranks of a c10d process group or backend, which transfers all data. Its reductions define the
-// rounding. The class must implement allreduce() and broadcast(). Uses _allgather_base() and _reduce_scatter_base() if
-// the class has both. all_to_all() and split() need send() and recv(). Failures are published in the process group's
+// Makes a group of the ranks of a c10d process group or backend, which transfers all data and defines the rounding of
+// reductions. Its class must implement allreduce() and broadcast(). Uses _allgather_base() and _reduce_scatter_base()
+// if the class has both. all_to_all() and split() need send() and recv(). Failures are published in the process group's
 // store. Without a store, ranks of one host share a store in memory; on several hosts, rank 0 opens a port for a store.
 // All ranks must call this function in the same order as other collectives. While the group exists, no other thread may
-// use the process group. A failure aborts an NCCL process group. In other respects like the function for a store.
+// use the process group. A failure aborts an NCCL process group. Otherwise like the function above.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
@@ -144,7 +144,7 @@ class MessageLibrary {
   class Request {
    public:
     virtual ~Request() = default;
-    // Returns whether the message is complete, after progress of all messages. Throws std::runtime_error on failure.
+    // Lets all messages progress. Returns whether this one is complete. Throws std::runtime_error on failure.
     virtual bool is_complete() = 0;
   };
 
@@ -176,10 +176,10 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // rank's exit code (128 + signal). No rank outlives this process. Unless OMP_NUM_THREADS is set, sets the variable so
 // that ranks have equal shares of the cores.
 //
-// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. Kills (SIGKILL) ranks that still run `grace` after the
-// first signal. SIGUSR1, which Slurm sends as a warning, does not start this period. If ranks call stop_requested(),
-// `grace` must suffice to save a checkpoint. A second signal kills the ranks at once, unless the first was SIGUSR1.
-// After a rank fails, the other ranks have 5 s to end, or `grace` if that is shorter.
+// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. Kills (SIGKILL) ranks that are still alive `grace` after
+// the first signal. SIGUSR1, which Slurm sends as a warning, does not start this period. If ranks call
+// stop_requested(), `grace` must suffice to save a checkpoint. A second signal kills the ranks at once, unless the
+// first was SIGUSR1. After a rank fails, the other ranks have 5 s to end, or `grace` if that is shorter.
 //
 // Throws std::invalid_argument for world < 1 or a negative `grace`. Throws std::logic_error in a process that a
 // launcher, such as this function, has started: see launched().
@@ -199,8 +199,8 @@ bool launched();
 //   }
 //
 // Collective: an all-reduce of one number. On a device, waits for the work in the current stream. The first call in the
-// process (or ProcessSetup::stop_signals) sets handlers of these signals, except of signals that the program handles or
-// ignores. The end of the last group removes the handlers. If the same signal arrives twice, the process ends. Source:
+// process (or ProcessSetup::stop_signals) sets handlers for these signals, except for signals that the program handles
+// or ignores. The handlers are removed with the last group. If the same signal arrives twice, the process ends. Source:
 // the signal handling of PyTorch Lightning and of Slurm's requeue scripts.
 int stop_requested(Communicator& comm);
 inline int stop_requested(const std::shared_ptr<Communicator>& comm) { return stop_requested(*comm); }

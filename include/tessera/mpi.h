@@ -26,8 +26,8 @@ namespace internal {
 // Sends Tessera's messages on a duplicate of the communicator, so that they never match the program's messages.
 class MpiLibrary : public MessageLibrary {
  public:
-  // Collective over `comm`. Throws std::invalid_argument if `comm` is not usable. Throws CommError if not all of its
-  // ranks call the constructor within the timeout.
+  // Collective over `comm`. Throws std::invalid_argument if `comm` is not usable. Throws CommError if not all ranks of
+  // `comm` call the constructor within the timeout.
   MpiLibrary(MPI_Comm comm, std::chrono::milliseconds timeout) {
     require_usable(comm);
     duplicate(comm, timeout);
@@ -225,8 +225,8 @@ class MpiLibrary : public MessageLibrary {
 
 }  // namespace internal
 
-// Makes a group of the ranks of an MPI communicator, with the same rank numbers. The rendezvous uses MPI, and MPI
-// defines the ranks that share a host. With GroupOptions::backend "mpi", MPI also transfers the data. Otherwise data
+// Makes a group of the ranks of an MPI communicator, with the same rank numbers. The rendezvous uses MPI, which also
+// determines the ranks that share a host. With GroupOptions::backend "mpi", MPI transfers the data, too. Otherwise data
 // moves through shared memory within a host and TCP between hosts, or through NCCL. Ranks of one host open no port.
 //
 // Collective over `comm`, which may be freed afterwards, because Tessera uses a duplicate. With "mpi", the group keeps

@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-// Shards the state of any torch::optim optimizer, so that each of N ranks holds about 1/N of the state. ZeRO stage 1
-// (Rajbhandari et al., 2020; FairScale's OSS, torch's ZeroRedundancyOptimizer).
+// Shards the state of any torch::optim optimizer, so that each of N ranks holds about 1/N of the state. This is ZeRO
+// stage 1 (Rajbhandari et al., 2020; FairScale's OSS, torch's ZeroRedundancyOptimizer).
 //
 //   tessera::DistributedDataParallel ddp(model, comm);
 //   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
@@ -21,14 +21,14 @@ namespace tessera {
 // an elementwise optimizer, the parameters equal those of the unsharded optimizer bit for bit.
 //
 // `LocalOptimizer` must have a constructor from groups and options, like torch's optimizers. torch::optim::LBFGS is
-// refused, because its history and line search span all parameters. tessera::Lbfgs searches over all ranks together.
+// refused, because its line search spans all parameters. Use tessera::Lbfgs, which searches over all ranks together.
 template <class LocalOptimizer>  // not named "Optimizer": a base class of that name would hide it
 class OSS : public ShardedOptimizer {
  public:
   // Collective. All ranks must pass the same parameters in the same order. A parameter that occurs twice (tied weights)
-  // is updated once. The parameters remain the caller's tensors, but the memory of small parameters moves into shared
-  // buckets. If ranks differ, throws std::invalid_argument with the parameter's position. Also throws
-  // std::invalid_argument if a parameter is no leaf, not on the communicator's device, or another wrapper's shard.
+  // is updated once. The parameters remain the caller's tensors, but small parameters move into shared buckets. If the
+  // lists differ between ranks, throws std::invalid_argument with a parameter's position. Also throws it if a parameter
+  // is no leaf, not on the communicator's device, or another wrapper's shard.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})

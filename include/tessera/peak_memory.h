@@ -14,9 +14,9 @@ namespace tessera {
 //   std::cout << memory.current_bytes() << " now, " << memory.peak_bytes() << " at most\n";
 //
 // On the CPU, counts the bytes that this thread has allocated since its first PeakMemory was made, minus those freed by
-// any thread. So ranks that are threads are counted separately. The first PeakMemory of the process installs a counting
-// allocator in front of libtorch's. Older tensors are not counted, so make one at the start. On an accelerator, reads
-// the statistics of the device's caching allocator, which count all threads; reset() resets its peak.
+// any thread. So ranks that are threads are counted separately. The process's first PeakMemory installs a counting
+// allocator in front of libtorch's. Older tensors are not counted, so make that object early. On an accelerator, reads
+// the statistics of the caching allocator, which count all threads; reset() resets the allocator's peak.
 //
 // The counts include temporary memory of kernels, not only tensors. Must be used by the thread that made the object.
 // Like torch.cuda.max_memory_allocated, but also for the CPU.

@@ -27,7 +27,7 @@ enum class WeightFormat : uint8_t {
 struct LoraOptions {
   int64_t rank = 0;    // rank of the adapter; 0: no adapter
   double alpha = 16;   // the factor alpha of the formula
-  double dropout = 0;  // probability of dropout in the adapter's input, while the module trains
+  double dropout = 0;  // probability of dropout in the adapter's input, in training mode
 };
 
 // Options of quantize_linears().
@@ -51,25 +51,25 @@ struct QuantizeOptions {
 //
 // The parameters become "<layer>.weight", [encoded_bytes()] uint8, frozen, and "<layer>.lora_a", [rank, in], and
 // "<layer>.lora_b", [out, rank], in the weight's dtype. They are sharded, gathered and saved like other parameters.
-// Must be called once, before wrapping, on the training device. lora_a is random, and lora_b zero. Without
-// sync_module_states, all ranks must therefore use equal seeds.
+// Call once, before wrapping, with the model on the training device. lora_a is random, and lora_b is zero. If
+// sync_module_states is false, all ranks must therefore use equal seeds.
 //
-// Inside deferred(), after the model is built, the call allocates no memory. Wrapping the model then reads and
-// quantizes one weight at a time. Weights that each rank reads for itself (load_exported()) may also be quantized after
-// deferred() has ended. Each rank then reads all weights of which it keeps a part.
+// If called inside deferred() after the model is built, allocates no memory. Wrapping the model then reads and
+// quantizes one weight at a time. If each rank reads the weights itself (load_exported()), they may also be quantized
+// after deferred() has ended. Each rank then reads in full all weights of which it keeps a part.
 //
 // Backward decodes a layer again, so no decoded values are kept after forward. Call to() before quantize_linears(): a
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
 // Not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is selected.
-// Also throws std::invalid_argument, naming the layer, for a layer that cannot be quantized: tied, paged, not of
-// floating-point type, already quantized, or recorded by a deferred() that has ended.
+// Also throws it, naming the layer, if a weight is tied, sharded, already quantized, or not of floating-point type. The
+// same holds for a weight that was recorded by a deferred() that has ended.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
 // Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in
-// training mode throws std::logic_error. Later loads and steps do not change the results; call this function again.
-// unmerge_adapters() restores the previous bits. Collective only under FullyShardedDataParallel, where each rank then
-// holds the merged weights in full.
+// training mode throws std::logic_error. After a load or step, the results are stale until this function is called
+// again. unmerge_adapters() restores the bits from before. Collective only under FullyShardedDataParallel, where each
+// rank then holds the merged weights in full.
 void merge_adapters(torch::nn::Module& module);
 // Frees the merged values. Layers then compute with the quantized weights and the adapters again.
 void unmerge_adapters(torch::nn::Module& module);

@@ -12,7 +12,7 @@ class [[nodiscard]] ScopeExit {
   // Calls `leave` once, when the scope ends. A null `leave` is allowed.
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  // First takes over the scope of `other`, then ends the scope of this object. Throws the errors of the ended scope.
+  // Takes over the scope of `other`, and ends this object's former scope. Throws the errors of the ended scope.
   ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): throws
     ScopeExit ended(std::exchange(leave_, std::exchange(other.leave_, nullptr)));
     ended.leave();

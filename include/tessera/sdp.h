@@ -32,9 +32,9 @@ struct SdpOptions {
   bool broadcast_buffers = true;       // rank 0 sends its buffers before each forward that follows a training forward
   bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
-  // For debugging: compares the parameters of all ranks in every N-th training forward. Throws std::runtime_error with
-  // the name of the first difference. 0: never, unless the variable TESSERA_DEBUG=replicas or replicas:N sets a number.
-  // Always off with OssOptions::broadcast_dtype, because replicas then hold rounded values.
+  // For debugging. N > 0: compares the ranks' parameters in every N-th training forward; std::runtime_error names the
+  // first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or replicas:N. Always off if
+  // OssOptions::broadcast_dtype is set, because replicas then hold rounded values.
   int64_t compare_replicas_every = 0;
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy
   // into the bucket. Only for groups that support this (gloo).
@@ -46,7 +46,7 @@ namespace internal {
 // The part of the wrapper that does not depend on the module's type.
 class SdpModule : public ReplicatedModule {
  public:
-  // Starts or stops the reduction of gradients after changes of requires_grad. Each forward() calls this function.
+  // Updates the set of reduced gradients after changes of requires_grad. Each forward() calls this function.
   void refresh_trainable();
 
   // Like torch::nn::utils::clip_grad_norm_(), over the parameters of all optimizers. Collective. Must be called after
@@ -67,7 +67,7 @@ class SdpModule : public ReplicatedModule {
   struct Reference {
     ShardedOptimizer* optimizer;
     std::weak_ptr<const void> lifetime;  // expires with the optimizer
-    std::string first_parameter;         // name of its first parameter in the module, for errors
+    std::string first_parameter;         // name, in the module, of the optimizer's first parameter; for errors
   };
   static std::vector<Reference> references_to(const std::vector<ShardedOptimizer*>& optimizers,
                                               const std::vector<PlannedParameter>& parameters,
@@ -95,8 +95,8 @@ class SdpModule : public ReplicatedModule {
 template <class Holder>
 class ShardedDataParallel : public internal::SdpModule {
  public:
-  // Collective. If ranks differ in the model or the options, throws std::invalid_argument with the name of the first
-  // difference. Also throws std::invalid_argument if a trainable parameter is in no optimizer, or in two.
+  // Collective. If the model or the options differ between ranks, throws std::invalid_argument with the name of the
+  // first difference. Also throws std::invalid_argument if a trainable parameter is in no optimizer, or in two.
   ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}

@@ -21,7 +21,7 @@
 
 namespace tessera {
 
-// Options of OSS. Must be equal on all ranks, except limits of memory.
+// Options of OSS. Must be equal on all ranks, except for limits of memory.
 struct OssOptions {
   // The dtype in which owners send updated parameters. kHalf and kBFloat16 halve the bytes of fp32 parameters. The
   // owner keeps exact values as a master copy. Other ranks receive rounded values, like FairScale's broadcast_fp16.
@@ -31,12 +31,12 @@ struct OssOptions {
   // Parameters of less than 1 MiB share buckets of up to this many bytes.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
-  // For debugging: compares the parameters of all ranks after every N-th step. Throws std::runtime_error with the name
-  // of the first difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off with broadcast_dtype.
+  // For debugging. N > 0: compares the ranks' parameters after every N-th step; std::runtime_error names the first
+  // difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off if broadcast_dtype is set.
   int64_t compare_replicas_every = 0;
 
-  // Runs the step in host memory: copies gradients to the host, and new values back. HostAdam and HostAdamW step some
-  // parameters while others are copied. Other optimizers do not overlap copies with the step.
+  // Runs the step in host memory: copies gradients to the host, and new values back to the device. HostAdam and
+  // HostAdamW step some parameters while others are copied. Other optimizers do not overlap copies with the step.
   OffloadOptions offload{};
 };
 
@@ -57,11 +57,11 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
  public:
   ~ShardedOptimizer() override;
 
-  // Takes one step with the owners' gradients, then exchanges parameters. Collective. step() calls `closure`, if any,
+  // Each rank steps the parameters that it owns, and then sends them to all ranks. Collective. Calls `closure`, if any,
   // once to compute the gradients, and returns its loss. Lbfgs calls the closure at each point of a line search, on all
   // ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing
-  // changed, if averages are swapped in, or if gradients are not averages (all from no_sync(), or lost by a failed
-  // backward). With several ranks, also throws std::logic_error if a parameter was converted after it was added.
+  // changed, if averages are swapped in. Also throws it if gradients are not averages: all from no_sync(), or lost by a
+  // failed backward. With several ranks, also throws it if a parameter was converted after it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Adds a group. Collective. The parameters of earlier groups keep their owners.
@@ -83,12 +83,12 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;  // whether a scope of swap_in_averages() is open
 
-  // Returns the owners of all parameters, in the order of the groups. Balances frozen parameters separately.
+  // Returns the owners of all parameters, in the order of the groups. Frozen parameters are balanced separately.
   const internal::Partition& partition() const { return *partition_; }
   // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;
-  // Returns the rank that owns the parameter. Throws std::invalid_argument if the parameter is not in the optimizer.
-  // Throws std::logic_error if the base class's add_param_group() added it, until a step, clipping or consolidation.
+  // Returns the rank that owns the parameter. Throws std::invalid_argument if the parameter is not in the optimizer. If
+  // the base class's add_param_group() added it, throws std::logic_error until a step, clipping or consolidation.
   int owner(const at::Tensor& parameter) const;
   // Whether other ranks hold rounded values of parameters (OssOptions::broadcast_dtype).
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
@@ -96,8 +96,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   // Returns a pointer that expires when this object is destroyed, for wrappers that refer to this object.
   std::weak_ptr<const void> lifetime() const { return lifetime_; }
-  // Returns the bytes of host memory that copies of parameters and gradients use now, with OssOptions::offload.
-  // Excludes the optimizer's state.
+  // With OssOptions::offload, returns the bytes of host memory now in use for copies of parameters and gradients;
+  // otherwise 0. Excludes the optimizer's state.
   int64_t host_bytes() const;
   // Returns the page-locked part of host_bytes().
   int64_t pinned_bytes() const;
@@ -109,9 +109,9 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const OptimizerStateDict& state_dict() const;
   // Returns the states of the parameters that this rank owns. The tensors are the optimizer's own, not copies.
   OptimizerStateDict local_state_dict() const;
-  // Restores options and states from a complete dictionary, which may be from another world size. Each rank copies its
-  // own part. Not collective; all ranks must pass equal dictionaries. Throws std::invalid_argument, with nothing
-  // changed, if the dictionary does not fit. Also throws like owner().
+  // Restores options and states from a complete dictionary, which may come from another world size. Each rank copies
+  // its own part. Not collective; all ranks must pass equal dictionaries. Throws std::invalid_argument, with nothing
+  // changed, if the dictionary does not fit the optimizer. Also throws like owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
   // For torch::save: writes the state of all parameters in the format of the optimizer itself, so a file of OSS<Adam>
@@ -124,7 +124,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const torch::optim::Optimizer& local() const override { return *local_; }
   // Whether this rank owns the parameter.
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
-  // Returns the owner's new `values` as this rank receives them: rounded with OssOptions::broadcast_dtype.
+  // Returns the owner's new `values` as this rank receives them: rounded if broadcast_dtype is set.
   at::Tensor as_received(const at::Tensor& parameter, const at::Tensor& values) const override;
 
  protected:

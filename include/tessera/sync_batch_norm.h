@@ -13,11 +13,11 @@ namespace tessera {
 // mean and variance of all ranks' batches. Input is [N, C] or [N, C, ...]; N may differ over ranks, and be 0. Sums are
 // computed in double, in rank order, so that all ranks have equal statistics. Names and state are those of BatchNorm.
 //
-// Works under any wrapper: each rank computes its part of the gradient, which the wrapper averages. In training,
-// forward and backward are collective: each exchanges about 2 C numbers, in a separate group. With eval() or no_grad,
-// the layer behaves like BatchNorm. If it has no running statistics, eval() uses the rank's own batch. Throws
-// std::invalid_argument for inputs of other shapes, and if all batches together have fewer than 2 values a channel.
-// Throws std::logic_error for second derivatives.
+// Works under any wrapper: each rank computes its part of the gradient, which the wrapper averages. In training mode,
+// forward and backward are collective over a separate group. Forward all-gathers about 2 C numbers, and backward
+// all-reduces 2 C numbers. In eval mode, the layer behaves like BatchNorm: without running statistics, it uses the
+// rank's own batch. Throws std::invalid_argument for inputs of other shapes, and if all batches together have fewer
+// than 2 values a channel. Throws std::logic_error for second derivatives.
 class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormImpl> {
  public:
   // Makes a new group for this layer. Collective.
@@ -40,14 +40,14 @@ TORCH_MODULE(SyncBatchNorm);
 
 // Makes each BatchNorm1d, 2d and 3d in `module` (at any depth, and `module` itself) train with the statistics of all
 // ranks, like SyncBatchNorm. Returns the number of these layers. Modules, parameters and buffers keep their place and
-// type. Only the member `running_mean` (`weight`, without statistics) becomes a read-only stand-in of the registered
+// type. Only the member `running_mean` (or `weight`, if there is none) becomes a read-only stand-in of the registered
 // tensor. The stand-in makes at::batch_norm in torch's forward() compute over all ranks. That forward() still throws if
 // a rank's input has one value a channel. clone() of a layer makes an ordinary BatchNorm.
 //
 // Must be called after values are initialized and before wrapping. Skips converted layers. Does not change direct calls
-// of at::batch_norm() and batch norms of exported graphs, because these are no modules. Collective. Throws
-// std::invalid_argument, with nothing changed, for layers with neither running statistics nor weights. The error names
-// these layers. Their type must then be SyncBatchNorm in the program.
+// of at::batch_norm() or batch norms of exported graphs, because these are not modules. Collective. Throws
+// std::invalid_argument, with nothing changed, if layers have neither running statistics nor weights. The error names
+// these layers, which the program must declare as SyncBatchNorm instead.
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm);
 
 }  // namespace tessera

@@ -14,7 +14,7 @@
 //
 // They find tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and
 // torch::OrderedDict. A program's own struct is opaque until the program declares the members to visit, in the struct's
-// namespace. The members may be of any of these types:
+// namespace. The members may have any supported type:
 //
 //   struct Prediction { at::Tensor logits; std::vector<at::Tensor> states; int steps = 0; };
 //   template <class Visit>
@@ -49,7 +49,7 @@ concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// Ranges of real elements, without proxies. Excludes ranges of their own type, such as JSON values and paths.
+// Ranges of real elements, without proxies. Excludes ranges of themselves, such as JSON values and paths.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();

@@ -21,7 +21,7 @@ struct WaitReport {
   double elapsed_s = 0;     // the longest interval of all ranks
 
   // Returns the straggler: the rank with the shortest waits. Returns nullopt with one rank, or if the median wait of
-  // the other ranks exceeds the shortest wait by less than this share of elapsed_s.
+  // the other ranks exceeds the shortest wait by less than least_share * elapsed_s.
   std::optional<int> waited_for(double least_share = 0.1) const;
 
   // Returns one line: "rank 2 is waited for: it waited 1% of 10.0 s, the others 38% (median), most in all-reduce of

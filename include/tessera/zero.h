@@ -45,7 +45,7 @@ struct ZeroOptions {
 
   // The part of the training state that is sharded. 0: none. 1: optimizer state. 2: also gradients. 3: also parameters.
   int stage = 2;
-  // Creates the optimizer's groups from the named parameters (stage 3: shards). Empty: one group with all parameters.
+  // Creates the optimizer's groups from the named parameters (in stage 3, shards). Empty: one group of all parameters.
   std::function<Groups(const Parameters&)> groups{};
   // Options of the wrappers and of OSS: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
   DdpOptions ddp{};
@@ -61,7 +61,7 @@ struct ZeroOptions {
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
-// Map a type of options to the type of the optimizer. Declared only for decltype(); not defined.
+// These overloads map a type of options to the type of the optimizer. Declared only for decltype(); not defined.
 torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
 torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
 torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
@@ -89,7 +89,7 @@ namespace internal {
 template <class Holder>
 class StageWrapper {
  public:
-  // Constructs the wrapper that the type of `options` belongs to.
+  // Constructs the wrapper that matches the type of `options`.
   void make(const Holder& module, std::shared_ptr<Communicator> comm, const DdpOptions& options) {
     wrapper_.template emplace<Ddp>(module, std::move(comm), options);
   }
@@ -172,8 +172,8 @@ class Zero : public ModelShards {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Takes one step of the optimizer. Must be called after loss.backward(), by all ranks alike: the step is collective
-  // in stages 1 and 2, and with an optimizer that needs whole parameters (Muon).
+  // Takes one step of the optimizer. All ranks must call this function after loss.backward(). The step is collective in
+  // stages 1 and 2, and with an optimizer that needs whole parameters (Muon).
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
@@ -194,7 +194,7 @@ class Zero : public ModelShards {
   ZeroOptions::Parameters full_state_dict() {
     return wrapper_.with([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
-  // Returns the bytes that the wrapper holds on this rank.
+  // Returns the bytes that the wrapper's tensors use on this rank.
   MemoryReport memory() const { return wrapper_.any().memory(); }
 
   // Returns the optimizer, for learning rates, schedulers, and save_checkpoint(dir, {model, optimizer}).
@@ -224,7 +224,7 @@ class Zero : public ModelShards {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-// Wraps a module and creates its optimizer, for one of the ZeRO stages. A program switches stages with one number.
+// Wraps a module and creates its optimizer for the ZeRO stage in `zero_options`. Other code is the same for all stages.
 //
 //   auto model = tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3});
 //   loss_of(model(tokens)).backward();

@@ -14,8 +14,8 @@
 
 namespace tessera {
 
-// Saves and loads whole models as safetensors files, under the module's own names, like Python's safetensors and
-// Hugging Face's programs. The files have parameters and buffers only.
+// Functions that save and load whole models as safetensors files, under the module's own names. Python's safetensors
+// and Hugging Face's programs read and write such files. The files have parameters and buffers only.
 
 // Options of save_full() and write_full(): the split of a model into files. Must be equal on all ranks.
 struct SaveFullOptions {
@@ -25,14 +25,14 @@ struct SaveFullOptions {
 };
 
 // Writes `file` ("model.safetensors"). Collective. Each rank writes its shards in place, without a gather. When all
-// ranks are done, one rename makes the file appear or replaces the old file. Several files get new names. The rename of
-// their index commits the files, and then the old files are removed. Throws like save_checkpoint().
+// ranks are done, one rename makes the file appear or replaces the old file. If the model is split, the files get new
+// names, and renaming their index commits them. The old files are then removed. Throws like save_checkpoint().
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads a file of save_full(), an index, or a directory of safetensors files. The directory may be the output of
 // PyTorch's HuggingFaceStorageWriter, a snapshot of a model hub, or a hub's cache whose refs/main names a snapshot. If
 // an index exists ("<path>.index.json", or an index in the directory), reads only the files that it lists. Each rank
-// reads only its part, without checksums. Collective. Throws like load_checkpoint().
+// reads only its part; no checksums are verified. Collective. Throws like load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
 // The description of a tensor in a full file.
@@ -44,7 +44,7 @@ struct FullTensor {
 };
 
 // Writes full files from one process. data(t) must return the values of `t`, row-major in host memory. Holds one tensor
-// at a time. The files appear when all are complete. Throws CheckpointError.
+// at a time. The files appear under their names when all of them are complete. Throws CheckpointError.
 void write_full(const std::filesystem::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options = {},
                 const std::function<void(int64_t bytes)>& progress = {});

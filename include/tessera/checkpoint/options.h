@@ -9,8 +9,8 @@ namespace tessera {
 
 // Options of a save. Must be equal on all ranks.
 struct SaveOptions {
-  // Number of newest complete checkpoints that stay in the directory's parent after a save; 0: all. If above 0, the
-  // parent must hold the checkpoints of one run only. Files of your own in a removed checkpoint are kept.
+  // Number of newest complete checkpoints that a save keeps in the directory's parent; 0: all. If above 0, the parent
+  // must hold the checkpoints of one run only. The program's own files in a removed checkpoint are kept.
   int keep_last = 0;
 
   // Number of bytes that one checksum covers. A rank reads whole blocks of this size, even for a smaller part. Must be
@@ -18,9 +18,9 @@ struct SaveOptions {
   int64_t block_bytes = int64_t{1} << 20;
 
   // For save_checkpoint_async() only. true: a thread copies parameters and optimizer state to the host during the next
-  // forward and backward. optimizer.step() must wait until PendingSave::copied() returns. An earlier write fails the
-  // save, with the tensor's name. The call itself copies buffers, Stateful objects, and optimizers whose writes
-  // autograd does not count (torch's SGD, LBFGS, your own).
+  // forward and backward. optimizer.step() must wait until PendingSave::copied() returns. If a tensor changes earlier,
+  // the save fails with the tensor's name. The call itself still copies buffers and Stateful objects. It also copies
+  // the state of optimizers whose writes autograd does not count (torch's SGD and LBFGS, and the program's own).
   bool copy_in_background = false;
 
   // true: also saves the random generators' states. Ranks that are threads of one process share the CPU generator, and
@@ -37,30 +37,30 @@ struct LoadReport {
 
 // Options of a load. Must be equal on all ranks, except for the pointers.
 struct LoadOptions {
-  // true: model and checkpoint must have equal names. false: skips names that only one of them has, with their
-  // optimizer state. If the numbers of optimizer groups differ, also skips all hyper-parameters. `report` lists skipped
-  // names. Shapes must agree in either case.
+  // true: model and checkpoint must have equal names. false: skips names that only the model or only the checkpoint
+  // has, with their optimizer state. If the numbers of optimizer groups differ, also skips all hyper-parameters.
+  // `report` lists skipped names. In either case, shapes must be equal.
   bool strict = true;
 
-  // If not null, receives the skipped differences. With `strict`, the report is empty.
+  // If not null, receives the skipped differences. If `strict` is true, the report is empty.
   LoadReport* report = nullptr;
 
-  // Maps a parameter's or buffer's name in the checkpoint to its name in the model; "" skips the tensor. Applies to
-  // optimizer state, averages and other tensors named after a parameter, too. Not set: equal names.
+  // Maps the checkpoint's name of a parameter or buffer to the model's name; "" skips the tensor. Also applies to
+  // optimizer state, averages and other tensors that are named after a parameter. Not set: names are equal.
   std::function<std::string(const std::string& saved)> rename{};
 
   // Returns whether the checkpoint stores this tensor transposed (Hugging Face's Conv1D). Such a tensor must have two
   // dimensions. Its optimizer state and averages are transposed, too. Not set: no tensor is transposed.
   std::function<bool(const std::string& saved)> transposed{};
 
-  // true: converts floating-point tensors of another dtype to the model's, rounding to nearest. Also converts optimizer
-  // state that has its parameter's old dtype. false: another dtype is an error.
+  // true: converts floating-point tensors to the model's dtype, rounding to nearest. Also converts optimizer state that
+  // has the saved dtype of its parameter. false: a difference in dtype is an error.
   bool convert_dtypes = false;
 
-  // true: restores the random generators, if the checkpoint has their states and was saved by as many ranks.
+  // true: restores the random generators if the checkpoint has their states and was saved by the same number of ranks.
   bool rng = true;
 
-  // If not null, receives the bytes that this rank read from data files.
+  // If not null, receives the number of bytes that this rank read from data files.
   int64_t* bytes_read = nullptr;
 };
 

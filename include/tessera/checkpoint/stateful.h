@@ -34,7 +34,7 @@ class Stateful {
 };
 
 // For check_state_values(). Throws std::invalid_argument unless `values` has the names and types of `expected`. The
-// error has the name of the wrong value, and `whose`, the owner of the state.
+// error contains the name of the wrong value and `whose`, a text that names the owner of the state.
 inline void require_same_form(const StateValues& values, const StateValues& expected, const std::string& whose) {
   constexpr const char* kTypes[] = {"true or false", "an integer", "a number", "a text"};
   for (const auto& [name, value] : expected) {

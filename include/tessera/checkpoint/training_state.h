@@ -16,8 +16,8 @@
 
 namespace tessera {
 
-// The objects of one training state: models, optimizers and Stateful objects. A single model needs no name, but each of
-// several models does. The same holds for optimizers. An optimizer may have parameters of several models:
+// The objects of one training state: models, optimizers and Stateful objects. Only a single model may lack a name. The
+// same rule holds for optimizers. An optimizer may have parameters of several models:
 //
 //   {{"generator", g}, {"critic", c}, {"of_generator", g_adam}, {"of_critic", c_adam}, scaler}
 //   {model, {"muon", muon}, {"adamw", adamw}}
@@ -50,8 +50,8 @@ class TrainingState {
     std::shared_ptr<Stateful> stateful_;
   };
 
-  // Throws std::invalid_argument without a model, and if models have different communicators. Also throws it if names
-  // are invalid or duplicate, or if one of several models or optimizers has no name.
+  // Throws std::invalid_argument if there is no model, or if models have different communicators. Also throws it if
+  // names are invalid or duplicate, or if one of several models or optimizers has no name.
   TrainingState(std::initializer_list<StateRef> all);
 
   ModelShards& model() const { return *model_; }  // the only model, or all named models as one

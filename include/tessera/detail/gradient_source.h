@@ -16,9 +16,9 @@ class GradientSource {
  public:
   virtual ~GradientSource() = default;
 
-  // Arrived is called when the .grad of each parameter in a set has become the average over ranks. The caller is
-  // the thread that runs backward. Arrived is not called for a backward that does not reduce (no_sync()). It must
-  // return soon, and backward() rethrows its exceptions. If a backward that reduces fails, Failed, unless null, is
+  // Arrived is called when the .grad of each parameter in a set has become the average over ranks. The caller is the
+  // thread that runs backward. Arrived is not called for a backward that does not reduce (no_sync()). Arrived must
+  // return soon. backward() rethrows exceptions of Arrived. If a backward that reduces fails, Failed, unless null, is
   // called before backward() throws. Failed must not throw. Failed may wait for other threads that use the
   // parameters.
   using Arrived = std::function<void(const std::vector<at::Tensor>& parameters)>;
@@ -29,9 +29,9 @@ class GradientSource {
   // Returns the wrapper's parameters that have a .grad, from the last backward or an earlier one.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
 
-  // While the scope exists, uses of the parameters' values outside backward throw std::logic_error with `reason`. Such
-  // uses are operators of forward(), summon_full_params() and full_state_dict(). Direct reads of the shards are not
-  // detected. Thread-safe; not collective.
+  // While the scope exists, any use of the parameters' values outside backward throws std::logic_error with `reason`.
+  // Such uses are operators of forward(), summon_full_params() and full_state_dict(). Direct reads of the shards are
+  // not detected. Thread-safe; not collective.
   virtual ScopeExit refuse_use(std::string reason) = 0;
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm. Returns the norm before

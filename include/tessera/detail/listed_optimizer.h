@@ -24,7 +24,7 @@ namespace tessera::internal {
 // libtorch's archives (in this file) and checkpoints (optimizer_state.h) call visit() to read and write fields. Fields
 // of options are bool or double. Fields of states are int64_t or tensors. Archives omit undefined tensors.
 
-// Unless `holds`, throws std::invalid_argument: "Muon: momentum is 1, expected 0 or more and below 1". For check().
+// Unless `holds`, throws std::invalid_argument: "Muon: momentum is 1, expected 0 or more and below 1". Used in check().
 void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected);
 
 // Like TORCH_ARG, but for a base class: the setter returns a reference to the derived options.
@@ -36,8 +36,8 @@ void require_option(bool holds, const char* optimizer, const char* option, doubl
   const double& name() const noexcept { return name##_; } \
   double& name() noexcept { return name##_; }
 
-// Calls visit() for an option that is a whole number, as a double, which may be rounded. If visit() sets the double,
-// sets the number to the nearest whole one in range; otherwise the number stays exact.
+// Calls visit() for a whole-number option, as a double, which may be rounded. If visit() changes the double, sets the
+// number to it, rounded toward zero and clamped to int64_t; otherwise the number stays exact.
 template <class Visit>
 void visit_whole_number(Visit& visit, const char* name, int64_t& number) {
   constexpr double kEnd = 0x1p63;
@@ -170,7 +170,7 @@ class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
 // floating-point type. A gradient, if the parameter has one, must be dense, too.
 void require_dense(const at::Tensor& parameter, const char* optimizer);
 
-// kElements: the optimizer is elementwise and may step shards. kParameters: it computes over whole parameters.
+// kElements: the optimizer is elementwise and may step shards. kParameters: the optimizer needs whole parameters.
 enum class Sees { kElements, kParameters };
 
 // Base class of Tessera's own optimizers: construction, checks and archives. `Options` must be derived from
@@ -193,7 +193,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
 
   // Accepts the parameters of a wrapper. The groups must be equal and in the same order on all ranks. Construction and
   // step() are collective over model.comm(). Throws as the constructors above, also for tensors that are not in
-  // model.named_shards(), and if groups or options differ between ranks. Ignores later learning rates.
+  // model.named_shards(), and if groups or options differ between ranks. Later learning rates are not compared.
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {

@@ -6,7 +6,7 @@
 namespace tessera::internal {
 
 // An operation that runs while its caller continues, such as a collective or a copy. If the object is destroyed before
-// finish(), the implementation must keep all resources alive that the operation still uses.
+// finish(), the implementation must keep alive all resources that the operation still uses.
 class AsyncOperation {
  public:
   AsyncOperation() = default;
@@ -28,11 +28,11 @@ class [[nodiscard]] OperationHandle {
   // Makes the handle of an operation in flight. For implementations of operations.
   explicit OperationHandle(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
-  // Returns whether there is no operation left to wait for.
+  // Returns whether finish() has been called, or the handle was made without an operation.
   bool done() const noexcept { return operation_ == nullptr; }
 
  protected:
-  // Blocks until the operation completes. Throws its error. done() is then true, also after an error. May be repeated.
+  // Blocks until the operation completes. Throws its error. Then done() is true, even after an error. May be repeated.
   void finish() {
     if (auto operation = std::exchange(operation_, nullptr)) operation->finish();
   }

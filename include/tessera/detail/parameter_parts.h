@@ -16,7 +16,7 @@ class ParameterParts {
  public:
   // Without a wrapper. Every tensor is a whole parameter.
   ParameterParts() = default;
-  // With a wrapper. Every tensor must be in its parameters(). Collective over model.comm(): one small all-gather.
+  // With a wrapper, whose parameters() must include every tensor. Collective over model.comm(): one small all-gather.
   explicit ParameterParts(const ModelShards& model);
 
   // Without a wrapper, throws std::invalid_argument for a shard. With a wrapper, the call is collective, and throws
@@ -39,7 +39,7 @@ class ParameterParts {
   Communicator* comm() const { return comm_.get(); }
   // Returns whether parameters may be sharded (FullyShardedDataParallel on more than one rank). Equal on all ranks.
   bool are_cut() const { return are_cut_; }
-  // Returns whether this rank adds its part to sums over ranks: always if parameters are whole, else only in replica 0.
+  // Returns whether this rank adds its part to sums over ranks: for whole parameters always, else only in replica 0.
   bool counts(const at::Tensor& parameter) const { return !are_cut_ || of(parameter).replica == 0; }
 
   // Returns for each parameter whether any rank has a gradient. A rank that holds no elements of a parameter may have

@@ -28,13 +28,13 @@ class ReplicatedModule : public DataParallel {
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // parameters() returns the parameters of the module and its submodules, each once, in the module's order.
+  // Note: parameters() returns the parameters of the module and its submodules, each once, in the module's order.
 
   // Returns copies of all parameters (under each of their names) and buffers, by name. Not collective. Throws CommError
   // if a collective of this group was aborted, because values may then be undefined.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
-  // Includes parameters, gradients except placeholders, and buckets. Counts memory of gradients in a bucket once.
+  // Counts parameters, buckets, and gradients except placeholders. Counts gradients that are in a bucket only once.
   MemoryReport memory() const override;
   void reset_peak_memory() override;
 
@@ -56,7 +56,7 @@ class ReplicatedModule : public DataParallel {
   // every rank, with the name of the first difference. Also throws for a parameter that a wrapper cannot train.
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
-  // Must be called at the end of construction. Creates gradients(). `owner_of` returns the owner of a gradient.
+  // Must be called at the end of construction. Creates gradients(). `owner_of` returns the rank that owns a gradient.
   void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
   ReplicatedGradients& gradients() const { return *gradients_; }
 

@@ -15,8 +15,8 @@ namespace tessera {
 
 // An input or output of an exported Python module: a tensor, a number, a text, None, or a structure of these. Lists and
 // tuples are sequences. Dictionaries, named tuples and result classes (transformers' ModelOutput) have named elements.
-// Every wrapper and checkpointed() accept this type (include/tessera/visit_tensors.h). If the value has another kind
-// than an accessor expects, the accessor throws std::invalid_argument with the actual kind.
+// Every wrapper and checkpointed() support this type (include/tessera/visit_tensors.h). If a value is not of the kind
+// that an accessor expects, the accessor throws std::invalid_argument with the actual kind.
 class ExportedValue {
  public:
   ExportedValue() = default;                                      // None
@@ -86,7 +86,7 @@ class ExportedValue {
 };
 
 // Inputs of a module by their Python names: model->forward(NamedInputs{{"input_ids", ids}, {"labels", labels}}).
-// Positional inputs may precede them.
+// Positional inputs may precede the NamedInputs.
 class NamedInputs {
  public:
   NamedInputs() = default;

@@ -53,13 +53,13 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own full gradients of all parameters. The next backward
-  // outside the scope reduces the sum. (Without a scope, each backward reduces, and `.grad` adds up the averages.) All
-  // ranks must open the scope alike, around both forward and backward. Throws std::logic_error inside a backward pass.
+  // outside the scope reduces the sum. (Without a scope, each backward reduces, and `.grad` sums the averages.) All
+  // ranks must open the scope alike, around forward and backward. Throws std::logic_error inside a backward pass.
   ScopeExit no_sync();
 
-  // Sets the divisor of gradients that are summed over ranks, in place of the number of ranks (FSDP2's
-  // set_gradient_divide_factor). Takes effect in the next backward. If losses are sums over tokens, this may be the
-  // number of tokens of all ranks. Must be equal on all ranks. Throws std::invalid_argument unless it is above 0.
+  // Sets the divisor of gradients that are summed over ranks (FSDP2's set_gradient_divide_factor); default: the number
+  // of ranks. Takes effect in the next backward. If losses are sums over tokens, the divisor may be the number of
+  // tokens of all ranks. Must be equal on all ranks. Throws std::invalid_argument unless `factor` is above 0.
   void set_gradient_divide_factor(double factor);
 
   // Sets the divisor to the sum of `own` over the ranks, and returns the sum. For losses that are sums over tokens:
@@ -93,14 +93,14 @@ class DataParallel : public ModelShards {
 
 // A training step that the device replays as one CUDA graph, with one launch by the host. The graph has forward,
 // backward, clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Other optimizers step eagerly.
-// Replays use the current learning rates, step counts and loaded checkpoints. docs/gpu.md lists refused changes.
+// Replays use the current learning rates, step counts and loaded checkpoints. Some changes are refused (docs/gpu.md).
 //
 //   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
 //   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});
 //
 // Results are bit-equal to those of the loop without a capture. The first calls are eager steps, and the next call
-// captures. Every call clears gradients first, and trains one step. docs/gpu.md lists the models and options that
-// cannot be captured. With one of them, a call throws an error that names it.
+// captures. Every call clears gradients first, and trains one step. If the model or an option cannot be captured
+// (docs/gpu.md has a list), a call throws an error that names it.
 //
 // The step runs on its own stream, after earlier and before later work of the caller's stream. It keeps gradients,
 // buffers and activations in memory of its own. Must be used by one thread, and by all ranks alike.
@@ -110,22 +110,22 @@ class CapturedStep {
   // the capture. Replays repeat only the operators that Body calls, not its other work on the host.
   using Body = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
   // `wrapper` and `optimizer` must outlive this object. `max_norm`: upper limit of the gradients' norm; empty: no
-  // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs and
-  // without TESSERA_CUDA. Also throws it, naming the option, if the wrapper or its group cannot be captured.
+  // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs and in
+  // builds without TESSERA_CUDA. Also throws it, naming the option, if the wrapper or its group cannot be captured.
   CapturedStep(DataParallel& wrapper, torch::optim::Optimizer& optimizer, Body body,
                std::optional<double> max_norm = {}, int eager_steps = 3);
   ~CapturedStep();
 
   // Trains one step and returns its loss on the device, without waiting for the loss. Inputs are copied, and may be in
-  // host memory. They must have the sizes, strides and dtypes of the first call. Collective. Throws
-  // std::invalid_argument if inputs differ, or if a part of the step cannot be captured. Throws std::logic_error after
-  // a change that replays would not follow: of the model, its mode, autocast or the optimizer (docs/gpu.md). If the
-  // capture itself fails, the group is aborted with the error as the reason.
+  // host memory. They must have the sizes, strides and dtypes of the first call's inputs. Collective. Throws
+  // std::invalid_argument if inputs differ, or if a part of the step cannot be captured. If the model, its mode,
+  // autocast or the optimizer has changed in a way that replays would ignore, throws std::logic_error (docs/gpu.md). If
+  // the capture itself fails, aborts the group with the error as the reason.
   at::Tensor operator()(const std::vector<at::Tensor>& inputs);
 
   // Returns whether the step is captured, so that later calls replay it.
   bool is_captured() const;
-  // Returns the norm of the last step's gradients before clipping; 0 without max_norm.
+  // Returns the norm of the last step's gradients before clipping; 0 if max_norm is empty.
   GradNorm norm() const;
 
  private:

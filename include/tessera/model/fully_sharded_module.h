@@ -26,15 +26,15 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
  public:
   // parameters() returns this rank's part of every parameter, each once, in the module's order. The parts are 1-D leaf
   // tensors of the parameter's dtype, empty if the rank owns no element. They are on the communicator's device, or in
-  // host memory with FsdpOptions::offload. Any torch::optim optimizer accepts them, in any groups. Writing to them
-  // (under NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the average over ranks,
-  // undefined if no rank used the parameter. After a backward that failed or ran under no_sync(), it is a placeholder:
-  // operators throw, naming the parameter, until zero_grad() or a backward that reduces.
+  // host memory if FsdpOptions::offload is set. Any torch::optim optimizer accepts them, in any groups. Writing to them
+  // (under NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the average over ranks, or
+  // undefined if no rank used the parameter. After a backward that failed or ran under no_sync(), `.grad()` is a
+  // placeholder. Operators on it throw, naming the parameter, until zero_grad() or a backward that reduces.
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
-  // For an optimizer that steps during backward: see GradientSource and StepInBackward. Throws std::invalid_argument
-  // with FsdpOptions::check_finite.
+  // For an optimizer that steps during backward: see GradientSource and StepInBackward. Throws std::invalid_argument if
+  // FsdpOptions::check_finite is set.
   ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
   // Returns the shards that have a gradient now.
   std::vector<at::Tensor> parameters_with_gradients() const override;
@@ -43,18 +43,18 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
 
   // While the scope exists, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
   // precision. Parameters may be read in any way, and changed under NoGradGuard. At the end of the scope each rank
-  // copies its part into the shards, so all ranks must make equal changes. The call is collective, but not the end of
-  // the scope. Throws std::logic_error inside a backward pass and inside another such scope. Throws
+  // copies its part into the shards, so all ranks must make equal changes. Only the call is collective; the end of the
+  // scope is not. Throws std::logic_error inside a backward pass and inside another such scope. Throws
   // std::invalid_argument for options that contradict each other and for unknown units.
   ScopeExit summon_full_params(SummonOptions options = {});
 
-  // Returns copies of all parameters (under each of their names) and buffers, whole, by name. They are on the
-  // communicator's device or on the host. Collective. Gathers one unit at a time.
+  // Returns full copies of all buffers and parameters (under each of their names). The copies are on the communicator's
+  // device or on the host. Collective. Gathers one unit at a time.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
 
   // Calls visit(name, tensor) for each entry of full_state_dict(): parameters in the order of units, then buffers. The
-  // tensor is valid during the call. Collective. With rank0_only, only rank 0 calls visit(). A rank holds at most one
-  // unit beyond its shards, so a model of any size can be written to a file.
+  // tensor is valid during the call. Collective. If rank0_only is set, only rank 0 calls visit(). A rank holds at most
+  // one unit in addition to its shards, so a model of any size can be written to a file.
   void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
                         StateDictOptions options = {});
 

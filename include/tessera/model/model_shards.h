@@ -43,8 +43,8 @@ class ModelShards {
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
   // Returns every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
-  // Returns the shards to save. They have the module's current values, which a scope or set_data() may have changed.
-  // Throws std::logic_error, naming the unit, if these changes are temporary. Throws std::logic_error, naming the
+  // Returns the shards to save. They have the module's current values, which summon_full_params() or set_data() may
+  // have changed. Throws std::logic_error, naming the unit, if these changes are temporary. Also throws it, naming the
   // parameter, if a parameter was registered after wrapping.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // Returns, for each of named_shards(), the part that `rank` of comm() holds. Does not communicate. Throws
@@ -62,8 +62,8 @@ class ModelShards {
 };
 
 // Returns the shape of the whole parameter if the tensor is in a wrapper's parameters(), otherwise the tensor's own
-// shape. Filters of parameters must use this function in place of dim(), because shards of FullyShardedDataParallel
-// have one dimension. Not collective.
+// shape. Code that selects parameters by dimension must use this function instead of dim(), because shards of
+// FullyShardedDataParallel have one dimension. Not collective.
 std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
 
 namespace internal {

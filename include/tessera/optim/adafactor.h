@@ -54,7 +54,7 @@ struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
 };
 
 // Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5; torch.optim.Adafactor), without momentum. Squared gradients
-// are averaged over rows and columns of the last two dimensions, so the state of a matrix is rows + columns numbers.
+// are averaged over rows and columns of the last two dimensions, so a matrix has a state of rows + columns numbers.
 //
 // Sums over a matrix include the parts on other ranks. If parameters are sharded, a step issues three all-reduces: of a
 // flag for each parameter; of rows + columns doubles for each matrix and one double for each parameter; of one double

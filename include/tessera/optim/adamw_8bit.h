@@ -60,7 +60,7 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
     visit("exp_avg_sq_scale", exp_avg_sq_scale());
   }
   // Permutes the state to the memory order of the parameter, whose strides set_data() may have changed. Encodes 8-bit
-  // values again, in new blocks, with one more rounding. Replaces tensors instead of writing to them.
+  // values again, in new blocks, which rounds them once more. Replaces tensors instead of writing to them.
   void lay_out_as(const at::Tensor& parameter);
 };
 
@@ -68,7 +68,7 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 // scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. The state of an
 // element takes 2 1/32 bytes instead of 8.
 //
-// Blocks divide the whole parameter in memory order, independent of shards. lay_out_as() adapts them to changed
+// Blocks divide the whole parameter in memory order, independent of shards. lay_out_as() adapts the blocks to changed
 // strides. Ranks that share a block agree on its scale in one all-reduce per step, of two numbers for each shared
 // block. So with equal gradients, parameters are bit-equal at every world size, and a checkpoint can be loaded at any
 // world size. A step processes a million elements at a time, in fp32. fp64 parameters keep their precision.

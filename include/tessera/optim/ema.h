@@ -43,20 +43,20 @@ class Ema : public ModelShards {
   // if the decay is out of range, if options differ between ranks, or if a parameter is not dense.
   explicit Ema(ModelShards& model, EmaOptions options = {});
 
-  // Updates the averages. Must be called after each optimizer step. Is not collective. Makes one foreach call.
+  // Updates the averages, with one foreach call. Must be called after each optimizer step. Is not collective.
   // Parameters on disk are read one at a time. Throws std::logic_error while averages are swapped in.
   void update();
   int64_t updates() const { return updates_.item<int64_t>(); }  // number of updates
 
   // Replaces the parameters by their averages until the scope ends, then restores them. This object must outlive the
-  // scope. Allocates a copy of this rank's parameters. If ranks hold equal parameters, the call, but not the scope's
-  // end, is collective: one all-gather for each parameter. Throws std::logic_error if a scope is open.
+  // scope. Allocates a copy of this rank's parameters. If ranks hold equal parameters, this call is collective: one
+  // all-gather for each parameter. The end of the scope is not collective. Throws std::logic_error if a scope is open.
   ScopeExit swap_in();
 
   // Returns an object with the model's tensors, an average "ema.<name>" for each parameter, and the buffer
   // "ema.updates". The object is valid as long as this Ema. For checkpoints it is equivalent to the list {model, ema}.
   ModelShards& with_model();
-  // Returns the Ema whose with_model() returned this object, or null for any other object.
+  // Returns the Ema whose with_model() returned the object `with_model`, or null for any other object.
   static Ema* of(ModelShards& with_model);
 
   ModelShards& model() const { return model_; }          // the averaged model
@@ -82,7 +82,7 @@ class Ema : public ModelShards {
 
   ModelShards& model_;
   const EmaOptions options_;
-  std::shared_ptr<Communicator> replicas_;  // ranks that hold equal parts; null if only this rank
+  std::shared_ptr<Communicator> replicas_;  // group of the ranks that hold equal parts; null if only this rank does
   std::vector<Average> averages_;
   at::Tensor updates_;  // number of updates: [], int64
   std::unique_ptr<ModelShards> with_model_;

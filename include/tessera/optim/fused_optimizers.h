@@ -11,13 +11,13 @@
 namespace tessera {
 namespace internal {
 
-// The optimizer `Base` of torch::optim, with one call of libtorch's fused kernel for all parameters of a group, dtype
-// and device. torch::optim runs about ten operators for each parameter. Under FullyShardedDataParallel, one call covers
-// all shards of a rank. Results are equal up to rounding. Options, states and archives are those of `Base`. On devices,
-// the learning rate is rounded to fp32 unless parameters are fp64, so that captured steps are bit-equal. On CPUs, SGD
-// steps 16-bit parameters by operators, because libtorch's kernel is wrong for them (pytorch#191763). Gradients may
-// have any strides. step() throws std::invalid_argument for sparse gradients, and for parameters that are not dense or
-// not of floating-point type.
+// The optimizer `Base` of torch::optim, with one call of libtorch's fused kernel for all parameters of equal group,
+// dtype and device. torch::optim runs about ten operators for each parameter. Under FullyShardedDataParallel, one call
+// covers all shards of a rank. Results are equal to those of `Base` up to rounding. Options, states and archives are
+// those of `Base`. On devices, the learning rate is rounded to fp32 unless parameters are fp64, so that captured and
+// eager steps are bit-equal. On CPUs, SGD steps 16-bit parameters by operators, because libtorch's kernel has a bug for
+// them (pytorch#191763). Gradients may have any strides. step() throws std::invalid_argument for sparse gradients, and
+// for parameters that are not dense or not of floating-point type.
 template <class Base>
 class FusedOptimizer : public Base, public ChosenStep {
  public:

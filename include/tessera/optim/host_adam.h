@@ -11,7 +11,7 @@
 namespace tessera {
 
 // torch::optim::Adam and AdamW for parameters in host memory (ZeRO-Offload's CPU Adam: Ren et al., 2021). A step is one
-// pass over parameter, gradient and state, with the widest vector instructions of the processor, on all intra-operator
+// pass over parameter, gradient and state, with the processor's widest vector instructions, on all intra-operator
 // threads. If a wrapper sends 16-bit copies of parameters to a device, the pass also writes these copies. Options,
 // states and archives are torch's; results are equal up to rounding.
 //
@@ -19,12 +19,12 @@ namespace tessera {
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //
 // The pass steps fp32 parameters; libtorch's fused operator steps other floating-point types. Gradients on a device are
-// first copied to the host. Must be used by one thread at a time. Both steps throw std::invalid_argument, with nothing
-// changed, for sparse gradients, and for parameters that are not dense or not in host memory.
+// first copied to the host. Must be used by one thread at a time. If a gradient is sparse, or a parameter is not dense
+// or not in host memory, both functions throw std::invalid_argument, with nothing changed.
 //
-// Steps of revocable_steps() keep the previous parameter and state in host memory or, for parameters on disk, on disk.
-// The first such step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new
-// state to this memory and does not move the old state, which costs less than a copy.
+// revocable_steps() keeps previous parameters and states in host memory or, for parameters on disk, on disk. The first
+// step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to these
+// tensors. It then swaps them with the old state, which costs less than a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;
@@ -32,7 +32,7 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
   at::Tensor step(LossClosure closure = nullptr) override;
   // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  // Throws what step() would throw for its parameters and gradients; changes nothing.
+  // Throws the errors of step() for its parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
@@ -45,7 +45,7 @@ class HostAdamW : public torch::optim::AdamW, public PartialStep {
   at::Tensor step(LossClosure closure = nullptr) override;
   // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  // Throws what step() would throw for its parameters and gradients; changes nothing.
+  // Throws the errors of step() for its parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };

@@ -15,7 +15,7 @@ namespace tessera {
 // Norms are computed over whole parameters, in double. If parameters are sharded, one all-reduce per step sums the
 // squares of all parts, with two numbers for each parameter. Results equal the unsharded optimizer's up to rounding.
 // Options and states are AdamW's, so checkpoints support them. amsgrad must be false. Parameters must be of
-// floating-point type, which is also the dtype of states. A step allocates one more tensor of each shard's size.
+// floating-point type; states have the parameter's dtype. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
   // Accepts whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad.

@@ -44,7 +44,7 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   }
 };
 
-// Lbfgs's state of one parameter: its elements of the search's vectors, and numbers that are equal for all parameters.
+// Lbfgs's state of one parameter: its parts of the search's vectors, and numbers that all parameters have in common.
 struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
   int64_t func_evals = 0;           // closure calls in all step() calls
   int64_t n_iter = 0;               // iterations in all step() calls
@@ -59,7 +59,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
   void visit(Visit visit) {
     visit("func_evals", func_evals);
     visit("n_iter", n_iter);
-    auto bits = std::bit_cast<int64_t>(t);  // checkpoints store this number as an integer
+    auto bits = std::bit_cast<int64_t>(t);  // checkpoints store this double as the integer with the same bits
     visit("t_bits", bits);
     t = std::bit_cast<double>(bits);
     visit("direction", direction);
@@ -78,8 +78,8 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 
 // torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
 // direction is a combination of the history's vectors, whose coefficients need only inner products (Chen et al., 2014).
-// So ranks all-gather about 5 doubles for each remembered step in an iteration, and 5 doubles in an evaluation. Losses
-// are averaged over the ranks, so that all ranks take equal steps. Needs one group, and a wrapper that has the
+// So ranks all-gather only about 5 doubles for each remembered step in an iteration, and 5 doubles in an evaluation.
+// Losses are averaged over the ranks, so all ranks take equal steps. Needs one group, and a wrapper that has the
 // gradients of its shards (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
 //
 //   tessera::Lbfgs optimizer(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));

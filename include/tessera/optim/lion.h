@@ -26,8 +26,8 @@ struct LionParamState : internal::ListedState<LionParamState> {
 };
 
 // Lion (Chen et al., 2023, algorithm 2). The step is the sign of an average of momentum and gradient, with decoupled
-// weight decay. Its state is half of Adam's. Learning rates are 3 to 10 times smaller than AdamW's, and weight decay is
-// larger by that factor. Is elementwise: results are bit-equal under any sharding.
+// weight decay. The state is half as large as Adam's. Good learning rates are 3 to 10 times smaller than with AdamW,
+// and weight decay is larger by the same factor. Is elementwise: results are bit-equal under any sharding.
 class Lion : public internal::ListedOptimizer<LionOptions, LionParamState, internal::Sees::kElements> {
  public:
   using ListedOptimizer::ListedOptimizer;

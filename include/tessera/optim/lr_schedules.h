@@ -17,14 +17,14 @@ namespace tessera {
 //   for (...) { ...; optimizer.step(); schedule.step(); }
 //   save_checkpoint(dir, {model, optimizer, schedule});
 //
-// A checkpoint has the number of steps, but not peaks or factors. The schedule must be constructed before
-// load_checkpoint(); otherwise it uses the loaded rates as peaks. Not collective; must be equal on all ranks.
+// A checkpoint has the number of steps, but not peaks or factors. A schedule must be constructed before
+// load_checkpoint(); otherwise the loaded rates become its peaks. Not collective; must be equal on all ranks.
 class LambdaLR : public torch::optim::LRScheduler {
  public:
   // Sets the rates of step 0. The optimizer must outlive the schedule.
   LambdaLR(torch::optim::Optimizer& optimizer, std::function<double(int64_t)> factor);
 
-  // Sets the rates of a step, for programs that count steps. Throws std::invalid_argument unless 0 <= step < 2^32.
+  // Sets the rates of `step`, for programs with their own count. Throws std::invalid_argument unless 0 <= step < 2^32.
   void set_step(int64_t step);
   int64_t current_step() const { return step_count_; }  // the step whose rates are set
 

@@ -75,18 +75,18 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 //   tessera::Muon optimizer(fsdp, tessera::group_parameters(fsdp, {others}, MuonOptions(2e-2)));
 //
 // With a wrapper, one rank orthogonalizes each matrix; costs are balanced over the ranks. That rank receives the parts
-// of the momentum and returns the parts of the result, in bf16 or fp32. While a rank computes one matrix, its next
-// matrices are in flight. If parameters are sharded, a rank sends about its part of the matrices, and as many bytes of
-// results. If every rank has all parameters, a rank sends only its 1/N of the results to all ranks. Results equal those
-// of one process up to rounding. OSS<Muon> assigns owners by the same costs. Momentum is stored where the parameter is.
-// A step allocates twice the memory of this rank's parts.
+// of the momentum from all ranks, and sends back the parts of the result, in bf16 or fp32. While a rank computes one
+// matrix, its next matrices are in flight. If parameters are sharded, a rank sends about its part of the matrices, and
+// as many bytes of results. If every rank has all parameters, a rank sends only its 1/N of the results to all ranks.
+// Results equal those of one process up to rounding. OSS<Muon> assigns owners by the same costs. Momentum is stored
+// where the parameter is. A step allocates twice the memory of this rank's parts.
 class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for sparse gradients, and with use_muon for fewer than 2 dimensions.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients, and if Muon would step less than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Returns the number of multiplications in a parameter's step, by which owners are balanced; 0 for AdamW.
+  // Returns the multiplications in a step of the parameter, or 0 if AdamW steps it. Owners are balanced by this number.
   static int64_t step_cost(const NamedShard& parameter, const torch::optim::OptimizerOptions& options);
 
  private:

@@ -23,8 +23,8 @@ struct OptimizerStateDict {
     OptionList options;
     int64_t parameter_count = 0;
   };
-  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Omits undefined tensors. Tensors are the
-  // optimizer's own in local_state_dict() of OSS, and copies in state_dict() of OSS.
+  // The state of one parameter, by name: {"exp_avg", ...}, {"step", 7}. Omits undefined tensors. local_state_dict() of
+  // OSS returns the optimizer's own tensors; state_dict() of OSS returns copies.
   struct ParameterState {
     std::vector<std::pair<std::string, at::Tensor>> tensors;
     std::vector<std::pair<std::string, int64_t>> numbers;

@@ -19,7 +19,7 @@ struct GroupRule {
   Options options{};                                 // options of the group, e.g. torch's AdamOptions
 };
 
-// Splits the parameters of a wrapped model into optimizer groups. The group of a parameter is that of the first rule
+// Splits the parameters of a wrapped model into optimizer groups. A parameter belongs to the group of the first rule
 // that matches it. The last group has all other parameters, with the options `rest`. All ranks get equal groups in the
 // same order. A group may be empty.
 //
@@ -44,8 +44,8 @@ std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShard
 }
 
 // Returns the usual two groups: first the parameters with weight decay and `options`, then all others with
-// weight_decay(0). A parameter has no decay if the module declared fewer than two dimensions (biases, norms), or if the
-// name contains a text of `no_decay` ("embedding"). A group may be empty.
+// weight_decay(0). Parameters of fewer than two dimensions in the module (biases, norms) have no decay. Nor has a
+// parameter whose name contains one of the texts in `no_decay` ("embedding"). A group may be empty.
 //
 //   torch::optim::AdamW optimizer(tessera::decay_groups(fsdp.named_parameters(), AdamWOptions(1e-3).weight_decay(0.1)),
 //                                 AdamWOptions(1e-3));

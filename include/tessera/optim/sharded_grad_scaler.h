@@ -19,9 +19,9 @@ struct GradScalerOptions {
   int64_t growth_interval = 2000;  // successive finite steps before the scale grows; 1 or more
 };
 
-// Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler). Scales the loss, so that small gradients are
-// representable in fp16, and divides the gradients by the scale before the step. If any rank's gradient is infinite or
-// NaN, all ranks skip the step.
+// Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler). Multiplies the loss by a scale, so that
+// small gradients are representable in fp16. Divides the gradients by the scale before the step. If any rank has an
+// infinite or NaN gradient, all ranks skip the step.
 //
 //   tessera::ShardedGradScaler scaler(comm);
 //   scaler.scale(loss).backward();
@@ -41,14 +41,14 @@ class ShardedGradScaler {
   at::Tensor scale(const at::Tensor& loss) const;
 
   // Divides the optimizer's gradients by the scale, and checks that they are finite on all ranks. Is collective: one
-  // all-reduce of one number. Throws std::logic_error if called twice for an optimizer without update() between.
+  // all-reduce of one number. Throws std::logic_error if called twice for an optimizer without an update() in between.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  // Calls unscale_() if the caller has not, then optimizer.step() if all gradients are finite. Returns whether it
-  // stepped, equal on all ranks. Throws std::logic_error if called twice for an optimizer without update() between.
+  // Calls unscale_() unless the caller has done so. If all gradients are finite, calls optimizer.step() and returns
+  // true, on all ranks. Throws std::logic_error if called twice for an optimizer without an update() in between.
   bool step(torch::optim::Optimizer& optimizer);
 
-  // Ends the step, and raises, lowers or keeps the scale. Throws std::logic_error without unscale_() or step() before.
+  // Ends the step, and raises, lowers or keeps the scale. Throws std::logic_error before any unscale_() or step().
   void update();
 
   // Returns the current scale.

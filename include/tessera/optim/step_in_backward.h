@@ -20,12 +20,12 @@ class TaskQueue;
 
 // Options of StepInBackward: clipping of gradients, and processors for the step.
 struct StepInBackwardOptions {
-  // Upper limit of the gradients' global norm. The norm is known only after backward, so finish() takes all steps.
+  // Upper limit of the gradients' global norm. The norm is known only after backward, so finish() then takes all steps.
   std::optional<double> max_norm{};
   double norm_type = 2.0;
-  // With max_norm: takes steps during backward without clipping. If the norm is too large, finish() rolls the steps
-  // back, and steps again with clipped gradients. Results are bit-equal. Faster if clipping is rare. Keeps copies of
-  // parameters and state, in host memory or on disk: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
+  // If max_norm is set: takes steps during backward, without clipping. If the norm is too large, finish() rolls them
+  // back, and steps with clipped gradients. The option does not change results. Faster if clipping is rare. Keeps
+  // copies of parameters and state, in host memory or on disk: 12 bytes per fp32 element on this rank, 16 with amsgrad.
   bool speculative = false;
   // Processors (numbered as in taskset) for the step's threads, one thread on each. Empty: as many threads as the
   // caller has, on any processors. Other threads may still run on these processors; `taskset` or the launcher can
@@ -47,18 +47,18 @@ struct StepInBackwardOptions {
 // Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
 // that have only an older gradient, for example after zero_grad(false). Between backward and finish(), parameters,
 // gradients and the optimizer must not be used. Must not be used with ShardedGradScaler, which may skip a step. Cannot
-// be used with FsdpOptions::check_finite, whose check would follow the steps. If several checkpointed blocks use a
+// be used with FsdpOptions::check_finite, whose check would run after the steps. If several checkpointed blocks use one
 // unit, its gradients arrive in several parts, and backward throws std::logic_error.
 //
-// Note [Speculation]. `speculative` is SuperOffload's speculation, then validation (Lian et al., 2025), with copies
-// instead of inverse arithmetic. If backward or finish() fails, parameters and optimizer are restored to their values
-// before that backward. If a disk prevents this, the next finish() tries again. Until finish(), the wrapper's
-// forward(), summon_full_params() and full_state_dict() throw std::logic_error, because values may be rolled back.
+// Note [Speculation]. `speculative` implements SuperOffload's speculation-then-validation (Lian et al., 2025), with
+// copies instead of inverse arithmetic. If backward or finish() fails, parameters and optimizer are restored to their
+// values before that backward. If a disk prevents this, the next finish() tries again. Until finish(), the wrapper's
+// forward(), summon_full_params() and full_state_dict() throw std::logic_error: values may be rolled back.
 class StepInBackward {
  public:
   // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
-  // or without revocable_steps(), and for processors that this process may not use. Also throws it for an optimizer
-  // derived from one of Tessera's: a step() of the derived class would be bypassed.
+  // or without revocable_steps(), and for processors that this process may not use. Also throws std::invalid_argument
+  // if the optimizer's class is derived from one of Tessera's, because a step() of the derived class would be bypassed.
   StepInBackward(internal::GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
   // Rolls back speculative steps that finish() has not confirmed.
   ~StepInBackward();
@@ -66,11 +66,11 @@ class StepInBackward {
   StepInBackward& operator=(const StepInBackward&) = delete;
 
   // Blocks until every parameter with a gradient has been stepped. Steps nothing if no backward has reduced gradients
-  // since the last call. Throws the error of a failed step. With max_norm, clips gradients first, is collective, and
-  // returns the norm before clipping. Without max_norm, returns nullopt.
+  // since the last call. Throws the error of a failed step. If max_norm is set, first clips the gradients, is
+  // collective, and returns the norm before clipping. Otherwise returns nullopt.
   std::optional<double> finish();
 
-  // Returns how often finish() has rolled back speculative steps.
+  // Returns the number of finish() calls that have rolled back speculative steps.
   int64_t times_taken_back() const { return times_taken_back_; }
 
  private:

@@ -17,7 +17,7 @@ namespace tessera {
 struct SummonOptions {
   bool writeback = true;  // true: keeps changes made in the scope; false: drops them
   // true: only rank 0 unshards parameters; on other ranks, an operator that uses a parameter throws std::logic_error.
-  // Needs writeback = false, because other ranks could not update their shards.
+  // Requires writeback = false, because other ranks could not update their shards.
   bool rank0_only = false;
   // true: full parameters are in host memory, and an accelerator holds only one full flat parameter at a time.
   // Parameters may be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
@@ -39,11 +39,11 @@ struct StateDictOptions {
 };
 
 // The dtype of each phase of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers). Empty: the parameters' own
-// dtype. Optimizers, checkpoints and state dictionaries always have the parameters' own dtype. Complex and integer
-// tensors always keep their dtype.
+// dtype. State in optimizers, checkpoints and state dictionaries always has the parameters' own dtype. Complex and
+// integer tensors always keep their dtype.
 struct MixedPrecision {
-  // The dtype in which floating-point parameters are gathered and used. Shards are cast before they are sent. So for
-  // fp32 parameters, kBFloat16 and kHalf halve the bytes sent and the memory of unsharded parameters.
+  // The dtype in which floating-point parameters are gathered and used. Shards are cast before they are sent. So if
+  // parameters are fp32, kBFloat16 and kHalf halve the bytes sent and the memory of unsharded parameters.
   std::optional<at::ScalarType> param_dtype{};
   // The dtype in which gradients are added and reduced; empty: param_dtype. kFloat sends twice the bytes of a 16-bit
   // dtype, but rounds only once. A 16-bit dtype rounds on every rank and in every accumulation under no_sync().
@@ -70,30 +70,30 @@ struct HybridSharding {
   int ranks_per_copy = 0;
   // The number n of consecutive ranks, usually those of a host, that together keep a secondary copy of the parameters:
   // 1/n on each rank, from forward to the end of backward (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n). Backward,
-  // and further forwards under no_sync(), gather among these ranks only. n must divide the ranks of a copy. Each rank
-  // needs memory for 1/n of the model in param_dtype. 0: no secondary copy.
+  // and further forwards under no_sync(), gather among these ranks only. n must divide the number of ranks of a copy.
+  // Each rank needs memory for 1/n of the model in param_dtype. 0: no secondary copy.
   int ranks_per_secondary_copy = 0;
 };
 
-// The format of data between the ranks of a copy of the model. For slow links: kInt8Blocks sends a quarter of fp32's
+// The format of data that ranks of a copy of the model exchange. For slow links, kInt8Blocks sends a quarter of fp32's
 // bytes, or half of bf16's, but rounds (see Int8Blocks). Shards, optimizers, checkpoints and summon_full_params() stay
 // exact. Parameters of full_precision modules, integers, and parameters that only one rank holds are never rounded.
 struct WireFormats {
   // The format of all-gathers (ZeRO++'s qwZ). Forward and backward use rounded parameters, equal on all ranks.
   WireFormat parameters = WireFormat::kDtype;
-  // The format of reduce-scatters (one hop of ZeRO++'s qgZ). Each rank rounds its gradients once. The gradients are
-  // then exchanged, and added in fp32, in rank order.
+  // The format of reduce-scatters (one hop of ZeRO++'s qgZ). Each rank rounds its gradients once, and sends each part
+  // to its owner. The owner adds the parts of all ranks in fp32, in rank order.
   WireFormat gradients = WireFormat::kDtype;
 };
 
-// Options of FullyShardedDataParallel, with their costs. Must be equal on all ranks, except limits of memory.
+// Options of FullyShardedDataParallel. Must be equal on all ranks, except for limits of memory.
 struct FsdpOptions {
   // Selects the modules that become units (see WrapPolicy). Empty: the whole model is one unit.
   WrapPolicy auto_wrap{};
 
   // true: a unit is resharded after its forward and unsharded again in backward (ZeRO-3: 1.5 times DDP's traffic, least
   // memory). false: a unit stays unsharded until backward has computed all of its gradients (ZeRO-2's traffic; memory
-  // of the whole model). After a forward without backward, the unit stays unsharded until the next backward ends.
+  // of the whole model). If no backward follows a forward, the unit stays unsharded until the next backward ends.
   bool reshard_after_forward = true;
 
   // The dtypes of parameters, gradients and buffers on the wire and in computation.
@@ -107,7 +107,7 @@ struct FsdpOptions {
 
   // The number of units that are gathered ahead of the unit in use, in forward and in backward, in the order of the
   // last iteration. 0: none. Each needs memory for an unsharded unit. Ranks that read each other's memory (gloo, one
-  // host) do not gather larger units than 65,536 elements ahead: their data would not move before the use.
+  // host) do not gather units of more than 65,536 elements ahead. Data of such units would not move before the use.
   int prefetch = 1;
 
   // The number of most recently used units that stay unsharded. With 2, two units that are used in turn do not evict
@@ -130,7 +130,7 @@ struct FsdpOptions {
   bool refuse_uneven_use = false;
 
   // true: backward throws std::runtime_error on all ranks if a reduced gradient is infinite or NaN. The error names
-  // units and ranks. Costs one pass over the gradient shards, and an exchange of flags.
+  // units and ranks. Costs one pass over the gradient shards, and an all-gather of one flag per rank.
   bool check_finite = false;
 
   // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, if the

@@ -7,22 +7,22 @@
 namespace tessera {
 
 // Options of offload to host memory or disk (ZeRO-Offload, Ren et al., 2021). FSDP offloads shards between their uses.
-// OSS offloads the parameters that a rank owns, between steps. Optimizer state is in the same place, because optimizers
-// allocate state where the parameters are. Limits may differ over ranks.
+// OSS offloads the parameters that a rank owns, between steps. Optimizer state is in the same memory, because
+// optimizers allocate state where the parameters are. Limits may differ between ranks.
 struct OffloadOptions {
-  // FSDP: keeps shards in host memory. Copies each unit's shard to the device just before its all-gather, one unit
-  // further ahead than `prefetch`, in param_dtype if set. OSS: keeps copies of the owned parameters in host memory. The
+  // FSDP: keeps shards in host memory. Copies each unit's shard to the device, in param_dtype if set, just before its
+  // all-gather, one unit further ahead than `prefetch`. OSS: keeps copies of the owned parameters in host memory. The
   // optimizer steps these copies, and the new values are copied to the device.
   bool params = false;
-  // FSDP: copies reduced gradients to host memory after their reduce-scatter, overlapped with backward. The copies are
+  // FSDP: copies reduced gradients to host memory after their reduce-scatter. The copies overlap with backward, and are
   // complete when backward returns. On an accelerator, this option must equal `params`, because optimizers cannot step
   // a host parameter with a device gradient. OSS: frees the device's gradients after the step has copied them, and
   // implies `params`. Until zero_grad(), `.grad` is then a placeholder that throws.
   bool grads = false;
-  // Uses page-locked memory, which devices access directly.
+  // true: uses page-locked memory, which devices access directly.
   bool pin_memory = true;
-  // Upper limit of host memory for the offload, in bytes. 0: no limit. Above the limit, construction or backward (FSDP)
-  // or step() (OSS, with nothing changed) throws std::runtime_error that names the purpose and the rank.
+  // Upper limit of host memory for the offload, in bytes. 0: no limit. If it is exceeded, construction or backward
+  // (FSDP) or step() (OSS, with nothing changed) throws std::runtime_error, naming the purpose and the rank.
   int64_t host_limit_bytes = 0;
   // FSDP only, with `params`: a folder on a local disk for the shards of the units selected by `disk_units`. HostAdam
   // and HostAdamW keep their state there, too; other optimizers keep state in host memory. Empty: no disk.

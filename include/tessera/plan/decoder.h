@@ -37,9 +37,9 @@ struct DecoderOptions {
   std::string left_out = {};    // text: features of the config file that the plan omits
 };
 
-// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The text has the fields of DecoderOptions (kv_heads,
-// head_dim, mlp, vocab, sequence, batch, tie=0|1), with the same defaults; for llama, tie=0. Throws
-// std::invalid_argument that names the invalid part of the text.
+// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The text may set fields of DecoderOptions, some by short
+// names (kv_heads, head_dim, mlp, vocab, sequence, batch, tie=0|1). Defaults are those of DecoderOptions, except tie=0
+// for llama. Throws std::invalid_argument that names the invalid part of the text.
 DecoderOptions decoder_of(const std::string& text);
 
 // Reads a Hugging Face config.json with model_type gpt2, llama, mistral, qwen2 or qwen3. The model has as many

@@ -21,7 +21,7 @@ class Recorder;
 struct DryRunOptions {
   int world_size = 1;
   int rank = 0;
-  // At least 2, because the first step creates the optimizer's state. All later steps are alike.
+  // At least 2, because the first step creates the optimizer's state. All later steps have equal costs.
   int steps = 2;
   // Number of consecutive ranks that read each other's memory, as gloo ranks of one host do. 0: all ranks. 1: none
   // (NCCL).
@@ -41,7 +41,7 @@ class RunScope {
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int steps() const { return steps_; }                    // number of steps to run
   void end_step();                                        // must be called after the constructor and after each step
-  void name_parameters(const torch::nn::Module& module);  // so that operators in the record name their module
+  void name_parameters(const torch::nn::Module& module);  // tells the record the names of the operators' modules
   RunRecord finish();                                     // must be called while the model exists
 
  private:
@@ -70,7 +70,7 @@ const torch::nn::Module* module_in(Model& model) {
   }
 }
 
-// Calls make_model, and runs the steps in a scope. Returns the record of the run.
+// Calls make_model, and then runs scope.steps() steps. Returns the record of the run.
 template <class MakeModel, class Step>
 RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
   auto model = make_model(scope.comm());
@@ -102,15 +102,15 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 // run, and collectives move no data (CountingCommunicator). The run assumes that all ranks have equal data and use the
 // same parameters.
 //
-// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes. But on a GPU a library
-// may use other kernels (attention, convolutions), which save other tensors for backward. The allocator's rounding and
-// the kernels' scratch memory are not counted.
+// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes. However, some libraries
+// use other kernels on a GPU (attention, convolutions), which save other tensors for backward. The allocator's rounding
+// and the kernels' scratch memory are not counted.
 //
 // Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
 // computed (a loss's item(), a norm) reads as 0, and RunRecord::stand_ins lists the operator. Code that bypasses the
 // dispatcher reads zeros. Throws std::invalid_argument, naming the operator, if a result's shape depends on missing
-// values. Also throws it if libtorch cannot infer a shape in C++ and the operator is too large to run, and for fewer
-// than 2 steps. Throws std::logic_error in a nested run on this thread. Restores the default CPU generator. Not
+// values. Also throws it if libtorch cannot infer a shape in C++ and the operator is too large to run, and if `steps`
+// is below 2. Throws std::logic_error in a nested run on this thread. Restores the default CPU generator. Not
 // collective. Uses one thread. While the first dry run of a process starts, no other thread may create tensors.
 template <class MakeModel, class Step>
 RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {

@@ -12,14 +12,14 @@
 
 namespace tessera {
 
-// Maps an amount of work (FLOP, bytes) to seconds. Made of measured points, or of one speed. Linear between two points,
-// and proportional below the first and above the last point.
+// Maps an amount of work (FLOP, bytes) to seconds. Constructed from measured points or from one speed. Linear between
+// two points, and proportional below the first and above the last point.
 class SpeedCurve {
  public:
   SpeedCurve() = default;  // a curve of unknown speed
   // Returns a curve of constant speed, in amounts per second. Throws std::invalid_argument unless `per_s` is above 0.
   static SpeedCurve of_speed(double per_s);
-  // Makes a curve of points (amount, seconds). Throws std::invalid_argument if there are no points, or unless the
+  // Makes a curve through points (amount, seconds). Throws std::invalid_argument if there are no points, or unless the
   // amounts are above 0 and increase.
   explicit SpeedCurve(std::vector<std::pair<double, double>> points);
 
@@ -41,7 +41,7 @@ struct OperatorSpeed {
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
 };
 
-// The class of an operator, which selects its speed. Time depends on FLOP; for kMemory, on the bytes read and written.
+// The class of an operator, which selects its speed. Times depend on FLOP; those of kMemory, on bytes read and written.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
 WorkClass work_class_of(const RecordedOperator& op);  // by the operator's name and FLOP
@@ -75,13 +75,13 @@ struct MachineSpeed {
   // Number of cores that the ranks of a host share; a rank uses at most one at a time. Times are then processor time.
   // If there are more ranks than cores, ranks take turns (shared_cores.h). 0: cores are not shared.
   int cores = 0;
-  double wake_s = 0;  // seconds from the end of a wait until the sleeping thread runs
+  double wake_s = 0;  // seconds from the end of a rank's wait until its sleeping thread runs
   double jitter = 0;  // standard deviation of the logarithm of one operator's times
   LinkSpeed tcp{};    // link of ranks that share no memory: wall-clock latency, bytes per second of processor time
   // true: hosts are namespaces of one machine. Not stored in speed files.
   bool shares_cores_between_hosts = false;
 
-  double seconds_of(const RecordedOperator& op) const;  // time if nothing is communicated meanwhile
+  double seconds_of(const RecordedOperator& op) const;  // the operator's time if no communication runs at the same time
 
   // Throws std::invalid_argument that names missing speeds of operators. Speeds of links are checked at use.
   void check() const;
@@ -98,10 +98,10 @@ struct CollectiveTime {
 [[noreturn]] void refuse_collective(const std::string& operation);
 
 // Returns the time of a collective. In a group of n ranks, a rank sends (n - 1) / n of the full tensor for an
-// all-gather, reduce-scatter, scatter or all-to-all, twice that for an all-reduce, and all of it for a broadcast or
-// reduce. The latency counts ceil(log2(n)) times, twice that for an all-reduce. With m ranks on each of h hosts, adds
-// the times within hosts (m ranks) and between hosts (h ranks). Between hosts, a rank sends 1 / m of the bytes, because
-// m ranks send at once. Throws std::invalid_argument for an unknown operation, and for a link of unknown speed.
+// all-gather, reduce-scatter, scatter or all-to-all. It sends twice that for an all-reduce, and the full tensor for a
+// broadcast or reduce. The latency counts ceil(log2(n)) times, twice that for an all-reduce. With m ranks on each of h
+// hosts, adds the times within hosts (m ranks) and between hosts (h ranks). Between hosts, a rank sends 1 / m of the
+// bytes: m ranks send at once. Throws std::invalid_argument for an unknown operation, and for a link of unknown speed.
 CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed);
 
 // Reads a speed file (JSON). Throws std::invalid_argument that names the file and the missing or wrong field.

@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-// A span of a rank's work, in seconds from the start of the step. A negative begin_s is in the previous step.
+// A span of a rank's work, in seconds from the start of the step. begin_s < 0: the span begins in the previous step.
 struct MeasuredInterval {
   enum class Kind : uint8_t { kCompute, kWait, kCollective };
   Kind kind = Kind::kCompute;
@@ -29,7 +29,7 @@ struct MeasuredStep {
 
 // Returns the step of median time of a rank, from the last run in a file of TESSERA_TRACE. Ignores the first step,
 // which creates the optimizer's state. A step ends with an optimizer's span. Throws std::invalid_argument, naming the
-// file, if it is unreadable, is no trace, or has fewer than three steps of the rank, including the first.
+// file, if it is unreadable, not a trace, or has fewer than three steps of the rank, including the first.
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank);
 
 }  // namespace tessera

@@ -48,8 +48,8 @@ struct Machines {
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
 
-// Predicts ElasticRun::copied_bytes() while no copy is made. Memory holds two steps of this rank's part and of `copies`
-// other parts. After a loss of ranks, it holds up to three steps of larger parts. `record` must use AdamW.
+// Predicts ElasticRun::copied_bytes() between two copies. Memory then holds two steps of this rank's part and of
+// `copies` other parts. After a loss of ranks, it holds up to three steps of larger parts. `record` must use AdamW.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
 // Runs the choice as a dry run. Throws like run() and predict_step(), but stores errors of libtorch in `why_not`.
@@ -63,14 +63,14 @@ std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoi
 inline constexpr double kUsable = 0.9;
 // Returns the index of the recommended plan, or -1 if no plan fits. A plan's peak must be at most kUsable of the
 // device's memory. With offload or copies, a host's ranks must also fit in that share of the host's memory, if known.
-// Prefers, in this order: no offload, the shortest time if known, the least recomputation, the least exchange between
-// hosts, the least exchange, the fewest options that are not defaults, the least memory.
+// Prefers, in this order: no offload, the shortest time if known, the least recomputation, the least traffic between
+// hosts, the least traffic, the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Returns the indices of the plans: the recommended plan first, plans that do not fit last, by memory.
+// Returns the indices of the plans in order of preference. Plans that do not fit are last, in order of memory.
 std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
 // Returns a table with each plan's memory, milliseconds of a step and tokens a second (if known), and whether the plan
-// fits. The recommended plan, its options and its unknowns follow.
+// fits. Below the table are the recommended plan, its options and its unknowns.
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
 // Parses "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument for any other text.

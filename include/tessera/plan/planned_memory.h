@@ -5,7 +5,7 @@
 namespace tessera {
 
 // Sets the memory of a planned training step on one rank, including optimizer and activations. While an object of this
-// class exists, wrappers on this thread compare the planned memory with free memory, in place of their own estimate.
+// class exists, wrappers on this thread compare free memory with the planned memory instead of their own estimate.
 //
 //   const PlannedMemoryScope planned(record.peak_bytes());  // of a dry_run()
 //   auto model = zero(Gpt(config), options, comm, {.stage = 3});

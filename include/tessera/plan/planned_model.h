@@ -24,8 +24,8 @@ class PlannedModel {
  public:
   virtual ~PlannedModel() = default;
 
-  // Makes a dry run of two steps of AdamW (HostAdamW with offload), with clipping by norm. `ranks_sharing_memory`: see
-  // DryRunOptions. Throws like dry_run().
+  // Makes a dry run of two steps of AdamW, or of HostAdamW if the choice has offload, with clipping by norm.
+  // `ranks_sharing_memory`: see DryRunOptions. Throws like dry_run().
   PlannedRun run(const TrainingChoice& choice, int world_size, int rank, int ranks_sharing_memory = 0) const {
     return run_as(choice, {.world_size = world_size, .rank = rank, .ranks_sharing_memory = ranks_sharing_memory});
   }
@@ -40,7 +40,7 @@ class PlannedModel {
   virtual PlannedRun run_as(const TrainingChoice& choice, const DryRunOptions& where) const = 0;
 };
 
-// Returns a GPT-2 or Llama with these options, which define batch and sequence, too. Its loss is cross entropy.
+// Returns a GPT-2 or Llama with these options, which also define batch and sequence. The loss is cross entropy.
 std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options);
 
 // Returns the model of an archive of torch.export, with inputs of zeros (ExportedModule::example_inputs). The loss is

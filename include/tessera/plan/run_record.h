@@ -37,8 +37,8 @@ struct BytesByKind {
 struct RecordedOperator {
   std::string name;  // "aten::addmm"
   int unit = 0;      // index in RunRecord::units: the unit of the last used parameter
-  // Index in RunRecord::modules: the module of the last used parameter or, in backward, of the forward operator whose
-  // gradient this one computes.
+  // Index in RunRecord::modules: the module of the last used parameter. In backward: the module of the forward operator
+  // whose gradient this operator computes.
   int module = 0;
   int step = 0;              // 0: the constructor; 1: the first step
   bool in_backward = false;  // includes recomputation
@@ -76,15 +76,15 @@ struct RecordedCollective {
 };
 
 // The operators of one rank's run, and the memory of its tensors after each operator. The run is real (record_run()) or
-// has no data (dry_run()); both give the same counts.
+// has no data (dry_run()). Real runs and dry runs have equal counts.
 //
 // Bytes are those that storages request from the allocator. If a tensor's kind is unknown when the tensor is created,
-// it is decided when the tensor is freed. A tensor created in forward is an activation if it exists when a backward
-// begins. A tensor created in backward that outlives the step is a gradient. Tensors that exist from the first step to
-// the end are optimizer state. Tensors that exist since the constructor are parameters or buffers.
+// the kind is decided when the tensor is freed. A tensor created in forward is an activation if it exists when a
+// backward begins. A tensor created in backward that outlives the step is a gradient. Tensors that exist from the first
+// step to the end are optimizer state. Tensors that have existed since the constructor are parameters or buffers.
 struct RunRecord {
   std::vector<std::string> units;  // names; the first is "", for operators before the use of any parameter
-  // Dotted names of submodules; the first is "", for operators in no module and of parameters without names.
+  // Dotted names of submodules. The first is "", for operators outside modules or with parameters that have no names.
   std::vector<std::string> modules;
   std::vector<RecordedOperator> operators;
   std::vector<RecordedCollective> collectives;
@@ -100,12 +100,12 @@ struct RunRecord {
 
   // Returns the bytes of tensors at the peak.
   int64_t peak_bytes() const { return peak.tensors(); }
-  // Returns the place of the peak: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up"; ""
-  // without operators.
+  // Returns the place of the peak: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up". Returns
+  // "" if the record has no operators.
   std::string peak_place() const;
   // Returns the bytes of the full tensors in a step's collectives.
   int64_t collective_bytes(int step) const;
-  // Returns a text of a few lines: the peak, its content and place, FLOP and collectives.
+  // Returns a summary in several lines of text: the peak, its content and place, FLOP and collectives.
   std::string summary() const;
 };
 

@@ -14,7 +14,7 @@ enum class Lane : uint8_t { kCompute, kWithinHost, kBetweenHosts };
 inline constexpr size_t kLanes = 3;
 const char* name_of(Lane lane);  // the name in tables and pages: "compute"
 
-// A predicted span, in seconds from the start of the step. A negative begin_s is in the previous step.
+// A predicted span, in seconds from the start of the step. begin_s < 0: the span begins in the previous step.
 struct TimedInterval {
   std::string name;  // "aten::addmm", "all-gather of unit 'blocks.3'"
   Lane lane = Lane::kCompute;
@@ -36,16 +36,16 @@ struct StepTime {
 
 // Predicts the time of a recorded step on a machine. Simulates this rank's operators, starts of collectives, and waits,
 // in their recorded order. Operators run in sequence. Collectives begin in the order of their starts, each as soon as
-// its lanes are free. A wait blocks compute until the collective completes. Collectives of earlier steps, except the
-// constructor's, continue into the step. Assumes that all ranks are equally fast, and that the host is always ahead of
-// the device.
+// its lanes are free. A wait blocks compute until the collective completes. Collectives that are still in flight at the
+// start of the step continue, except those of the constructor. Assumes that all ranks are equally fast, and that the
+// host is always ahead of the device.
 //
 // `step`: number of the step in the record, from 1; 0: the last step. Throws std::invalid_argument for any other step,
 // and if `speed` lacks a speed that the record needs.
 //
-// With MachineSpeed::cores, simulates all ranks of a host, because they share the cores. See shared_cores.h.
+// If MachineSpeed::cores is set, simulates all ranks of a host, because they share the cores. See shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
-// Like the function above, for the first rank of a host. Takes the records of all ranks of that host, in rank order.
+// Like the function above, for the first rank of a host; `of_ranks` has the records of all its ranks, in rank order.
 // With MachineSpeed::cores, ranks with more work delay the others. Also throws std::invalid_argument without records.
 StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step = 0);
 

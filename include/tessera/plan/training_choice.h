@@ -37,7 +37,7 @@ std::vector<TrainingChoice> training_choices();
 // Returns the options for zero(). `units` must be the wrap policy for the choice's UnitChoice.
 ZeroOptions zero_options(const TrainingChoice& choice, WrapPolicy units);
 // Returns source text of the options, "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the wrap
-// policy. The text includes other changes that the program needs.
+// policy. Also describes other changes that the program needs for this choice.
 std::string options_text(const TrainingChoice& choice, const std::string& units);
 
 }  // namespace tessera
