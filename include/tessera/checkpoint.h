@@ -69,8 +69,8 @@ class [[nodiscard]] PendingSave {
   // be called on any thread.
   bool done() const;
 
-  // Blocks until this rank's state is copied. The state may then be modified. Without SaveOptions::copy_in_background,
-  // returns at once. Not collective. Does not throw.
+  // Blocks until this rank's state is copied. The state may then be modified. If SaveOptions::copy_in_background is
+  // false, returns at once. Not collective. Does not throw.
   void copied() const;
 
   // Blocks until the checkpoint is complete. If the save failed, throws CheckpointError on all ranks. Not collective. A
@@ -100,9 +100,9 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, const Traini
 
 // Loads a checkpoint that any wrapper saved on any number of ranks. Returns the checkpoint's `extra`. Each rank reads
 // and verifies the blocks of its shards. No rank changes its state before all ranks have read their blocks. Sets
-// parameters, buffers, optimizer state, hyper-parameters and random generators. One error lists all missing and
-// unexpected names, and all differences in shapes, dtypes and optimizer. Optimizer state is ignored without an
-// optimizer, and required with one. First waits for an asynchronous save in flight, without throwing its error.
+// parameters, buffers, optimizer state, hyper-parameters and random generators. One error lists all differences in
+// names, shapes, dtypes and optimizer. If no optimizer is passed, ignores saved optimizer state; otherwise such state
+// is required. First waits for an asynchronous save in flight, without throwing its error.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});

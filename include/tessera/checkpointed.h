@@ -61,16 +61,16 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 //
 // Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
 // parameters that the function uses. Non-leaf tensors captured by a lambda receive no gradients; pass them as inputs.
-// Results that are not tensors are those of the first call. The function and its other inputs are copied, and must
-// compute equal results in the second call. For the second call, autocast and random numbers are restored: the default
-// generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
+// Results that are not tensors come from the first call. The function and its other inputs are copied, and must compute
+// equal results in the second call. For the second call, autocast and random generators are restored. These are the
+// default generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While an
 // ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd (NoGradGuard,
 // InferenceMode), checkpointed() only calls the function.
 //
 // Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that was passed by
 // reference. Backward throws std::invalid_argument if an input has changed since the call. Backward throws
 // std::logic_error for create_graph, and if the second call's outputs differ in number, shape or dtype. Exceptions of
-// the function propagate. Backward must run on one thread at a time, as libtorch runs one graph on CPUs.
+// the function propagate. Backward must run on one thread at a time, like libtorch's own backward of one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);

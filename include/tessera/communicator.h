@@ -80,7 +80,7 @@ class CommunicatorBackend {
   // passes no members and position -1, and receives null.
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
-  // Throws CommError if an operation was aborted, which otherwise counts as complete. If `all`, first waits for all.
+  // Throws CommError if a completed operation was in fact aborted. If `all`, first waits for all operations.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
   // Detects a second thread in start() or in a blocking call. See refuse_second_thread().
@@ -110,7 +110,7 @@ class CommunicatorBackend {
 //
 // On gloo, reductions add in rank order. So a sum has the same bits in every run and from every kind of reduction.
 // 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the order of
-// additions is NCCL's, unless InitOptions::rank_order_sums is set.
+// additions is unspecified unless InitOptions::rank_order_sums is set.
 //
 // All ranks must wait for operations in the same order, within a group and across groups. If one rank waits in a group
 // and another rank in its parent group, both deadlock. On gloo, an error that names both waits soon ends the deadlock.
@@ -156,8 +156,8 @@ class Communicator : public internal::CommunicatorBackend {
   void barrier(std::string_view what = {});  // returns when all ranks have called it
 
   // Blocks until all operations of this group and of the groups split from it complete. If an operation was aborted,
-  // throws CommError with `what` at the start of its text. Must be called before results are returned to the user.
-  // Reason: on NCCL, wait() does not block the host, and results are undefined after a peer's death. Not collective.
+  // throws CommError, whose text begins with `what`. Must be called before results are returned to the user. On NCCL,
+  // wait() does not block the host, and a peer's death leaves results undefined. Not collective.
   void throw_if_aborted(std::string_view what);
   // Copies the result of an operation to host memory, after its wait(). Throws CommError if the operation was aborted.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);

@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-// The dtype of gradients on the wire; kNone: their own. Other dtypes round before and after the addition, in fp32.
+// The dtype of gradients on the wire. kNone: the gradients' own. Others: rounded, added in fp32, and rounded again.
 enum class GradientCompression { kNone, kFp16, kBf16 };
 
 // Options of DistributedDataParallel, mostly named after the arguments of the class in torch.nn.parallel.
@@ -35,8 +35,8 @@ struct DdpOptions {
   bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers at construction
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
-  // For debugging. N > 0: compares the ranks' parameters in every N-th training forward; std::runtime_error names the
-  // first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or replicas:N.
+  // For debugging. N > 0: compares all ranks' parameters in every N-th training forward. Throws std::runtime_error with
+  // the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or replicas:N.
   int64_t compare_replicas_every = 0;
 
   // true: uses the backend's all-reduce, with any order of additions. false: uses Tessera's, which adds in rank order.

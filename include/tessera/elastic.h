@@ -27,7 +27,7 @@ namespace tessera {
 //     auto model = ...;                           // make everything that uses the group here
 //     tessera::FullyShardedDataParallel fsdp(model, run.comm());
 //     tessera::AdamW optimizer(fsdp.parameters(), 1e-3);
-//     run.restore({fsdp, optimizer, sampler});    // from memory, or the newest checkpoint, or left as initialized
+//     run.restore({fsdp, optimizer, sampler});    // from memory or a checkpoint, otherwise unchanged
 //     while (run.step() < steps) {
 //       ...                                       // one step
 //       run.commit();
@@ -135,8 +135,8 @@ class Elastic {
   // Collective, except in a process that joins later (ElasticOptions::rendezvous) and waits in run() instead. Throws
   // std::invalid_argument for invalid or unequal options, and CommError like init().
   explicit Elastic(ElasticOptions options = {});
-  // For a program with its own store, like communicator_from(). Begins a run. No other function uses the store. A
-  // process that joins the run later must use the other constructor.
+  // For a program with its own store, like communicator_from(). Only this constructor uses the store, not later groups.
+  // Begins a run. A process that joins the run later must use the other constructor.
   Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ElasticOptions options = {});
   // Stops serving other ranks. Does not wait for other ranks.
   ~Elastic();

@@ -92,7 +92,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
 
   // Returns the names of the inputs of forward(), in order.
   std::vector<std::string> input_names() const;
-  // Returns inputs of zeros on the CPU, for a dry run. A size of 0 means that at export. See InputSignature::zeros().
+  // Returns inputs of zeros on the CPU, for a dry run. Size 0: the size at export. See InputSignature::zeros().
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
@@ -119,8 +119,8 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   std::unique_ptr<internal::ExportedProgram> program_;
 };
 
-// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive into memory. Parameters share its pages until
-// something writes to the parameters. Inside deferred(), parameters and persistent buffers have no memory yet. Under
+// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive into memory. A parameter shares the archive's
+// pages until it is written to. Inside deferred(), parameters and persistent buffers have no memory yet. Under
 // FullyShardedDataParallel each rank then reads only its shards, unit by unit:
 //
 //   auto model = tessera::deferred([] { return tessera::load_exported("llama.pt2", {.weights = "llama/"}); });

@@ -60,7 +60,7 @@ struct InitOptions {
   // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only visible device; with
   // several visible devices, the one with index LOCAL_RANK. In run_ranks(), the index is the rank.
   std::optional<at::Device> device{};
-  // The maximum wait for other ranks, in operations and the rendezvous, without time in which this process is stopped.
+  // The maximum wait for other ranks, in operations and the rendezvous. Time while this process is stopped is excluded.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // With gloo: ranks of one host copy directly between their memories instead of through TCP, if the kernel permits
   // this. TESSERA_PEER_MEMORY=0 in the environment of any of these ranks disables these copies.
@@ -101,11 +101,11 @@ struct GroupOptions {
   bool rank_order_sums = false;  // see InitOptions; must be false for a CPU process group
 };
 
-// Makes a group of the ranks that share a store, which may be any c10d::Store. The rendezvous is in the store. The
-// group uses keys that begin with "tessera/" until the group is destroyed, so the store must live as long as the group.
-// Makes no process-wide change (ProcessSetup), and does not change the current device. Collective: ranks that make
-// several groups from one store must do so in the same order. Under Yama's ptrace_scope 1, ranks in different processes
-// use TCP instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
+// Makes a group of the ranks that share a store, which may be any c10d::Store. The rendezvous uses the store. The group
+// uses keys that begin with "tessera/" until the group is destroyed, so the store must live as long as the group. Makes
+// no process-wide change (ProcessSetup), and does not change the current device. Collective: ranks that make several
+// groups from one store must do so in the same order. Under Yama's ptrace_scope 1, ranks in different processes use TCP
+// instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
 // std::invalid_argument for invalid or unequal arguments. Throws CommError, naming the missing ranks, if not all ranks
 // join within the timeout.
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,

@@ -27,8 +27,8 @@ class OSS : public ShardedOptimizer {
  public:
   // Collective. All ranks must pass the same parameters in the same order. A parameter that occurs twice (tied weights)
   // is updated once. The parameters remain the caller's tensors, but small parameters move into shared buckets. If the
-  // lists differ between ranks, throws std::invalid_argument with a parameter's position. Also throws it if a parameter
-  // is no leaf, not on the communicator's device, or another wrapper's shard.
+  // lists differ between ranks, throws std::invalid_argument with the position of the difference. Also throws it if a
+  // parameter is no leaf, not on the communicator's device, or another wrapper's shard.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})

@@ -68,8 +68,8 @@ std::vector<std::string> quantize_linears(torch::nn::Module& module, const Quant
 
 // Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in
 // training mode throws std::logic_error. After a load or step, the results are stale until this function is called
-// again. unmerge_adapters() restores the bits from before. Collective only under FullyShardedDataParallel, where each
-// rank then holds the merged weights in full.
+// again. unmerge_adapters() restores the previous bits. Collective only under FullyShardedDataParallel, where each rank
+// then holds the merged weights in full.
 void merge_adapters(torch::nn::Module& module);
 // Frees the merged values. Layers then compute with the quantized weights and the adapters again.
 void unmerge_adapters(torch::nn::Module& module);

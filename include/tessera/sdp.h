@@ -32,9 +32,9 @@ struct SdpOptions {
   bool broadcast_buffers = true;       // rank 0 sends its buffers before each forward that follows a training forward
   bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
-  // For debugging. N > 0: compares the ranks' parameters in every N-th training forward; std::runtime_error names the
-  // first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or replicas:N. Always off if
-  // OssOptions::broadcast_dtype is set, because replicas then hold rounded values.
+  // For debugging. N > 0: compares all ranks' parameters in every N-th training forward. Throws std::runtime_error with
+  // the name of the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or
+  // replicas:N. Always off if OssOptions::broadcast_dtype is set, because replicas then hold rounded values.
   int64_t compare_replicas_every = 0;
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy
   // into the bucket. Only for groups that support this (gloo).

@@ -31,8 +31,8 @@ struct OssOptions {
   // Parameters of less than 1 MiB share buckets of up to this many bytes.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
-  // For debugging. N > 0: compares the ranks' parameters after every N-th step; std::runtime_error names the first
-  // difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off if broadcast_dtype is set.
+  // For debugging. N > 0: compares all ranks' parameters after every N-th step. Throws std::runtime_error with the
+  // first difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off if broadcast_dtype is set.
   int64_t compare_replicas_every = 0;
 
   // Runs the step in host memory: copies gradients to the host, and new values back to the device. HostAdam and
@@ -96,7 +96,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   // Returns a pointer that expires when this object is destroyed, for wrappers that refer to this object.
   std::weak_ptr<const void> lifetime() const { return lifetime_; }
-  // With OssOptions::offload, returns the bytes of host memory now in use for copies of parameters and gradients;
+  // If OssOptions::offload is on, returns the bytes of host memory that copies of parameters and gradients use now;
   // otherwise 0. Excludes the optimizer's state.
   int64_t host_bytes() const;
   // Returns the page-locked part of host_bytes().

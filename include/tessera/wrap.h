@@ -18,7 +18,7 @@ using WrapPolicy =
     std::function<bool(const std::string& fqn, const torch::nn::Module& module, int64_t unclaimed_numel)>;
 
 // Returns a policy that makes each module of these types a unit: wrap_modules<BlockImpl>(). A type may be a common base
-// class of several modules. Named transformer_auto_wrap_policy in FSDP.
+// class of several modules. Like FSDP's transformer_auto_wrap_policy.
 template <class... Modules>
 WrapPolicy wrap_modules() {
   static_assert((... && !torch::detail::is_module_holder<Modules>::value),

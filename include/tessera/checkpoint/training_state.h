@@ -16,8 +16,8 @@
 
 namespace tessera {
 
-// The objects of one training state: models, optimizers and Stateful objects. Only a single model may lack a name. The
-// same rule holds for optimizers. An optimizer may have parameters of several models:
+// The objects of one training state: models, optimizers and Stateful objects. If there are several models, each of them
+// needs a name. The same holds for optimizers. An optimizer may have parameters of several models:
 //
 //   {{"generator", g}, {"critic", c}, {"of_generator", g_adam}, {"of_critic", c_adam}, scaler}
 //   {model, {"muon", muon}, {"adamw", adamw}}

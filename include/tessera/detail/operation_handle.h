@@ -28,7 +28,7 @@ class [[nodiscard]] OperationHandle {
   // Makes the handle of an operation in flight. For implementations of operations.
   explicit OperationHandle(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
-  // Returns whether finish() has been called, or the handle was made without an operation.
+  // Returns true if finish() has been called, or if the handle was made without an operation.
   bool done() const noexcept { return operation_ == nullptr; }
 
  protected:

@@ -26,13 +26,13 @@ struct MemoryReport {
   int64_t grad_bytes = 0;            // this rank's part of the gradients
   int64_t gathered_bytes = 0;        // full parameters of units that are unsharded now, or being unsharded
   int64_t peak_gathered_bytes = 0;   // the peak of gathered_bytes
-  int64_t secondary_bytes = 0;       // secondary shards for backward now (hybrid sharding)
+  int64_t secondary_bytes = 0;       // secondary shards that exist now, for backward (hybrid sharding)
   int64_t peak_secondary_bytes = 0;  // the peak of secondary_bytes
-  int64_t bucket_bytes = 0;          // buckets of gradients now, before and during reduction
+  int64_t bucket_bytes = 0;          // gradient buckets that exist now, before or during reduction
   int64_t peak_bucket_bytes = 0;     // the peak of bucket_bytes
   int64_t largest_unit_bytes = 0;    // full parameters of the largest unit
   int64_t unsharded_bytes = 0;       // the parameters of the whole model
-  int64_t staging_bytes = 0;         // with offload: staging buffers now, for copies to and from the device
+  int64_t staging_bytes = 0;         // with offload: staging buffers that exist now, for copies to and from the device
   int64_t peak_staging_bytes = 0;    // the peak of staging_bytes
 
   // The current bytes in each kind of memory. host_bytes includes pinned_bytes.

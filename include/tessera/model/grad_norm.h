@@ -14,7 +14,7 @@ class GradNorm {
   GradNorm(double value) : value_(value) {}                             // NOLINT(google-explicit-constructor): a double
   explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // `tensor` has one element, on any device
 
-  // Returns the norm as a tensor, perhaps still being computed; undefined if a double was stored or has been read.
+  // Returns the tensor of the norm. Undefined if this object was made from a double, or has been converted to one.
   const at::Tensor& on_device() const { return tensor_; }
   // Returns the norm. The first call blocks until a device has computed it.
   operator double() const {  // NOLINT(google-explicit-constructor)

@@ -10,7 +10,7 @@ class Averages {
   virtual ~Averages() = default;
   // Replaces the parameters by their averages until the scope ends, then restores the parameters bit for bit. Allocates
   // a copy of the parameters that this rank steps. The optimizer must outlive the scope. Under OSS, both ends of the
-  // scope are collective. Throws std::logic_error if a scope is open, and unless keeps_averages().
+  // scope are collective. Throws std::logic_error if a scope is open, or if keeps_averages() is false.
   virtual ScopeExit swap_in_averages() = 0;
   // Returns whether a scope of swap_in_averages() is open. Until that scope ends, step() must not be called.
   virtual bool are_swapped_in() const = 0;

@@ -11,7 +11,7 @@
 namespace tessera {
 namespace internal {
 
-// The optimizer `Base` of torch::optim, with one call of libtorch's fused kernel for all parameters of equal group,
+// The optimizer `Base` of torch::optim, with one call of libtorch's fused kernel for all parameters of the same group,
 // dtype and device. torch::optim runs about ten operators for each parameter. Under FullyShardedDataParallel, one call
 // covers all shards of a rank. Results are equal to those of `Base` up to rounding. Options, states and archives are
 // those of `Base`. On devices, the learning rate is rounded to fp32 unless parameters are fp64, so that captured and

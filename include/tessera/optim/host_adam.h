@@ -20,11 +20,11 @@ namespace tessera {
 //
 // The pass steps fp32 parameters; libtorch's fused operator steps other floating-point types. Gradients on a device are
 // first copied to the host. Must be used by one thread at a time. If a gradient is sparse, or a parameter is not dense
-// or not in host memory, both functions throw std::invalid_argument, with nothing changed.
+// or not in host memory, both step functions throw std::invalid_argument, with nothing changed.
 //
-// revocable_steps() keeps previous parameters and states in host memory or, for parameters on disk, on disk. The first
-// step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to these
-// tensors. It then swaps them with the old state, which costs less than a copy.
+// Steps of revocable_steps() keep previous values in host memory or, for parameters on disk, on disk. The first step
+// allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to the spare
+// tensors of the previous values. Then it swaps old and new tensors, which costs less than a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;
@@ -32,7 +32,7 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
   at::Tensor step(LossClosure closure = nullptr) override;
   // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  // Throws the errors of step() for its parameters and gradients; changes nothing.
+  // Throws the errors that step() would throw for the current parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
@@ -45,7 +45,7 @@ class HostAdamW : public torch::optim::AdamW, public PartialStep {
   at::Tensor step(LossClosure closure = nullptr) override;
   // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  // Throws the errors of step() for its parameters and gradients; changes nothing.
+  // Throws the errors that step() would throw for the current parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };

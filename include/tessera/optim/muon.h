@@ -83,10 +83,10 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for sparse gradients, and if Muon would step less than 2 dimensions.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients, and for use_muon with less than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Returns the multiplications in a step of the parameter, or 0 if AdamW steps it. Owners are balanced by this number.
+  // Returns the number of multiplications in a parameter's step; 0 for AdamW. Owners are balanced by this number.
   static int64_t step_cost(const NamedShard& parameter, const torch::optim::OptimizerOptions& options);
 
  private:

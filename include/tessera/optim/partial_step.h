@@ -19,7 +19,7 @@ class ChosenStep {
   // Steps each of `parameters` that has a gradient, like step(). Throws std::invalid_argument for a tensor that is
   // not a parameter of the optimizer.
   virtual void step_parameters(const std::vector<at::Tensor>& parameters) = 0;
-  // Throws the errors of step() for unsupported parameters or gradients; changes nothing.
+  // Throws if step() would reject the current parameters or gradients; changes nothing.
   virtual void require_steppable() {}
 };
 

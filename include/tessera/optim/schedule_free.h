@@ -65,7 +65,7 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 // Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree). Needs no
 // learning-rate schedule, and no total number of steps. Evaluation and export use the average of the iterates
 // (swap_in_averages()). In training, parameters are between the average and the last iterate. Elementwise: results are
-// bit-equal under any sharding. Each parameter has its own count of steps, without steps in which it had no gradient.
+// bit-equal under any sharding. Each parameter has its own count of the steps in which it had a gradient.
 class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
       public Averages {

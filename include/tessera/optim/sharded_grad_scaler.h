@@ -44,8 +44,8 @@ class ShardedGradScaler {
   // all-reduce of one number. Throws std::logic_error if called twice for an optimizer without an update() in between.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  // Calls unscale_() unless the caller has done so. If all gradients are finite, calls optimizer.step() and returns
-  // true, on all ranks. Throws std::logic_error if called twice for an optimizer without an update() in between.
+  // Calls unscale_() if the caller has not. If all ranks' gradients are finite, steps the optimizer and returns true;
+  // otherwise returns false. Throws std::logic_error if called twice for an optimizer without an update() in between.
   bool step(torch::optim::Optimizer& optimizer);
 
   // Ends the step, and raises, lowers or keeps the scale. Throws std::logic_error before any unscale_() or step().

@@ -41,7 +41,7 @@ class RunScope {
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int steps() const { return steps_; }                    // number of steps to run
   void end_step();                                        // must be called after the constructor and after each step
-  void name_parameters(const torch::nn::Module& module);  // tells the record the names of the operators' modules
+  void name_parameters(const torch::nn::Module& module);  // names the modules of operators in the record
   RunRecord finish();                                     // must be called while the model exists
 
  private:

@@ -19,7 +19,7 @@ struct PlannedRun {
   std::vector<int64_t> owned_bytes;  // in stages 1 and 2: bytes of parameters that each rank owns; otherwise empty
 };
 
-// The interface of models that a plan trains.
+// The interface of models for which a plan can be made.
 class PlannedModel {
  public:
   virtual ~PlannedModel() = default;

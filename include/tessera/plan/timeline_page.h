@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-// The texts, and the data beside the record, from which timeline_page() makes a page.
+// The input of timeline_page() in addition to the record of the run.
 struct TimelinePageText {
   std::string title{};             // title and first line of the page
   std::string options{};           // text below the title, such as the training options

@@ -30,8 +30,8 @@ struct TrainingChoice {
   bool operator==(const TrainingChoice&) const = default;
 };
 
-// Returns the choices that a plan compares, each by a dry run: all stages, stage 3 with and without resharding, fp32
-// and bf16, with and without checkpointing.
+// Returns the choices that a plan compares by dry runs: all stages, stage 3 with and without resharding, fp32 and bf16,
+// with and without checkpointing.
 std::vector<TrainingChoice> training_choices();
 
 // Returns the options for zero(). `units` must be the wrap policy for the choice's UnitChoice.
