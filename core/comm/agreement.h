@@ -8,12 +8,12 @@
 
 namespace tessera::internal {
 
-// Checks that all ranks pass the same lines of text, such as a description of the model. Collective: runs one small
-// all-reduce if the lines agree. Otherwise throws std::invalid_argument on every rank. The error names `subject`, the
-// first line that differs, rank 0, and the lowest rank whose line differs from rank 0's.
+// Checks that all ranks pass the same lines of text, such as a description of the model. Collective. If the lines
+// agree, runs one small all-reduce. If they differ, throws std::invalid_argument on every rank. The error names
+// `subject`, the lowest rank whose lines differ from rank 0's, and the first line that differs.
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines);
 
-// Returns the texts of all ranks in rank order. Collective: runs two small all-gathers.
+// Returns the texts of all ranks in rank order. Collective: runs two all-gathers, of the lengths and of the texts.
 std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what);
 
 }  // namespace tessera::internal

@@ -19,17 +19,17 @@ struct GlooOptions {
   std::string address;  // IP address of this rank's network interface, or this rank's host name
   std::chrono::milliseconds timeout;
   bool peer_memory = true;               // see InitOptions::peer_memory
-  bool serves_store = false;             // this process serves the store, and must outlive its readers: see Watchdog
+  bool serves_store = false;             // this process serves the store, and must outlive the readers: see Watchdog
   bool permits_tracing = false;          // see ProcessSetup::permit_tracing
   bool raises_descriptor_limit = false;  // see ProcessSetup::raise_descriptor_limit
   std::shared_ptr<const void> process_setup;  // shared with the groups that are split from this group
-  // Transport of all messages. If null, the group uses peer memory and TCP.
+  // Makes the transport that carries all messages. If null, the group uses peer memory and TCP.
   std::shared_ptr<TransportSource> carrier = nullptr;
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, over peer memory.
-// Collective. The ranks meet in `store`, which the group uses until it is destroyed. All ranks must pass one store, and
-// no other group may use its keys: wrap it in a PrefixStore. Throws CommError if the ranks do not meet in the timeout.
+// Collective. The ranks meet in `store`, which the group uses while it exists. All ranks must pass one store, wrapped
+// in a PrefixStore, so that no other group uses its keys. Throws CommError if a rank does not join before the timeout.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
@@ -40,15 +40,15 @@ struct NcclOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   bool registered_memory = false;  // see InitOptions::registered_memory
   bool rank_order_sums = false;    // see InitOptions::rank_order_sums
-  // Interval of heartbeats. A rank that misses ten heartbeats counts as dead; the waits of other ranks then throw.
+  // Interval of heartbeats. If a rank misses ten heartbeats, it counts as dead, and the waits of the other ranks throw.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
   bool serves_store = false;                            // see GlooOptions::serves_store
   std::shared_ptr<const void> process_setup = nullptr;  // see GlooOptions::process_setup
   bool is_borrowed = false;                             // the program owns the c10d group, and shuts it down
 };
 
-// Joins ranks into a group over NCCL, for tensors on `device`. Otherwise has the contract of make_gloo_communicator().
-// Throws std::invalid_argument in a build without TESSERA_CUDA.
+// Joins ranks into a group over NCCL, for tensors on `device`. Apart from that, the contract is that of
+// make_gloo_communicator(). Throws std::invalid_argument in a build without TESSERA_CUDA.
 std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);
 

@@ -15,13 +15,13 @@ namespace tessera::internal {
 struct Collective {
   enum Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kScatter, kBackendAllReduce, kAllToAll };
   Kind kind;
-  at::Tensor full;   // the whole tensor; undefined for kAllToAll, with `pieces`, and for kScatter on non-root ranks
+  at::Tensor full;   // the whole tensor; undefined in kAllToAll, in kScatter on non-root ranks, and if `pieces` is set
   at::Tensor shard;  // this rank's part; only for kAllGather, kReduceScatter and kScatter
   std::string what;
   std::vector<int64_t> counts{};  // number of elements of each rank's shard, by rank
   ReduceOp op = ReduceOp::kSum;
   int root = 0;
-  int64_t numel = 0;                 // elements of the whole tensor, also on ranks without it; 0 for kAllToAll
+  int64_t numel = 0;                 // elements of the whole tensor, set on all ranks; 0 for kAllToAll
   std::vector<at::Tensor> pieces{};  // the full tensor's parts in kReduceScatter; if not empty, `full` is undefined
   struct AllToAll {
     at::Tensor received, sent;

@@ -77,7 +77,7 @@ std::string ranks_text(const std::vector<int>& members) {
   return c10::str("ranks ", c10::Join(", ", first), more);
 }
 
-// Copies `from` to `to`, unless they share memory. In inference mode, autograd does not record the copy.
+// Copies `from` to `to`, unless they share memory. Uses inference mode, so that autograd does not record the copy.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   c10::InferenceMode quiet;
   if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
@@ -107,7 +107,7 @@ Communicator::Communicator(int rank, int size, at::Device device, std::chrono::m
     : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
 Communicator::~Communicator() = default;
 
-// Does not use a string stream: every operation calls this function, and a stream would dominate the cost of its start.
+// Uses no string stream, because a stream would be the main cost of starting an operation.
 std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
@@ -140,7 +140,7 @@ void check_all_to_all(const Collective& collective, int rank, int size, const Re
           sent.scalar_type(), ", expected one dtype");
 }
 
-// Throws std::invalid_argument if the arguments are wrong, and completes the fields of `collective`.
+// Throws std::invalid_argument if the arguments are wrong. Otherwise completes the fields of `collective`.
 void check_and_complete(const Communicator& comm, Collective& collective) {
   const KindTraits& traits = kTraits[collective.kind];
   const auto kind = collective.kind;
@@ -272,7 +272,7 @@ Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_vie
 }
 
 Pending internal::backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
-  // gloo ends the process if sizes differ. Operations of other descriptions do not match, and become an error here.
+  // gloo would end the process if sizes differed. This barrier has the size in its description, so it throws instead.
   if (comm.device().is_cpu()) comm.barrier(c10::str("the size of ", what, ", ", tensor.numel(), " elements"));
   return comm.begin({Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
 }

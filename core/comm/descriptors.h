@@ -6,12 +6,12 @@
 namespace tessera::internal {
 
 // Ensures that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises the soft
-// limit (RLIMIT_NOFILE) up to the hard limit if necessary. If the limit is too low, throws CommError; gloo itself would
-// end the process. The error begins with `for_what`, e.g. "the connections of 256 ranks". Thread-safe.
+// limit (RLIMIT_NOFILE) if necessary, at most to the hard limit. If the limit is too low, throws CommError; otherwise
+// gloo would end the process. The error begins with `for_what`, e.g. "the connections of 256 ranks". Thread-safe.
 void require_descriptors(int64_t needed, const std::string& for_what, bool may_raise);
 
-// Undoes the raise of require_descriptors(): restores the earlier soft limit. A no-op if the limit was not raised, or
-// if the program has changed it since. Thread-safe.
+// Restores the soft limit that require_descriptors() has raised. A no-op if the limit was not raised, or if the program
+// has changed the limit since. Thread-safe.
 void restore_descriptor_limit();
 
 // If stdin, stdout or stderr is closed, opens /dev/null in its place. Otherwise a new socket could use the free

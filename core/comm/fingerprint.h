@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// A 64-bit hash (FNV-1a) of a sequence of texts and numbers. It is equal on every rank, machine and run.
+// A 64-bit hash (FNV-1a) of a sequence of texts and numbers. Equal sequences have equal hashes on all machines.
 class Fingerprint {
  public:
   Fingerprint& add(std::string_view text) {

@@ -35,7 +35,7 @@ class LiveGroup {
 // Registers `act` to be called once, when this process destroys its last group. A group must exist. Thread-safe.
 void call_after_last_group(void (*act)());
 
-// Returns an exception's text, without libtorch's stack trace. Null means that std::terminate() was called directly.
+// Returns an exception's text, without libtorch's stack trace. A null pointer means that std::terminate() was called.
 std::string text_of(const std::exception_ptr& exception);
 // The failure reason of a group that is destroyed while an exception with an unknown text unwinds the stack.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";

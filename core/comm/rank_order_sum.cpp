@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kBlockNumel = 1024;     // elements of a block; its accumulators fit in the first-level cache
 constexpr int64_t kGrainNumel = 1 << 16;  // smaller ranges are faster on one thread
 
-// min and max propagate a NaN of either argument, as in torch.
+// Both functions propagate a NaN of either argument, as torch::minimum() and torch::maximum() do.
 template <class Accumulator>
 Accumulator least(Accumulator one, Accumulator other) {
   return other < one || other != other ? other : one;
@@ -31,8 +31,8 @@ void join(Out* out, const One* one, const Other* other, int64_t numel, Combine c
   for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Out>(combine(one[i], other[i]));
 }
 
-// Reduces block by block. No step only copies a block: the first step combines two parts, and the last step writes
-// `out`. The compiler would turn such a copy into memcpy() or `rep movs`, which prefetch less than a loop.
+// Reduces block by block. The first step combines two parts and the last step writes `out`, so no step only copies a
+// block. For such a step the compiler would emit memcpy() or `rep movs`, which prefetch less than a loop.
 template <class Scalar, class Combine, class End>
 void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, int64_t begin, int64_t end, Combine combine,
                   End ends) {
@@ -72,7 +72,7 @@ void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp
   }
 }
 
-// over(numel, body) must call body(begin, end) for ranges that cover [0, numel).
+// `over(body)` must call body(begin, end) for ranges that together cover all elements.
 template <class Over>
 void reduce_over(void* out, const std::vector<const void*>& parts, at::ScalarType dtype, ReduceOp op, Over over) {
   AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "reduce_in_rank_order", [&] {
@@ -109,7 +109,7 @@ void add_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& par
   const at::ScalarType dtype = at::toOpMathType(out.scalar_type());
   at::Tensor sum = parts[0].to(dtype, /*non_blocking=*/true, /*copy=*/true);
   for (size_t part = 1; part < parts.size(); ++part) sum.add_(parts[part]);
-  // Divides by a tensor, because CUDA would multiply by the rounded reciprocal of a number.
+  // Divides by a tensor: with a number as the divisor, CUDA would multiply by its rounded reciprocal.
   if (op == ReduceOp::kAverage) sum.div_(at::full({1}, static_cast<double>(parts.size()), sum.options()));
   out.copy_(sum, /*non_blocking=*/true);
 }

@@ -26,7 +26,7 @@ void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tens
 // or an average. All tensors must be on one device, of one floating dtype and shape. `out` may be one of the parts.
 void add_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 
-// Divides `numel` elements over `size` ranks, and returns counts by rank. The first `numel % size` counts are 1 larger.
+// Divides `numel` elements over `size` ranks. Returns counts by rank. The first `numel % size` counts are larger by 1.
 std::vector<int64_t> even_counts(int64_t numel, int size);
 
 }  // namespace tessera::internal

@@ -9,10 +9,10 @@ namespace tessera::internal {
 class RecordableGroup {
  public:
   virtual ~RecordableGroup() = default;
-  // Returns "" if collectives can be recorded. Otherwise returns the reason, as text that follows "CapturedStep: ".
+  // Returns "" if collectives can be recorded, otherwise the reason why not, which callers append to "CapturedStep: ".
   virtual std::string why_not_recorded() const = 0;
-  // Calls `enqueue`, which must enqueue recorded work on the current stream. The group then awaits and times that work
-  // as an operation with this description. Throws CommError if the group is broken.
+  // Calls `enqueue`, which must enqueue recorded work on the current stream. The group then tracks this work like an
+  // operation with this description, so the work can time out. Throws CommError if the group is broken.
   virtual void enqueue_recorded(const std::string& description, const std::function<void()>& enqueue) = 0;
 };
 

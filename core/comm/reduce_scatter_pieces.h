@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// Runs Communicator::reduce_scatter() on a full tensor that is the concatenation of `pieces`. All ranks must pass the
-// same number of pieces, with equal numbers of elements and one dtype. The pieces are read until wait() returns, and
-// never written. If exchanges_pieces() is false, this function concatenates the pieces first.
+// Runs Communicator::reduce_scatter() on a full tensor that is the concatenation of `pieces`. All pieces must have one
+// dtype. All ranks must pass equally many pieces, and each piece must have the same size on all ranks. The pieces are
+// read until wait() returns, and never written. If exchanges_pieces() is false, concatenates them first.
 Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
                               ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 

@@ -12,11 +12,11 @@
 namespace tessera::internal {
 namespace {
 
-// The largest number of queued reports. If the device is further behind, the host blocks for the oldest report.
+// The largest number of queued reports. If the device is further behind, the host waits for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// The first two words are the fingerprint and its complement, and the numbers follow. The maxima of these words yield
-// the largest and smallest fingerprint. Low bits hold kRankMask - rank, so each maximum names its lowest rank.
+// The first two words are the fingerprint and its complement; the numbers follow. The maxima of the two words yield the
+// largest and smallest fingerprint. Low bits hold kRankMask - rank, to find the lowest rank with each maximum.
 constexpr int64_t kAgreement = 2;
 constexpr int kRankBits = 20;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;
@@ -59,7 +59,7 @@ bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query();
 
 void ReducedReport::wait() {
   if (!has_arrived()) arrived_->synchronize();
-  comm_->to_host(host_, what_);  // throws CommError if the exchange was aborted
+  comm_->to_host(host_, what_);  // throws CommError if the all-reduce was aborted
 }
 
 const int64_t* ReducedReport::largest() {

@@ -16,19 +16,19 @@
 
 namespace tessera::internal {
 
-// Compares a fingerprint over all ranks, and computes the maximum of some numbers over ranks. Uses one all-reduce,
-// whose size does not depend on the number of ranks. On a device, the exchange runs after the current work without
-// blocking the host, and the result can be read later. Must be used by one thread at a time.
+// Compares the fingerprints of all ranks, and computes the maximum of each given number over the ranks. Uses one
+// all-reduce, whose size does not depend on the number of ranks. On a device, the all-reduce runs after the current
+// work without blocking the host, and the result can be read later. Must be used by one thread at a time.
 class ReducedReport {
  public:
   // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call.
   ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
-  // Waits for the exchange as Pending::wait() does. Must be called before the functions below. If the exchange was
-  // aborted, the functions below that block throw CommError. A second call is a no-op.
+  // Waits for the all-reduce as Pending::wait() does. Must be called before the functions below. If the all-reduce was
+  // aborted, those of the functions below that block throw CommError. A second call is a no-op.
   void finish();
   // Whether the functions below return without blocking.
   bool has_arrived() const;
-  // Returns the maximum of each number over ranks. Blocks.
+  // Returns the maximum of each number over the ranks. Blocks.
   const int64_t* largest();
   // Returns two ranks whose fingerprints differ (lower first), or nullopt if all agree. Blocks. Compares 43 bits.
   std::optional<std::pair<int, int>> unlike_ranks();
@@ -42,16 +42,16 @@ class ReducedReport {
   std::string what_;
   int64_t numbers_ = 0;  // length of `numbers`
   at::Tensor host_;      // [2 + numbers_]: fingerprint, its complement, numbers
-  at::Tensor device_;    // host_ on the group's device; for a CPU group it is host_ itself
+  at::Tensor device_;    // copy of host_ on the group's device; host_ itself in a CPU group
   Pending exchange_;
   bool is_finished_ = false;
   std::optional<c10::Event> arrived_;  // set by finish(); null for a CPU group
 };
 
-// A queue of reports. look() passes arrived reports to their callbacks, in order. Blocks only if over four are queued.
+// A queue of reports. look() passes arrived reports to their callbacks in order. Blocks if more than four are queued.
 class LateReports {
  public:
-  // Called once for each report, after the report has arrived. Must throw if the report shows an error.
+  // Called once for each report, after the report has arrived. Must throw if the report says that the ranks disagree.
   using Look = std::function<void(ReducedReport&)>;
   void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
   void look();

@@ -7,9 +7,9 @@
 
 namespace tessera::internal {
 
-// While an object exists, limits DNS queries of its thread to one second instead of five, with at least four tries.
-// c10d's TCPStore looks up the name of each peer only to log it. A lost query would delay the start or the failure of a
-// group. Other threads are not affected, because glibc keeps a resolver state for each thread. A no-op without glibc.
+// While an object exists, a DNS query of its thread times out after one second instead of five, with at least four
+// tries. c10d's TCPStore looks up each peer's name for its log, so lost queries would delay the start or the failure of
+// a group. glibc keeps a resolver state for each thread, so other threads are not affected. A no-op without glibc.
 class ShortNameLookups {
  public:
 #ifdef __GLIBC__

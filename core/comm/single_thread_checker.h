@@ -8,12 +8,12 @@
 
 namespace tessera::internal {
 
-// Detects a second thread that calls an object while another thread is in a call. Ranks number their operations in the
+// Detects that a second thread calls an object while another thread is in a call. Ranks number their operations in the
 // order of start. If two threads start operations, that order may differ between ranks, and similar operations would
 // exchange wrong data.
 class SingleThreadChecker {
  public:
-  // Marks a call of this thread until it is destroyed. Calls may nest.
+  // Marks a call of this thread, which lasts as long as this object. Calls may nest.
   class Call {
    public:
     explicit Call(SingleThreadChecker& caller) : caller_(caller) {

@@ -44,7 +44,7 @@ void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::c
   }
 }
 
-// A queue of store calls, which run() makes in order. The StoreClient and its thread share ownership. Thread-safe.
+// A queue of store calls, which run() makes in order. Owned by the StoreClient and by its thread. Thread-safe.
 class StoreThread {
  public:
   explicit StoreThread(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -124,7 +124,7 @@ StoreClient::~StoreClient() {
     thread_.detach();  // the thread is blocked in a call, or does not exist in this child of fork()
 }
 
-// Makes a call on the thread and returns its result. `act` must own its data: the call may outlive this function.
+// Makes a call on the thread and returns its result. The call may outlive this function, so `act` must own its data.
 template <class Act>
 auto StoreClient::call(Act act) const {
   using Answer = decltype(act(calls_->store()));

@@ -21,10 +21,10 @@ c10d::Store& underlying(c10d::Store& store);
 // Polls until a store has all keys. Throws c10::Error after the timeout.
 void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);
 
-// A store whose calls always end. c10d's TCPStore blocks for ever if the serving process is stopped or the link is cut,
-// and all later calls wait too. This class makes the calls on its own thread. If the store does not answer within
-// `patience`, a call throws c10::Error with the text kNoAnswer. A call that its caller gave up before it began is
-// skipped. The destructor detaches the thread if a call still blocks it.
+// A store whose calls always end. If the serving process is stopped or the link is cut, a call of c10d's TCPStore
+// blocks forever, and so do all later calls. This class makes the calls on its own thread. If the store does not answer
+// within `patience`, a call throws c10::Error with the text kNoAnswer. If its caller has given up before a call begins,
+// the call is skipped. The destructor detaches the thread if a call still blocks the thread.
 //
 // wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. Every group wraps its store
 // with of(), so the library calls every store except a HashStore through this class.
@@ -32,11 +32,11 @@ class StoreClient : public c10d::Store {
  public:
   static constexpr char kNoAnswer[] = "the store, in rank 0's process or the launcher's, does not answer";
 
-  // Wraps `store`. Returns `store` itself if it needs no thread: a HashStore, which is in this process, or a store that
+  // Wraps `store`. Returns `store` itself if it is a HashStore, which is in this process and needs no thread, or if it
   // is already wrapped.
   static c10::intrusive_ptr<c10d::Store> of(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
 
-  // Lowers the patience of the StoreClient that `store` is or wraps, also for current calls. A no-op if there is none.
+  // Lowers the patience of the StoreClient below the prefixes of `store`, if any. Applies also to calls in progress.
   static void limit_patience(c10d::Store& store, std::chrono::milliseconds patience);
 
   // `patience` is also the timeout of wait() and get().

@@ -34,7 +34,7 @@ class StoreMailbox {
   // Adds `amount` to the number `name`, which is 0 at first, and returns the sum. A text must not have the same name.
   int64_t add(const std::string& name, int64_t amount) const;
   void remove(const std::string& name) const;
-  // Lowers the time limit of each call of the store, before a group is abandoned. See StoreClient::limit_patience().
+  // Lowers the time limit of each store call. Used before a group is abandoned. See StoreClient::limit_patience().
   void limit_patience(std::chrono::milliseconds patience) const;
 
   int ended_rank() const;  // see HasStore::ended_rank()

@@ -5,7 +5,7 @@
 namespace tessera::internal {
 
 void TrafficCounter::add_wait(std::chrono::nanoseconds duration, const std::string& operation) {
-  constexpr size_t kMaxOperations = 4096;  // limits memory if a program numbers the names of its operations
+  constexpr size_t kMaxOperations = 4096;  // limits memory if a program puts numbers into operation names
   wait_ns_ += duration.count();
   const std::lock_guard lock(waits_mutex_);
   if (!waits_) return;

@@ -17,9 +17,9 @@ namespace tessera::internal {
 class TrafficCounter {
  public:
   void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
-  // Counts one operation, when it begins.
+  // Counts one operation. Called when the operation begins.
   void add_collective() noexcept { ++collectives_; }
-  // Adds the duration of a Pending::wait() to the total, and to `operation` after the first reset_wait_times().
+  // Adds the duration of a wait to the total. After the first reset_wait_times(), also adds it to that of `operation`.
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
   Traffic total() const noexcept;

@@ -12,13 +12,13 @@
 namespace tessera::internal {
 namespace {
 
-// Up to this size, an all-reduce sends whole tensors in one step. A larger all-reduce is a reduce-scatter and an
-// all-gather, which send fewer bytes among three or more ranks. A larger broadcast is a scatter and an all-gather.
+// Up to this size, an all-reduce sends whole tensors in one step. A larger one is a reduce-scatter and an all-gather,
+// which send fewer bytes than one step if size() > 2. A larger broadcast is a scatter and an all-gather.
 constexpr int64_t kOneStepBytes = 1 << 16;
-// The limit of all-reduce for two ranks, where both algorithms send the same number of bytes. One step needs one wait
-// instead of two. Above this size one step is slower, because each rank adds twice as many elements.
+// The limit for an all-reduce between two ranks, where both algorithms send equally many bytes. One step needs one wait
+// instead of two. Above this size one step is slower, because each rank adds all elements instead of half of them.
 constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
-// With more ranks, a maximum or minimum of few integers uses reduce_by_doubling(), which sends fewer messages.
+// With more ranks than this, a maximum or minimum of few integers uses reduce_by_doubling(), to send fewer messages.
 constexpr int kMostDirectRanks = 8;
 
 // Splits the concatenation of `pieces` by rank. Returns views of each rank's part, in order, without empty views.
@@ -111,7 +111,7 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
-// Exchanges `parts`, indexed by rank. Returns every rank's values of this rank's part, indexed by segment and rank.
+// Sends parts[i] to rank i. Returns the values that each rank has for this rank's part, indexed by segment and rank.
 // This rank's own segments are not copied. Received segments share one allocation of at least the full tensor's size:
 // the memory cache may hold a block of that size, and a cached block costs less than fresh pages.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {
@@ -142,7 +142,7 @@ void GlooCollectives::send_parts(const std::vector<at::Tensor>& parts, const at:
   exchange([&](int to) { op_.send(parts[to], to); }, [](int) {});
 }
 
-// False for shared memory, because its data arrives only in wait(), and for small sums, cheaper than a wake-up.
+// False for shared memory, whose data arrives only in wait(), and for small sums, which cost less than waking a thread.
 bool GlooCollectives::reduces_in_background(const at::Tensor& tensor) const {
   return are_eager_ && static_cast<int64_t>(tensor.nbytes()) > kOneStepBytes;
 }
@@ -202,9 +202,9 @@ void GlooCollectives::all_reduce(const at::Tensor& tensor, ReduceOp reduce) cons
   };
 }
 
-// Each step doubles the number of ranks in a rank's result: the rank itself and ranks before it (dissemination;
-// Hensgen, Finkel and Manber, 1988). Some ranks are included twice, which does not change a maximum or minimum. Each
-// pair exchanges at most one message in each direction.
+// Each step doubles the number of ranks whose values are in a rank's result: the rank itself and ranks before it
+// (dissemination; Hensgen, Finkel and Manber, 1988). Some ranks are included twice, which does not change a maximum or
+// minimum. Each pair of ranks exchanges at most one message in each direction.
 void GlooCollectives::reduce_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const {
   const auto start_step = [*this, tensor](int distance) {
     op_.send(tensor, (rank_ + distance) % size_);
@@ -235,7 +235,7 @@ void GlooCollectives::reduce_to_root(const at::Tensor& tensor, ReduceOp reduce, 
 void GlooCollectives::broadcast(const at::Tensor& tensor, int root) const {
   if (size_ == 2 || static_cast<int64_t>(tensor.nbytes()) <= kOneStepBytes)
     return send_parts(std::vector<at::Tensor>(size_, tensor), tensor, root);
-  // Scatter, then all-gather (van de Geijn): the root sends each element once, not size() times.
+  // A scatter and an all-gather (van de Geijn): the root sends each element once, not size() - 1 times.
   const auto counts = even_counts(tensor.numel(), size_);
   const auto parts = tensor.split_with_sizes(counts);
   send_parts(parts, parts[rank_], root);

@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Returns true if an all-reduce uses reduce_by_doubling(): a maximum or minimum of few integers among many ranks.
+// Whether an all-reduce uses reduce_by_doubling(): true for a maximum or minimum of few integers over many ranks.
 bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce, int size);
 
 // Implements the collectives of the gloo backend by messages between pairs of ranks. Copies of this object refer to the
@@ -21,7 +21,7 @@ class GlooCollectives {
   GlooCollectives(GlooOperation& op, int rank, int size, bool are_eager)
       : op_(op), rank_(rank), size_(size), are_eager_(are_eager) {}
 
-  // Starts the first step of the collective. If more steps follow, sets op.complete to a function that runs them.
+  // Starts the first step of the collective. If more work follows, sets op.complete to a function that does this work.
   void start(const Collective& collective) const;
 
  private:

@@ -31,7 +31,7 @@ class MeetingWait : public InterruptibleWait {
   const GlooTransports& transports_;
 };
 
-// Connects to the other ranks within the timeout, even if the store does not answer. Throws CommError.
+// Connects to the other ranks. Throws CommError on failure or after the timeout, even if the store does not answer.
 GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                const GlooOptions& options) {
   const auto could_not_join = [&](const std::string& cause) {
@@ -66,7 +66,7 @@ GlooCommunicator::GlooCommunicator(GlooTransports transports, c10::intrusive_ptr
 
 GlooCommunicator::~GlooCommunicator() {
   if (std::uncaught_exceptions() > 0) {
-    const std::string before = watch_.waits().failure();  // usually the failure that threw the exception
+    const std::string before = watch_.waits().failure();  // usually the failure that caused the exception
     abort_this(before.empty() ? kUnwound : c10::str(kUnwound, ", after ", before));
   }
   pipelines_.stop();
@@ -95,8 +95,8 @@ GlooCommunicator::InCall::~InCall() {
   if (is_outermost) comm_.close_if_broken();
 }
 
-// Closes a broken group. If a call is in progress, this function does nothing, because each outermost call closes a
-// broken group when it ends. Thus a broken group is always closed.
+// Closes a broken group. A no-op if a call is in progress: each outermost call closes a broken group when the call
+// ends. Thus a broken group is always closed.
 void GlooCommunicator::close_if_broken() noexcept {
   if (!in_flight_.broken() || in_flight_.is_closed()) return;
   const SingleThreadChecker::Call call(single_thread_checker());
@@ -105,8 +105,8 @@ void GlooCommunicator::close_if_broken() noexcept {
   in_flight_.close(transports_);
 }
 
-// Returns the result of `connect`, which waits for other ranks in a store. The wait is part of `op`, so the watchdog
-// ends it if a rank fails, leaves or diverges. Throws CommError if the wait fails.
+// Returns the result of `connect`, which waits for the other ranks through a store. This wait is part of `op`, so the
+// watchdog ends the wait if a rank fails, leaves or diverges. Throws CommError if the wait fails.
 template <class Connect>
 auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
   const InCall call(*this, op.description());
@@ -152,7 +152,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                       position, size, std::move(options), std::move(place));
 }
 
-// Connects TCP, unless it is connected. If all ranks share memory, the first operation that needs TCP calls this.
+// Makes the TCP connections, unless they exist. On one host, called by the first operation that needs TCP.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp()->is_connected()) return;
   transports_.tcp()->connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {

@@ -51,7 +51,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   friend class GlooOperation;
 
   // Marks a call of the rank's thread, and refuses calls of a second thread. The group is not closed during a call. If
-  // another thread breaks the group during a call, the outermost call closes the group when it ends.
+  // another thread breaks the group during a call, the group is closed at the end of the outermost call.
   class InCall {
    public:
     InCall(GlooCommunicator& comm, const std::string& what);

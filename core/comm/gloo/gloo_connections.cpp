@@ -20,7 +20,7 @@ c10::intrusive_ptr<c10d::Backend> connect_by_tcp(const c10::intrusive_ptr<c10d::
 }
 
 int64_t tcp_descriptors(int size) {
-  constexpr int64_t kOfDevice = 4;  // per device: a listening socket, and its thread's event descriptors
+  constexpr int64_t kOfDevice = 4;  // per device: a listening socket, and the event descriptors of a thread
   return kConnectionsOfPair * (size - 1 + kOfDevice);
 }
 

@@ -13,7 +13,7 @@ namespace tessera::internal {
 // would spin on incoming data while send() writes under the connection's lock.
 constexpr int kConnectionsOfPair = 2;
 
-// Returns the connection of a message, 0 or 1. It is the last bit of the message's tag.
+// Returns the number of a message's connection, 0 or 1. This number is the last bit of the message's tag.
 inline int connection_bit(int rank, int peer, bool is_send) { return is_send == (rank < peer) ? 1 : 0; }
 
 // Makes c10d's gloo group with `connections` connections between each pair of ranks, all served by one thread.

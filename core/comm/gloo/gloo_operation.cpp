@@ -66,7 +66,7 @@ void GlooOperation::start_collective(Transport& carrier, const Collective& colle
 void GlooOperation::wait_for_room(const std::shared_ptr<TransportMessage>& room) {
   const auto began = steady_clock::now();
   deadline_ = RunClock::now() + comm_->timeout();
-  // Passes no sequence number: this wait needs free room, and does not need all ranks to start this operation.
+  // Passes no sequence number, because this wait is for room, not for the start of this operation by all ranks.
   comm_->watch_.begin_wait();
   const auto failure = wait_for(room);
   if (!failure) comm_->in_flight_.end_wait();

@@ -27,14 +27,14 @@ class GlooOperation : public Pending::Operation {
   void receive(const at::Tensor& tensor, int peer, size_t part = 0) {
     start_message(tensor, peer, part, /*is_send=*/false);
   }
-  // make_staging() allocates a tensor [numel] that lives until the operation ends. receive_new() receives into such a
-  // tensor.
+  // make_staging() allocates a tensor of shape [numel] that lives until the operation ends. receive_new() allocates
+  // such a tensor and receives into it.
   at::Tensor make_staging(int64_t numel, at::ScalarType dtype);
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
-  // Starts the whole operation on `carrier`. Blocks until `carrier` has room for the operation.
+  // Blocks until `carrier` has room for the operation, and then starts the whole operation on `carrier`.
   void start_collective(Transport& carrier, const Collective& collective);
-  // Prepares a reduction on the pipeline thread, which start_pipeline() starts. The reduction combines the segments in
-  // `own` with the parts received in this step into `out`. If `publish`, sends each sum to all ranks in the next step.
+  // Prepares a reduction, which start_pipeline() starts on the pipeline thread. It reduces the segments in `own` and
+  // the parts received in this step into `out`. If `publish` is true, each sum is sent to all ranks in the next step.
   void reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce, bool publish);
   void start_pipeline();
   void wait_for_messages();

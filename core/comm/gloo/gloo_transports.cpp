@@ -35,8 +35,8 @@ GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& st
   made.tcp_ = tcp.get();
   made.all_.push_back(std::move(tcp));
   made.assign_peers(rank, size);
-  // A rank with nothing to exchange must not leave while others are still connecting. This barrier uses the store.
-  // c10d's collectives are not used, because ranks that are threads of one process would share their flight recorder.
+  // This barrier keeps a rank without operations from leaving while others are still connecting. It uses the store, not
+  // c10d's collectives, because ranks that are threads of one process would share c10d's flight recorder.
   if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
   store->wait({"tessera/all_connected"}, options.timeout);
   return made;

@@ -13,7 +13,7 @@
 
 namespace tessera::internal {
 
-// The transports of one rank of a gloo group. A new kind of transport is registered in connect().
+// The transports of one rank of a gloo group, created by connect(). A new kind of transport must be created there.
 class GlooTransports {
  public:
   // Makes no transports. For a world of one rank.

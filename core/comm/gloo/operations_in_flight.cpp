@@ -47,7 +47,7 @@ void OperationsInFlight::remove(OperationResources& operation, bool may_complete
   std::lock_guard lock(mutex_);
   operations_.erase(&operation);
   if (is_closed_) return;
-  // This rank may leave the group next, so complete the messages that need no wait.
+  // Completes the messages that need no wait, because this rank may leave the group next.
   if (may_complete)
     std::erase_if(operation.messages, [](const auto& message) { return message->complete_without_waiting(); });
   if (operation.messages.empty()) operation.staging.clear();
@@ -102,7 +102,7 @@ void OperationsInFlight::close(GlooTransports& transports) noexcept {
     for (OperationResources& orphan : orphans_) orphan.drop(keeper);
   }
   orphans_.clear();
-  // Without the lock `keeping`: gloo waits up to 10 ms for its thread, and ranks of one process would wait in turn.
+  // After `keeping` is unlocked: gloo waits up to 10 ms for its thread, and ranks of one process would wait in turn.
   transports.disconnect();
 }
 

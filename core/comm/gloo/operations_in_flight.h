@@ -21,7 +21,7 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. If `keeper` is not null, first copies the tensors that a peer may still access to `keeper`.
+  // Destroys the messages. A `keeper` that is not null first receives the tensors that a peer may still access.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
@@ -47,10 +47,10 @@ class OperationsInFlight {
   bool begin_message_wait(const std::shared_ptr<TransportMessage>& message);
   void end_wait();
   void interrupt() noexcept;
-  // Returns the reason that the current wait cannot complete; "" if the wait can complete, or if there is no wait.
+  // Returns the reason why the current wait cannot complete; "" if the wait can complete, or if there is no wait.
   std::string why_disconnected();
 
-  // Ends all operations and disconnects the transports. A second call is a no-op. No pipeline may be running.
+  // Ends all operations and disconnects the transports. A second call is a no-op. All pipelines must have been stopped.
   void close(GlooTransports& transports) noexcept;
 
  private:

@@ -25,12 +25,12 @@ namespace tessera::internal {
 inline constexpr int64_t kChunkBytes = int64_t{1} << 20;
 std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 
-// One rank's part of a reduction over TCP. Reduces the part chunk by chunk, in rank order, while the next chunks are in
-// flight. If Exchange::publish is set, sends each sum as soon as it is complete. PipelineThread runs it. `own` and
+// One rank's part of a reduction over TCP, which PipelineThread runs. Reduces the part chunk by chunk, in rank order,
+// while the next chunks are in flight. If Exchange::publish is set, sends each sum as soon as it is complete. `own` and
 // `out` must not be accessed between construction and completion.
 //
-// Each peer has kStagingBytes / (ranks - 1) of staging memory, but at least kLeastAhead chunks and at most the part's
-// size. Receives are announced for all chunks that fit there. A peer that has more to send waits.
+// The staging memory for one peer is kStagingBytes / (ranks - 1), but at least kLeastAhead chunks and at most the
+// part's size. Receives are announced for all chunks that fit in. A peer that has more to send must wait.
 class ReductionPipeline {
  public:
   using Message = std::shared_ptr<TransportMessage>;
@@ -43,9 +43,9 @@ class ReductionPipeline {
     std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null if this rank keeps the sum
   };
 
-  // `own` is this rank's contribution to its own part, in segments of equal sizes on all ranks. `out` receives the sum.
-  // If `own` has one segment, `out` may be that segment. Otherwise `out` must not overlap `own`. All tensors are flat,
-  // contiguous and of one dtype. A chunk never spans two segments.
+  // `own` is this rank's contribution to its own part, in segments whose sizes are the same on all ranks. `out`
+  // receives the sum. If `own` has one segment, `out` may be that segment. Otherwise `out` must not overlap `own`. All
+  // tensors are flat, contiguous and of one dtype. A chunk never spans two segments.
   ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
                     Exchange exchange);
 
@@ -94,9 +94,9 @@ class PipelineThread : public InterruptibleWait {
 
   // Permanently stops all pipelines before their next message, and makes wait() return. Thread-safe.
   void interrupt() noexcept override;
-  // Returns the reason that the thread's awaited message cannot arrive; "" if the message can arrive. Thread-safe.
+  // Returns the reason why the thread's awaited message cannot arrive; "" if the message can arrive. Thread-safe.
   std::string why_disconnected() override;
-  // Calls interrupt(), and blocks until the thread runs no pipeline. Blocks at most for the sum of one chunk.
+  // Calls interrupt(), and blocks until the thread runs no pipeline, at most for the duration of one chunk's reduction.
   void stop() noexcept;
 
  private:

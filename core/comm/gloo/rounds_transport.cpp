@@ -101,7 +101,7 @@ RoundsTransport::Part RoundsTransport::gather(const Collective& collective) cons
   return {{shard.const_data_ptr(), shard.nbytes()}, bytes, read, static_cast<int64_t>(shard.nbytes()) * (size() - 1)};
 }
 
-// In a reduce-scatter, each rank reads its part of the other full tensors. In other reductions, it reads all of them.
+// In a reduce-scatter, a rank reads only its part of the other ranks' tensors; in other reductions, the whole tensors.
 RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) const {
   const auto kind = collective.kind;
   const at::Tensor &full = collective.full, &shard = collective.shard;

@@ -107,9 +107,9 @@ Transport::StartedCollective TcpTransport::start_collective(const Collective& co
           2 * static_cast<int64_t>(collective.full.nbytes()) * (size_ - 1) / size_};
 }
 
-// When a connection ends, gloo ends the waits for the messages that are announced on it. It does not end the wait for a
-// message in transfer (Pair::signalException), which would last until its timeout. But a new announcement fails. So
-// during a long wait this function announces the receive of a message that is never sent.
+// When a connection ends, gloo ends the waits for messages that are announced on the connection. It does not end the
+// wait for a message in transfer (Pair::signalException), which then lasts until its timeout. However, new
+// announcements fail. So during a long wait this function announces the receive of a message that is never sent.
 std::string TcpTransport::why_disconnected(int peer, bool is_send) {
   c10::intrusive_ptr<c10d::Backend> backend;
   {

@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-// Carries messages to all ranks over the TCP connections of c10d's gloo backend, and the backend's own all-reduce.
-// Tensors are sent in chunks of kChunkBytes.
+// Carries messages to all ranks, and the all-reduce of c10d's gloo backend, over the backend's TCP connections. Tensors
+// are sent in chunks of kChunkBytes.
 class TcpTransport : public Transport {
  public:
   // If `group` is null, connect() must be called before start() or start_collective().

@@ -15,7 +15,7 @@
 
 namespace tessera::internal {
 
-// Describes the reason that a message did not complete.
+// Describes why a message did not complete.
 struct MessageFailure {
   int peer;  // the other rank of the message; -1 if unknown
   bool is_send;
@@ -37,9 +37,9 @@ struct MessageTag {
 class InterruptibleWait {
  public:
   virtual ~InterruptibleWait() = default;
-  // Makes the current wait return, or the next one if there is none. Thread-safe.
+  // Makes the current wait return. If there is none, makes the next wait return. Thread-safe.
   virtual void interrupt() noexcept = 0;
-  // Returns the reason that the awaited data can never arrive, or "". The watchdog's thread calls this in a long wait.
+  // Returns the reason why the awaited data can never arrive, or "". The watchdog's thread calls this in a long wait.
   virtual std::string why_disconnected() { return ""; }
 };
 
@@ -51,7 +51,7 @@ class TransportMessage : public InterruptibleWait {
   TransportMessage(int peer, bool is_send) : peer_(peer), is_send_(is_send) {}
 
   // Blocks until the message is complete, and returns nullopt. If the wait is interrupted or passes the deadline, or
-  // the message cannot complete, returns the failure, and the group must be closed. Throws the transport's exceptions.
+  // the message cannot complete, returns the failure; the caller must then close the group. May throw std::exception.
   virtual std::optional<MessageFailure> wait(Deadline until) = 0;
   // Clears an earlier interrupt(). Called before wait(), under the lock that also serializes calls of interrupt().
   virtual void prepare_wait() {}
@@ -76,8 +76,8 @@ using TransportMessages = std::vector<std::shared_ptr<TransportMessage>>;
 // Moves bytes between the ranks of a gloo group. An implementation carries single messages to the peers that it
 // reaches, or whole collectives, or both. GlooTransports lists the implementations of a group.
 //
-// One thread at a time starts messages and collectives. There is one exception: if max_eager_numel() is not 0, the
-// thread of PipelineThread also starts messages at the same time. Other functions are thread-safe.
+// Only one thread at a time starts messages and collectives. If max_eager_numel() is not 0, however, PipelineThread's
+// thread may start messages concurrently with that thread. Other functions are thread-safe.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -93,7 +93,7 @@ class Transport {
 
   // Whether start_collective() can run this operation. Must return the same value on all ranks.
   virtual bool carries(const Collective& /*collective*/) const { return false; }
-  // Returns a wait that must complete before start_collective(); null if there is none.
+  // Returns a wait that must complete before start_collective(); null if no wait is needed.
   virtual std::shared_ptr<TransportMessage> await_room() { return nullptr; }
   struct StartedCollective {
     std::shared_ptr<TransportMessage> message;  // null if the collective is already complete
@@ -103,14 +103,14 @@ class Transport {
     throw std::logic_error("this transport carries no collectives");
   }
 
-  // Returns the largest full tensor, in elements, whose operations move data before they are awaited; 0 if none does.
+  // Returns the largest number of elements of a full tensor that moves before its operation is awaited; 0 if none does.
   virtual int64_t max_eager_numel() const = 0;
 
   // Returns a reachable rank whose process has ended, or -1 if none is known.
   virtual int ended_rank() const { return -1; }
 
   // A group closes in two phases. First, withdraw() cancels all incomplete messages, so that no peer accesses their
-  // tensors any more. If a stopped peer may still access tensors, withdraw() returns false. The tensors must then live
+  // tensors any more. If a stopped peer may still access tensors, withdraw() returns false, and these tensors must live
   // as long as the process. Second, after the messages are destroyed, disconnect() ends the waits of the peers.
   virtual bool withdraw() noexcept { return true; }
   virtual void disconnect() noexcept {}
@@ -122,7 +122,7 @@ class TransportSource {
   virtual ~TransportSource() = default;
   // Not collective. May be called by any thread.
   virtual std::unique_ptr<Transport> make() = 0;
-  // Returns the source for the part of the group with the ranks `members`. `name` is unique among the parts.
+  // Returns the source for the part that consists of the ranks `members`. `name` must be unique among the parts.
   virtual std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) = 0;
 };
 

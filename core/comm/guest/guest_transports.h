@@ -14,21 +14,21 @@ namespace tessera::internal {
 // that starts and awaits operations calls the library. Messages progress only while that thread waits.
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library);
 
-// Carries all traffic of a group over a c10d process group of the program, with these operations:
+// Returns transports that carry all traffic of a group over the program's c10d process group, with these operations:
 //
-// | collective | operation | if the group's class has none, or counts are uneven |
+// | collective | operation | if the process group's class lacks that operation, or if counts are uneven |
 // | --- | --- | --- |
 // | all-reduce | allreduce | |
 // | all-gather | _allgather_base | broadcast from each rank |
 // | reduce-scatter | _reduce_scatter_base | allreduce |
 // | broadcast, scatter | broadcast | |
 // | reduce | allreduce of a copy | |
-// | all-to-all, and all collectives of a part | send and recv | |
+// | all-to-all, and all collectives of a group that was split | send and recv | |
 //
 // The process group computes the sums. The order of additions, and so the rounding, may differ between operations.
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// Returns a TextExchange that sums tensors on `device` by all-reduces of `group`.
+// Returns a TextExchange that uses all-reduces of `group` to gather the texts, as bytes in tensors on `device`.
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device);
 
 }  // namespace tessera::internal

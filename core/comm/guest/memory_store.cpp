@@ -20,7 +20,7 @@
 namespace tessera::internal {
 namespace {
 
-// MemoryFile is the first base class, so it is destroyed last, because ~FileStore() still opens the file.
+// MemoryFile is the first base class, so that it is destroyed last: ~FileStore() still opens the file.
 class MemoryStore : private MemoryFile, public c10d::FileStore {
  public:
   explicit MemoryStore(MemoryFile file)

@@ -92,7 +92,7 @@ class WorkMessage : public TransportMessage {
   std::atomic<bool> is_interrupted_ = false;
 };
 
-// Whether the group's class has _allgather_base and _reduce_scatter_base. A failed call clears the flag, on all ranks.
+// Whether the group's class has _allgather_base and _reduce_scatter_base: assumed, until a call fails on all ranks.
 struct Abilities {
   std::atomic<bool> gathers = true, scatters = true;
 };
@@ -287,8 +287,8 @@ TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, 
     lengths[rank].fill_(static_cast<int64_t>(own.size()));
     lengths = sum(lengths);
     const auto* const length = lengths.const_data_ptr<int64_t>();
-    // Each rank writes its text into its own bytes of a zero tensor, so the sum has the texts of all ranks. Every
-    // backend can add int32.
+    // Each rank writes its text into its own bytes of a zero tensor, so that the sum contains the texts of all ranks.
+    // The dtype is int32, which every backend can add.
     const auto words_of = [](int64_t count) { return count / 4 + 1; };
     int64_t total = 0, begin = 0;
     for (int r = 0; r < size; ++r) {

@@ -17,14 +17,14 @@ namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-constexpr std::string_view kPart = "group/split";  // prefix of the keys of parts
+constexpr std::string_view kPart = "group/split";  // prefix of the keys of groups that were split
 
 StorePtr keys_of(const StorePtr& store, int size, int64_t number) {
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", size, ".", number), store);
 }
 
-// Deletes the keys of earlier groups of this size, the oldest first, up to a group that a rank still uses. Keeps the
-// keys of parts, which may outlive their group.
+// Deletes the keys of earlier groups of this size, the oldest first. Stops at the first group that a rank still uses.
+// Keeps the keys of groups that were split, which may outlive the group that they were split from.
 void delete_left_groups(const StorePtr& store, int size, int64_t last) {
   const std::string oldest_key = c10::str("tessera/oldest/", size);
   int64_t oldest = 1 + store->add(oldest_key, 0);

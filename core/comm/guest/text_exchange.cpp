@@ -68,7 +68,7 @@ class StoreRound {
                     " did not come within ", static_cast<double>(timeout_.count()) * 1e-3, " s");
   }
 
-  // Called on rank 0. Returns the kind's character, followed by "<length> <text>" of each rank or by the error.
+  // Called on rank 0. Returns one of the characters above, then "<length> <text>" of each rank or the text of an error.
   std::string collect() {
     std::string all(1, kFineText);
     for (int rank = 0; rank < size_; ++rank) {

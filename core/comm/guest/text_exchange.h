@@ -9,17 +9,17 @@
 
 namespace tessera::internal {
 
-// A function that returns the texts of all ranks, in rank order. Collective. Throws a std::exception if a rank is late.
+// Given this rank's text, returns the texts of all ranks in rank order. Collective. Throws if a rank is late.
 using TextExchange = std::function<std::vector<std::string>(const std::string& own)>;
 
-// Exchanges texts through a store, under keys that begin with `prefix`. Rank 0 reads all texts and publishes them under
-// one key, so a rank's cost does not grow with the number of ranks. Throws CommError, which names the missing ranks,
-// after `timeout`. Throws std::invalid_argument if ranks pass different sizes, or if two callers pass the same rank.
+// Returns a TextExchange through a store, under keys that begin with `prefix`. Rank 0 reads all texts and publishes
+// them under one key; each other rank reads only this key. The exchange throws CommError, which names the missing
+// ranks, after `timeout`. It throws std::invalid_argument if ranks pass different sizes or the same rank.
 TextExchange exchange_through(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
                               int size, std::chrono::milliseconds timeout);
 
-// Runs `own` on each rank and exchanges the results. If `own` throws on a rank, all ranks throw, with that rank and its
-// error: std::invalid_argument if `own` threw one, otherwise CommError. So no rank waits for a failed rank.
+// Runs `own` on each rank and exchanges the results. If `own` throws, all ranks throw an error that names the failed
+// rank, so no rank waits for that rank. The error is std::invalid_argument if `own` threw one, otherwise CommError.
 std::vector<std::string> exchange_or_fail(const TextExchange& exchange, const std::string& who,
                                           const std::function<std::string()>& own);
 

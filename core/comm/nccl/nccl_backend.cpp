@@ -1,4 +1,4 @@
-// The only file that includes ProcessGroupNCCL.hpp. Built with TESSERA_CUDA. Makes NCCL's groups.
+// Makes NCCL's groups. Built only with TESSERA_CUDA. No other file includes ProcessGroupNCCL.hpp.
 #include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -12,8 +12,8 @@ namespace {
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
 // Lets Tessera, not c10d, handle errors of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends
-// the process, unless asyncErrorHandling_ is NoHandling. Tessera then ends the group, with an error that names the
-// rank. c10d's option is an environment variable for all groups, so this class accesses the protected member.
+// the process, unless asyncErrorHandling_ is NoHandling. With NoHandling, Tessera ends the group, with an error that
+// names the rank. c10d's option is an environment variable for all groups, so this class accesses the protected member.
 struct ErrorHandling : c10d::ProcessGroupNCCL {
   static void leave_to_tessera(c10d::Backend& group) {
     if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice
@@ -43,7 +43,7 @@ class NcclGroups : public NcclBackends {
 
  private:
   static c10::intrusive_ptr<c10d::ProcessGroupNCCL::Options> options(std::chrono::milliseconds timeout) {
-    // The priority of the stream on which c10d runs this group's collectives.
+    // c10d then runs this group's collectives on a stream of high priority.
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = timeout + kBehindOurs;
     return options;

@@ -1,10 +1,10 @@
 // The NCCL backend, on any c10d::Backend that behaves as ProcessGroupNCCL does.
 //
 // A group is one NCCL communicator, which runs operations in the order of their start. So two ranks cannot run a gather
-// and a reduction in different orders, which would deadlock on a GPU that runs one NCCL kernel at a time. wait() orders
+// and a reduction in different orders. That would deadlock on a GPU that runs one NCCL kernel at a time. wait() orders
 // the current stream after the operation, and does not block the host. A thread watches the operations. It aborts the
 // group if NCCL reports an error, if an operation times out, or if a peer fails, diverges or is dead. Every later call
-// then throws the reason.
+// then throws an error with the reason.
 #include "core/comm/nccl/nccl_communicator.h"
 
 #include <ATen/ops/empty.h>
@@ -114,7 +114,7 @@ class NcclCommunicator : public Communicator,
 
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
 
-  // Allocates from a pool that c10d keeps for the group, by ncclMemAlloc(), and registers it with the communicator.
+  // Allocates from the group's pool in c10d, whose memory is allocated by ncclMemAlloc() and registered with NCCL.
   at::Tensor buffer(int64_t numel, at::ScalarType dtype) override {
     if (!options_.registered_memory || size() == 1 || numel == 0) return Communicator::buffer(numel, dtype);
     return group_->allocateTensor(numel, at::TensorOptions().dtype(dtype).device(device()));
@@ -226,7 +226,7 @@ class NcclOperation : public Pending::Operation {
   std::vector<at::Tensor> tensors_;
 };
 
-// NCCL moves data of unknown dtypes as bytes. Reductions need a dtype that NCCL knows.
+// Views tensors as bytes if NCCL does not know their dtype. Throws if a reduction has such a dtype.
 void NcclCommunicator::make_sendable(Collective& collective) const {
   const auto kind = collective.kind;
   const at::ScalarType dtype = collective.dtype();
@@ -329,7 +329,7 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
-// Called after an error of c10d. Throws if the group has ended. If a peer is lost, first waits for the group to end.
+// Called after an error of c10d. Throws if the group has ended. If a peer was lost, waits until the watchdog names it.
 void NcclCommunicator::require_whole_after(const std::exception& error, std::string_view what) {
   require_whole(what);
   if (!is_loss_of_a_peer(error.what())) return;
@@ -370,7 +370,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   c10::impl::VirtualGuardImpl(device().type()).setDevice(device());
   uint64_t waits_for = static_cast<uint64_t>(-1);
   std::optional<RunClock::time_point> lost_since;  // time of a peer's loss, after which the watchdog may name the peer
-  int silent_looks = 0;                            // successive looks without an answer; one alone may be a short delay
+  int silent_looks = 0;                            // successive looks without the store's answer; one may be a delay
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
     const bool waits = look.oldest && !look.ends;
@@ -403,13 +403,13 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// Ends the group. Only the first call sets the reason. For an empty reason, from the watchdog, uses explanation().
+// Ends the group. Only the first call has an effect. An empty reason, which the watchdog passes, means explanation().
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();
   if (!oldest) return;
   if (!is_complete) reason = c10::str(*oldest, " failed on rank ", rank(), " of ", size(), ": ", reason);
-  // Must precede complete_end(): afterwards this rank's thread may throw and end the process, and on rank 0 the store.
+  // Must precede complete_end(), after which this rank's thread may throw and end the process that serves the store.
   watch_.publish_failure(reason);
   watch_.await_readers();
   queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);

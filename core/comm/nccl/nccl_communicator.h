@@ -17,8 +17,8 @@ namespace tessera::internal {
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
-  // Makes the backend of a group. Collective over the ranks that share `store`, which the backend keeps. Connects at
-  // once, with streams of high priority. If the backend has its own watchdog, its timeout must exceed `timeout`.
+  // Makes the backend of a group. Collective over the ranks that share `store`, which the backend keeps. Must connect
+  // at once, with streams of high priority. The timeout of the backend's own watchdog, if any, must exceed `timeout`.
   virtual c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  at::Device device, std::chrono::milliseconds timeout) = 0;
   // Makes a group of the given ranks of `parent`, in this order. Collective over `parent`. A rank that joins no part

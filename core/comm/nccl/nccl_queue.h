@@ -36,11 +36,11 @@ class NcclQueue {
     std::optional<Operation> oldest;
     bool ends;                    // whether the group is ending or has ended
     uint64_t ended_count;         // number of operations removed so far
-    std::deque<Operation> ended;  // operations removed by look(); the caller destroys them without the lock
+    std::deque<Operation> ended;  // operations that this look() removed; destroyed by the caller, outside the lock
   };
   Look look();
 
-  // Blocks for the duration. Returns false as soon as `stop` is requested.
+  // Blocks for the duration, and returns true. Returns false as soon as `stop` is requested.
   bool sleep(const std::stop_token& stop, std::chrono::milliseconds duration);
   // Wakes wait_until_empty().
   void notify();
@@ -49,7 +49,7 @@ class NcclQueue {
 
   // Begins the end of the group. Returns the description of the oldest operation; nullopt if the end had already begun.
   std::optional<std::string> begin_end();
-  // Sets the reason, after begin_end(). `is_told` says that this rank's caller already knows the reason.
+  // Sets the reason of the end. Must follow begin_end(). `is_told` says that the program knows this reason already.
   void complete_end(std::string reason, bool is_told);
   // Returns the reason once the end is complete, else nullopt. The caller must throw an error with this reason.
   std::optional<std::string> reason_to_tell();

@@ -43,7 +43,7 @@ class ReductionWork final : public c10d::Work {
     return nullptr;
   }
   // Releases the tensors, because the current stream is ordered after their last use. The thread that destroys this
-  // work must not release them, because the current stream may be recording then.
+  // work must not release them: that thread's current stream may be recording then.
   bool wait(std::chrono::milliseconds) override {
     end_.block(current_stream(stream_.device()));
     tensors_.clear();
@@ -72,7 +72,7 @@ std::vector<at::Tensor> pieces_of(const at::Tensor& full, const std::vector<int6
   return pieces;
 }
 
-// Returns the number of elements per shard in a piece, so that received parts and accumulator fit in kStagingBytes.
+// Returns the number of elements per shard in a piece whose received parts and accumulator fit in kStagingBytes.
 int64_t piece_numel(at::ScalarType dtype, int size) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
   const auto sum_bytes = static_cast<int64_t>(c10::elementSize(at::toOpMathType(dtype)));

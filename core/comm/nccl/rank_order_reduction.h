@@ -13,12 +13,12 @@
 namespace tessera::internal {
 
 // Reductions of a device group that add in rank order, for InitOptions::rank_order_sums. Ranks exchange shards of the
-// tensor by an all-to-all, in the tensor's dtype. Each rank adds the values of its shard on a stream of this object. An
-// all-reduce then sends the sums to all ranks. So each rank sends as many bytes as in a ring, and the results are
-// bit-equal to gloo's.
+// tensor by an all-to-all, in the tensor's dtype. Each rank adds the values of its shard on a stream of this object. In
+// an all-reduce, a second all-to-all then sends each shard's sum to all ranks. So each rank sends as many bytes as in a
+// ring, and the results are bit-equal to gloo's.
 //
-// The exchange proceeds in pieces, so its memory is at most kStagingBytes whatever the size of the tensor. Must be used
-// by one thread at a time.
+// The first all-to-all proceeds in pieces, so that its memory is at most kStagingBytes, whatever the size of the
+// tensor. Must be used by one thread at a time.
 class RankOrderReduction {
  public:
   static constexpr int64_t kStagingBytes = 32 << 20;
@@ -26,12 +26,12 @@ class RankOrderReduction {
   RankOrderReduction(c10::intrusive_ptr<c10d::Backend> group, at::Device device)
       : group_(std::move(group)), device_(device) {}
 
-  // Whether the result of the collective depends on the order of additions: a sum or an average of floating types.
-  // False for the backend's own all-reduce.
+  // Whether the result of the collective depends on the order of additions: true for a sum or an average of a floating
+  // type. Always false for kBackendAllReduce.
   static bool applies_to(const Collective& collective);
 
-  // Starts the collective. Precondition: applies_to() is true. The fields of `collective` must be complete. The current
-  // stream must be ordered after the writes of its tensors. Work::wait() orders the current stream after the results.
+  // Starts the collective. Preconditions: applies_to() is true, `collective` is complete, and the current stream is
+  // ordered after the writes to its tensors. Work::wait() orders the current stream after the results.
   c10::intrusive_ptr<c10d::Work> start(const Collective& collective);
 
  private:

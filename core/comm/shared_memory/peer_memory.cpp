@@ -24,7 +24,7 @@
 
 namespace tessera::internal {
 
-// A member's process. It is read from the board once, when the group is made, so later writes to the board cannot
+// The process of a member. It is read from the board only when the group is made. So later writes to the board cannot
 // redirect this rank to another process.
 struct PeerMemory::Process {
   explicit Process(const SharedBoard::Member& member)
@@ -205,7 +205,7 @@ bool PeerMemory::is_alive(int peer) const {
   const auto& [process, descriptor] = peers_[local_[peer]];
   if (descriptor < 0) return process.is_reached();
   pollfd ends{descriptor, POLLIN, 0};
-  return ::poll(&ends, 1, 0) == 0;  // readable when the process has ended, reaped or not
+  return ::poll(&ends, 1, 0) == 0;  // a pidfd is readable when its process has ended, reaped or not
 }
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {

@@ -16,20 +16,20 @@
 
 namespace tessera::internal {
 
-// Copies messages between ranks of one host directly from memory to memory: one copy, no socket, thread or staging.
+// Copies messages between ranks of one host directly from memory to memory: one copy, without socket or staging buffer.
 //
 // Both sides announce a message on a board that the ranks share (shared_board.h), with the address of the tensor and a
 // tag. Either side may then copy, by process_vm_writev or process_vm_readv, or by memcpy if the ranks are threads of
 // one process. A waiting rank copies every message of the operation that no other rank has claimed, its own receives
-// first. So two waiting ranks share the work, and a rank that waits last has nothing left to copy. The second side to
-// announce a small message copies it at once. (Open MPI and UCX call this cross-memory attach.)
+// first. So two waiting ranks share the work, and a rank that waits last has nothing left to copy. A small message is
+// copied at once by the side that announces it second. (Open MPI and UCX call this cross-memory attach.)
 //
-// Only Linux has these calls, and a kernel or container may forbid them. connect() tries them, and connects no ranks of
-// a host on which they fail. Yama's ptrace_scope 1 requires `permits_tracing`: while the group exists, the descendants
-// of the ranks' nearest common ancestor, the launcher, may attach to this process (tracer_permission.h).
+// Only Linux has these calls, and a kernel or container may forbid them. connect() tries them, and if they fail on a
+// host, connects none of its ranks. Yama's ptrace_scope 1 requires `permits_tracing`: while the group exists, the
+// descendants of the ranks' nearest common ancestor, the launcher, may attach to this process (tracer_permission.h).
 class PeerMemory {
  public:
-  // A message that this rank has announced. It is complete when `slot` is null.
+  // A message that this rank has announced. `slot` is null once the message is complete.
   struct Announcement {
     SharedBoard::Slot* slot;
     const SharedBoard::State kind;
@@ -49,9 +49,9 @@ class PeerMemory {
     int peer;
   };
 
-  // Finds the ranks that share this host, through the store, and connects them if all of them reach each other's
-  // memory. Otherwise, or if no other rank takes part, returns null. Collective; `is_wanted` and `permits_tracing` may
-  // differ between ranks.
+  // Finds, through the store, the ranks of this host that want to take part (`is_wanted`). Connects them if all of them
+  // reach each other's memory; otherwise, or if this rank is the only one, returns null. Collective. `is_wanted` and
+  // `permits_tracing` may differ between ranks.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                                              bool is_wanted, bool permits_tracing = false);
   ~PeerMemory();
@@ -60,7 +60,7 @@ class PeerMemory {
   static constexpr std::chrono::milliseconds kAskEvery{50};
   // Time for which a waiting rank polls before it sleeps. Waking up takes about as long.
   static constexpr std::chrono::microseconds kSpin{30};
-  // Size of the largest small message.
+  // Size of the largest small message, in bytes.
   static constexpr uint64_t kAtOnceBytes = 1 << 16;
 
   int rank() const { return rank_; }
@@ -82,7 +82,7 @@ class PeerMemory {
   using Deadline = SharedBoard::Deadline;
 
   // Blocks until the message is complete or the deadline passes. After any outcome but kDone the message is still
-  // announced, and close() must be called. Throws Unreachable, whose rank may be another message's peer.
+  // announced, and close() must be called. Throws Unreachable for any message of the operation that it cannot copy.
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
@@ -103,8 +103,8 @@ class PeerMemory {
   bool may_spin() const { return may_spin_; }
 
   // Cancels all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
-  // accesses this rank's memory. Returns false if a peer is still copying after a second, because it is stopped. Then
-  // announced tensors must live as long as the process. Thread-safe. Later calls only return the result of the first.
+  // accesses this rank's memory, unless a peer has stopped during a copy. If a copy lasts over a second, returns false:
+  // announced tensors must then live as long as the process. Later calls only return the first result. Thread-safe.
   bool close() noexcept;
 
  private:

@@ -107,7 +107,7 @@ std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
 std::shared_ptr<SharedBoard> SharedBoard::open(const std::string& notice, int ranks) {
   std::shared_ptr<SharedBoard> board;
   {
-    // Threads must share one mapping: ThreadSanitizer orders accesses by address.
+    // Threads must share one mapping, because ThreadSanitizer relates accesses by their virtual address.
     std::lock_guard lock(boards_mutex);
     const auto found = boards().find(notice);
     if (found != boards().end()) board = found->second.lock();

@@ -18,16 +18,16 @@ namespace tessera::internal {
 
 // Shared memory in which the ranks of one host announce messages to each other. The memory contains a Member for each
 // rank and a Channel for each ordered pair of ranks. All bytes are zero at first, except for the locks. The memory is a
-// memfd, which leaves no file behind. Other ranks open the memfd through /proc, if the kernel lets them read the
-// process's memory. Ranks that are threads of one process share one mapping.
+// memfd, which leaves no file behind. Other ranks open it through /proc, if the kernel lets them read the creator's
+// memory. Ranks that are threads of one process share one mapping.
 //
 // A process may be stopped at any point, so every wait here has a deadline.
 class SharedBoard {
  public:
   using Deadline = RunClock::time_point;
-  // States of a message. kSend, kReceive: announced by one side. kMatched: announced by both, so either may copy.
-  // kPushing, kPulling: being copied by the sender or receiver. kDone: the other side must free the slot. kOtherBytes,
-  // kBroken: the group fails; the slot is never freed.
+  // States of a message. kSend, kReceive: announced by one side. kMatched: announced by both, so either side may copy.
+  // kPushing, kPulling: being copied by the sender or receiver. kDone: copied; the other side must free the slot.
+  // kOtherBytes (sizes differ), kBroken: the group fails, and the slot is never freed.
   enum State : uint32_t { kFree, kSend, kReceive, kMatched, kPushing, kPulling, kDone, kOtherBytes, kBroken };
 
   // The address of one side's tensor, or PublishedMemory::number() for a peer of the same process.
@@ -65,7 +65,7 @@ class SharedBoard {
 
   // Creates a board for `ranks` ranks. Throws std::runtime_error if the system or `ulimit -f` refuses its memory.
   static std::shared_ptr<SharedBoard> create(int ranks);
-  // Opens the board whose notice() is `notice`. This process or another one has created the board. Throws
+  // Opens the board whose notice() is `notice`, and which this process or another one has created. Throws
   // std::runtime_error if the board cannot be opened, or does not have `ranks` ranks.
   static std::shared_ptr<SharedBoard> open(const std::string& notice, int ranks);
   ~SharedBoard();
@@ -77,13 +77,13 @@ class SharedBoard {
   int ranks() const { return ranks_; }
   Member& member(int rank) const;
   Channel& channel(int from, int to) const;
-  // The memory for SharedRounds: SharedRoundsPlan(ranks()).bytes(), aligned to pages.
+  // The memory for SharedRounds: SharedRoundsPlan(ranks()).bytes() bytes, beginning at a page boundary.
   std::byte* rounds_area() const;
 
   // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns the peer's
-  // slot in its new state. The state is kMatched, or kOtherBytes, or copying(kind) for at most `at_once_bytes`, which
-  // the caller must copy. Otherwise returns a new slot in the state `kind`, or no slot if the channel is full. Throws
-  // std::runtime_error if the peer holds the channel's lock and has died, or is stopped until the deadline.
+  // slot in its new state: kMatched, kOtherBytes or copying(kind). The last one is for at most `at_once_bytes`, which
+  // the caller must copy. Otherwise returns a new slot in the state `kind`, or none if the channel is full. Throws
+  // std::runtime_error if the peer holds the channel's lock, and has died or is stopped until the deadline.
   struct Announced {
     Slot* slot = nullptr;
     State state = kFree;
@@ -92,9 +92,9 @@ class SharedBoard {
                             Deadline until);
   // Claims a matched message. Returns true if the caller, which announced `kind`, must copy the message now.
   static bool claim(Slot& slot, State kind);
-  // Frees unmatched slots of this kind, and sets matched slots that are not being copied to kBroken. While a message is
-  // being copied, calls `while_copying` until it returns false. Returns false if a message is still being copied at the
-  // deadline.
+  // Frees unmatched slots of this kind, and sets matched slots that are not being copied to kBroken. Then polls until
+  // no message is being copied, and before each poll calls `while_copying`, which returns false to give a message up.
+  // Returns false if a message is still being copied at the deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
   // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. Other events
@@ -109,8 +109,8 @@ class SharedBoard {
   // ring() wakes all listeners. ring_for_room() wakes all listeners if a WaitForRoom exists; otherwise it is a no-op.
   void ring() const;
   void ring_for_room() const;
-  // Registers a listener while it exists. sleep() blocks until the bell has rung more often than `rings`, or that time
-  // has passed; it may return spuriously.
+  // Registers a listener while this object exists. sleep() blocks until the bell has rung more often than `rings`, or
+  // until `most` has passed; it may return spuriously.
   class Listener {
    public:
     explicit Listener(const SharedBoard& board);

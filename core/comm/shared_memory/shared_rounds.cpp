@@ -67,7 +67,7 @@ std::shared_ptr<SharedRounds::Round> SharedRounds::begin(uint64_t tag, const Con
   if (behind < own.bytes) std::memcpy(place + behind, data + behind, own.bytes - behind);
   at<SharedRoundsPlan::Entry>(plan_.entry(begun_, rank_)) = {tag, own.bytes, slot, 0};
   rounds_[begun_ % SharedRoundsPlan::kRounds] = round;
-  // Increments the arrivals first. In the other order, a rank that died between these lines would not be found dead.
+  // Increments the arrivals before `begun`. In the other order, a rank that dies in between would not be noticed.
   const auto arrivals = at<std::atomic<uint64_t>>(plan_.arrivals(begun_)).fetch_add(1) + 1;
   at<Participant>(plan_.participant(rank_)).begun.store(++begun_);
   if (arrivals % static_cast<uint64_t>(ranks_) == 0) board_->ring();
@@ -125,7 +125,7 @@ void SharedRounds::leave(Round& round) {
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-// Blocks until is_over(), or until a rank for which is_awaited() is true fails. The board's bell rings once a round.
+// Blocks until is_over(), or until a rank for which is_awaited() is true fails. The board's bell rings once per round.
 template <class IsOver, class IsAwaited>
 SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_over, IsAwaited is_awaited) const {
   peer = -1;

@@ -12,9 +12,9 @@
 namespace tessera::internal {
 
 // Runs small operations among ranks that all share memory, each as one round. A rank copies its contribution to a slot
-// of the shared memory and increments the round's number of arrivals. In wait() it reads the contributions of the
-// others. So an operation costs one copy in, one copy out and one wait, whatever the number of ranks. (The
-// shared-memory collectives of Open MPI and MPICH do the same.)
+// of the shared memory and increments the round's number of arrivals. In wait() it reads the contributions of the other
+// ranks. So an operation costs one copy in, one copy out and one wait, whatever the number of ranks. (The shared-memory
+// collectives of Open MPI and MPICH do the same.)
 //
 // All ranks begin rounds in the same order, which determines the numbers of the rounds. A rank leaves a round after it
 // has read the contributions. If a rank needs no contributions, or has dropped the round, it leaves without reading.
@@ -22,7 +22,7 @@ namespace tessera::internal {
 // [Note: no cycle of waits] A rank begins round R only when there is room: when all ranks have left round R - kRounds.
 // First the rank itself leaves that round: it reads the contributions into the operation's results, which are not
 // accessed before wait(). Then it waits for the others. Among the waiting ranks, consider one that has begun the fewest
-// rounds, R rounds. Its wait ends, because the awaited data exists or a running rank provides it:
+// rounds, say R. Its wait ends, because the awaited data exists or a running rank provides it:
 // - It may wait to read a round before R. All waiting ranks have begun that round, so their contributions exist.
 // - It may wait until another rank leaves round R - kRounds. If that rank has begun more than R rounds, it has left
 //   round R - kRounds. If it has begun R rounds, it is about to leave round R - kRounds, which all ranks have begun, or
@@ -33,7 +33,7 @@ namespace tessera::internal {
 // second step needs the peers to have reached their wait, which holds if all ranks wait in one order. Ranks that are
 // more than kRounds rounds apart and wait in different orders may deadlock.
 //
-// If a peer dies, its contribution is missing or stays readable. Must be used by one thread.
+// If a peer dies, its contribution is either missing or still readable. Must be used by one thread.
 class SharedRounds {
  public:
   using Outcome = PeerMemory::Outcome;
@@ -46,12 +46,12 @@ class SharedRounds {
   explicit SharedRounds(PeerMemory& memory);
   const SharedRoundsPlan& plan() const { return plan_; }
 
-  // Blocks until another round can begin; has_room() returns whether there is room already. After any outcome but
-  // kDone, `peer` is the rank that caused it, or -1, and the group is unusable.
+  // has_room() returns whether another round can begin now, and make_room() blocks until it can. After any outcome but
+  // kDone, `peer` is the rank that caused the outcome, or -1, and the group is unusable.
   bool has_room();
   Outcome make_room(Deadline until, int& peer);
 
-  // This rank's contribution: `bytes` at `data`, except for a part that no other rank reads.
+  // This rank's contribution: `bytes` bytes at `data`. No other rank reads the `unread_bytes` bytes at `unread_begin`.
   struct Contribution {
     const void* data = nullptr;
     uint64_t bytes = 0;
@@ -63,8 +63,8 @@ class SharedRounds {
   std::shared_ptr<Round> begin(uint64_t tag, const Contribution& own, std::vector<uint64_t> expected,
                                std::function<void(const Contributions&)> read);
 
-  // Blocks until this rank has read the round. Returns kOtherBytes if a contribution has an unexpected size. If another
-  // rank passed another tag, the ranks run different operations: the call blocks until the watchdog interrupts it.
+  // Blocks until this rank has read the contributions. Returns kOtherBytes if one has an unexpected size. If another
+  // rank passed another tag, the ranks run different operations, and the call blocks until the watchdog interrupts it.
   Outcome wait(Round& round, Deadline until, int& peer);
   // Leaves a round without reading it.
   void drop(Round& round);

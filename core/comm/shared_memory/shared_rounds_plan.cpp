@@ -5,11 +5,11 @@
 namespace tessera::internal {
 namespace {
 
-// Beyond this size, one copy between two memories is faster than two copies through a slot.
+// Above this size, one direct copy between two ranks' memories is faster than a copy into a slot and one out of it.
 constexpr int64_t kMostNumel = 1 << 16;
-// The limit of the sum over all ranks. Bounds the memory.
+// The limit of the sum of most_numel() over all ranks, which bounds the shared memory.
 constexpr int64_t kMostNumelOfAll = 1 << 21;
-// Beyond this size, and with more than two ranks, a two-step all-reduce sends less.
+// Above this size, with over two ranks, an all-reduce in two steps copies fewer bytes than an all-reduce in one round.
 constexpr int64_t kMostReducedNumel = 1 << 14;
 
 }  // namespace

@@ -7,20 +7,20 @@
 
 namespace tessera::internal {
 
-// The layout of the memory of SharedRounds, and the limits of small operations, in elements. All ranks compare the same
-// numbers with these limits, unless the ranks run different operations.
+// The layout of the memory of SharedRounds, and the limits of small operations, in elements. All ranks compare equal
+// numbers of elements with these limits, and so decide alike, unless they run different operations.
 class SharedRoundsPlan {
  public:
-  // The largest number of rounds in flight, and the number of a rank's slots.
+  // The largest number of rounds in flight, and also the number of slots of a rank.
   static constexpr uint64_t kRounds = 32;
   static constexpr size_t kLineBytes = 64, kPageBytes = 4096;
   static constexpr int64_t kMostElementBytes = 16;
 
-  // The functions below return offsets into the memory, which starts at a page. A counter has its own cache line.
-  // Entries share lines, because they are read together.
+  // The functions below return offsets into the memory, which begins at a page boundary. Each counter has its own cache
+  // line. Entries share lines, because they are read together.
   struct Entry {
     uint64_t tag, bytes;
-    uint64_t slot;  // number of the slot, of the rank that wrote the entry
+    uint64_t slot;  // number of the slot, among the slots of the rank that wrote the entry
     uint64_t unused;
   };
 
@@ -43,11 +43,11 @@ class SharedRoundsPlan {
   const int64_t most_numel_, most_reduced_numel_;
 };
 
-// Assigns rounds to a rank's slots. Uses the lowest free slot, so that few rounds in flight touch little memory.
+// Assigns this rank's slots to rounds. Uses the lowest free slot, so that few rounds in flight touch little memory.
 class RoundSlots {
  public:
   // Returns a free slot for `round`, the newest round. A slot is free when all other ranks have left its round. If no
-  // used slot is known to be free, calls `ask`. `ask` must return a round before which the others have left all rounds.
+  // used slot is known to be free, calls `ask`, which must return the first round that not all others have left.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 

@@ -6,10 +6,10 @@
 
 namespace tessera::internal {
 
-// Permits the descendants of `ancestor` to access this process's memory (prctl PR_SET_PTRACER). Otherwise Yama's
+// Permits the descendants of `ancestor` to access this process's memory (prctl PR_SET_PTRACER). By default, Yama's
 // ptrace_scope 1 permits only this process's ancestors. The permission ends with the object. The kernel keeps one
-// permission for each process. If several objects exist, the highest ancestor gets the permission. A no-op without Yama
-// or under another scope. Thread-safe.
+// permission for each process, so if several objects exist, the highest ancestor gets it. A no-op without Yama or under
+// another ptrace_scope. Thread-safe.
 class TracerPermission {
  public:
   explicit TracerPermission(pid_t ancestor);  // 0 permits any process, for ranks without a common ancestor

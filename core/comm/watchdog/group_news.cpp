@@ -10,7 +10,7 @@
 namespace tessera::internal {
 namespace {
 
-// The largest number of failures that an error lists. The error lists the first failures, which caused the others.
+// The largest number of failures that an error lists. It lists the first ones, which usually caused the others.
 constexpr int kMostFailures = 4;
 
 // Keys of the store. They have no destructor, because detached threads may use them while the process ends.

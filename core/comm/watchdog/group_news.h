@@ -12,7 +12,7 @@
 
 namespace tessera::internal {
 
-inline constexpr char kNcclWatchKeys[] = "watch";  // prefix of the keys of a NCCL group's news, in the group's store
+inline constexpr char kNcclWatchKeys[] = "watch";  // prefix of the keys of an NCCL group's news, in the group's store
 
 // Messages of a group's ranks in its store: failures, ranks that have left, and the number of ranks that no longer need
 // the store. All functions call the store, so they may block, and throw if the store is lost. Thread-safe.
@@ -38,9 +38,9 @@ class GroupNews {
   // Publishes that this rank no longer needs the store. Later calls are no-ops.
   void say_informed();
   bool has_said_informed() const { return said_informed_; }
-  // Publishes that this rank has started its last operation and no longer needs the store. `started_count` is the
-  // number of operations that it has started. Later calls are no-ops. The store keeps the leaving rank with the fewest
-  // operations. If `has_failed` returns true, publishes nothing: a failed group needs no further reason.
+  // Publishes that this rank starts no more operations after the first `started_count`, and no longer needs the store.
+  // Later calls are no-ops. If several ranks leave, the store keeps the one with the fewest operations. If `has_failed`
+  // returns true, only publishes that this rank no longer needs the store: the failure suffices as a reason.
   void say_left(uint64_t started_count, const std::function<bool()>& has_failed);
   struct Leaver {
     int rank;

@@ -20,8 +20,8 @@ class Heartbeat {
 
   bool is_on() const { return every_.count() > 0; }
   bool is_due() const { return is_on() && std::chrono::steady_clock::now() - last_beat_ >= every_; }
-  // Publishes one beat. If this rank is stalled and the next rank counts as dead, returns the reason; otherwise "".
-  // Compares numbers of beats, not times, so a delay of this rank or the store is not blamed on the next rank.
+  // Publishes one beat. If this rank is stalled and the next rank counts as dead, returns an error text; otherwise "".
+  // Compares numbers of beats, not times, so that a delay of this rank or the store is not blamed on the next rank.
   std::string beat(bool is_stalled);
 
  private:

@@ -17,7 +17,7 @@ constexpr auto kSearchLeaversEvery = std::chrono::seconds(1);
 
 std::string waiting_key(int rank) { return c10::str("tessera/waiting/", rank); }
 
-// A search for a cycle reads the waits of all ranks, so its interval grows with their number.
+// A search for a cycle reads the waits of all ranks, so the interval between searches grows with the number of ranks.
 std::chrono::milliseconds search_cycles_every(int ranks) {
   return std::max(std::chrono::milliseconds(1000), ranks * std::chrono::milliseconds(10));
 }

@@ -26,14 +26,14 @@ class StallSearch {
     std::string text;  // "" if no reason was found
     bool is_published = false;
   };
-  // Returns a failure that another rank has published. Otherwise compares operations with the first rank to stall, and
-  // returns the first difference. If this rank is the first to stall, publishes its own operations instead.
+  // Returns a failure that another rank has published. Otherwise compares this rank's operations with those of the
+  // first stalled rank, and returns the first difference. If this rank stalled first, publishes its operations instead.
   Reason find_failure_or_divergence(const std::deque<StartedOperation>& own);
   // Returns an error text if a rank has left before an operation that this rank has started, otherwise "". Reads the
   // store at most once a second, and returns "" in between.
   std::string find_leaver(const std::deque<StartedOperation>& own);
   // Returns the text of a cycle of waits (a deadlock) across groups that includes `wait`; "" if none is known. Only the
-  // rank that has published its operations searches. It publishes a cycle for the other ranks to read.
+  // rank that has published its operations searches, and it publishes a found cycle for the other ranks.
   std::string find_cycle(const std::optional<WaitRegistry::Wait>& wait);
 
   // Returns whether the store has keys of this search, which end() removes.
@@ -50,13 +50,13 @@ class StallSearch {
   std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
 };
 
-// Returns an error text about the first operation number for which two ranks have started different operations. Returns
-// "" if `published`, another rank's operations, agree with this rank's.
+// Compares `own` with `published`, the operations of another rank. Returns an error text about the first operation
+// number for which the operations differ; "" if there is none.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
 // Returns the text in which a rank publishes its operations.
 std::string published_text(int rank, const std::deque<StartedOperation>& operations);
 
-// Returns the ranks among `ranks` that do not stall. Calls the store.
+// Returns the ranks among `ranks` that are not stalled. Calls the store.
 std::vector<int> ranks_not_stalled(c10d::Store& store, const std::vector<int>& ranks);
 
 }  // namespace tessera::internal

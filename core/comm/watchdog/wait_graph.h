@@ -23,9 +23,9 @@ struct GroupWait {
   bool operator==(const GroupWait&) const = default;
 };
 
-// Encodes a rank's waits for the store.
+// Encodes the waits of a rank as a text for the store.
 std::string text_of_waits(const std::vector<GroupWait>& waits);
-std::vector<GroupWait> waits_of_text(const std::string& text);  // returns none for ""
+std::vector<GroupWait> waits_of_text(const std::string& text);  // returns an empty list for ""
 
 // Returns for example "operation #3, all-reduce of the loss in the group of ranks 0, 1 of 4". `operation` names the
 // group, unless it is the group of all ranks.
@@ -34,10 +34,10 @@ std::string wait_text(const GroupWait& wait, int size);
 // A cycle in which each rank waits for the next rank, and the last rank waits for the first.
 using WaitCycle = std::vector<std::pair<int, GroupWait>>;
 
-// Returns a deadlock that `rank` waits for, directly or through other ranks, or an empty cycle. In a deadlock, each
-// rank waits in a group in which the next rank has not started the awaited operation. A wait ends when all ranks of the
-// group have started the operation. Ranks of several groups must wait in one order. (This is a cycle in the wait-for
-// graph, as in deadlock detection of distributed databases, where a process waits for all of its requests.)
+// Returns a deadlock that includes `rank`, or for which `rank` waits directly or through other ranks; empty if there is
+// none. In a deadlock, each rank waits in a group in which the next rank has not started the awaited operation. A wait
+// ends when all ranks of the group have started the operation, so ranks of several groups must wait in one order. (This
+// is a cycle in a wait-for graph, as for distributed databases in which a process waits for all of its requests.)
 //
 // Ranks publish their waits at different times. This causes no false cycle, because `started` only grows, and no rank
 // of a cycle can proceed before another rank of the cycle.

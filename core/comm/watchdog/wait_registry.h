@@ -32,7 +32,7 @@ class WaitRegistry {
   };
   struct Progress {
     uint64_t started_count = 0;  // number of operations that this rank has started
-    uint64_t thread = 0;         // the thread that created the group and started all operations; 0 if several
+    uint64_t thread = 0;         // the thread that created the group and started all operations; 0 if there is none
   };
   // A group of this rank. Its functions must be thread-safe.
   class Group {
@@ -51,7 +51,7 @@ class WaitRegistry {
   // on ranks that are not members.
   Place split(const Place& place, const std::string& name, const std::vector<int>& members);
 
-  // The first failure of any group of this rank, which may have caused later failures; "" if there is none.
+  // note_failure() keeps the first failure of any group of this rank. failure() returns it, or "" if there is none.
   void note_failure(const std::string& text);
   std::string failure() const;
 
@@ -60,7 +60,7 @@ class WaitRegistry {
   std::string find_cycle();  // publishes and returns the text of a cycle with this rank; "" if none
   // Returns the text of a cycle, published by any rank, that includes this rank's wait in a group; "" if there is none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
-  std::string wait_of(int other) const;  // wait_text() of a wait published by rank `other` of all ranks; "" if none
+  std::string wait_of(int other) const;  // wait_text() of a wait of rank `other` in the group of all ranks; "" if none
   int size() const noexcept { return size_; }
 
  private:

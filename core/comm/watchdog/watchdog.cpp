@@ -92,7 +92,7 @@ void Watchdog::leave() noexcept {
       loop->news.say_left(loop->progress().started_count, [&] { return loop->failure.has_failed(); });
       return true;
     });
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): without a thread, nothing is published
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): if no thread can start, nothing is published
   }
 }
 

@@ -22,7 +22,7 @@ class WatchdogLoop;
 // Diagnoses stalled operations through the store, on its own thread. If an operation does not end within a second, the
 // waiting rank searches for the reasons below. A found reason ends the wait long before the timeout, with an error that
 // names the rank and the operation:
-// - A rank has failed: it has published its reason in the store.
+// - A rank has failed: it has published its failure in the store.
 // - The ranks have diverged, that is, started different operations. The first rank to stall publishes its last
 //   operations, and the others compare them with their own.
 // - A rank has left: it has published the number of operations that it started.
@@ -30,19 +30,19 @@ class WatchdogLoop;
 // - Ranks wait for each other in different groups, such as the group of all ranks and a group that was split from it.
 //   Every rank of split groups publishes its waits, and the rank that publishes its operations searches for a cycle
 //   (wait_graph.h).
-// - A rank is dead and no transport reports it: NCCL's kernels wait forever for a killed process. So ranks send
+// - A rank is dead and no transport reports that: NCCL's kernels wait forever for a killed process. So ranks send
 //   heartbeats to the store, and a waiting rank checks those of the next rank.
 //
 // A waiting rank calls the store nine times a second, or thirteen times with split groups, whatever the number of
-// ranks. A heartbeat is one call, or two during a wait.
+// ranks. A heartbeat costs one call, or two during a wait.
 //
 // The store lives in one process (usually rank 0's). If that process exits first, published failures are lost. So ranks
-// that do not wait poll for failures four times a second (ask_every()). After a failure, await_readers() in the store's
-// process blocks until all ranks have read the failure or have left, at most kReaders. Without a failure, it blocks for
-// at most two intervals of these polls, in which the other ranks learn that the store ends and stop polling.
+// that do not wait poll for failures up to four times a second (ask_every()). After a failure, await_readers() in the
+// store's process blocks until all ranks have read the failure or left, for at most kReaders. Otherwise, it blocks for
+// at most two polling intervals, so that the other ranks can read that the store ends, and stop polling.
 //
 // The store's process may also be stopped, and c10d's calls of the store then have no timeout. So only threads that can
-// be detached call the store, and all other functions wait at most kPatience for an answer. Thread-safe.
+// be detached call the store, and the callers of this class wait for an answer for at most kPatience. Thread-safe.
 class Watchdog {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
@@ -56,7 +56,7 @@ class Watchdog {
   // The watchdog's thread calls these functions every quarter of a second during a stall.
   struct Callbacks {
     std::function<void()> interrupt;  // ends a wait that cannot complete: see explanation()
-    // Returns the reason that the transport cannot complete the wait; "" if the wait can complete.
+    // Returns the reason why the transport cannot complete the wait; "" if the wait can complete.
     std::function<std::string()> why_disconnected = {};
   };
 
@@ -74,19 +74,19 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Returns the place of a group of these ranks, which its watchdog needs. `name` must be unique among the parts of
-  // this group. Must also be called on ranks that are not members.
+  // Returns the place of the part with these ranks, to be passed in the Options of that part's watchdog. `name` must be
+  // unique among the parts of this group. Must also be called on ranks that are not members.
   WaitRegistry::Place part(const std::string& name, const std::vector<int>& members);
 
   // Records that this rank starts operation number `sequence`.
   void started(uint64_t sequence, std::string description);
-  // Declares that the calling thread waits, and starts no operation until end_wait(). With a sequence number, the
-  // thread waits until all ranks have started that operation.
+  // Declares that the calling thread waits, and starts no operation until end_wait(). With a sequence number, also
+  // declares that the wait lasts until all ranks have started that operation.
   void begin_wait(std::optional<uint64_t> sequence = {});
   void end_wait();
 
-  // Publishes that this rank's operations have all ended, and that it starts no more. Must precede calls that wait for
-  // other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
+  // Publishes that all operations of this rank have ended, and that it starts no more. Called by the destructor. Must
+  // be called before this process waits for other ranks to leave, as in the destruction of an NCCL communicator.
   void leave() noexcept;
 
   // Publishes that this rank has failed. Only the first call publishes its reason. A no-op if explanation() has
@@ -97,28 +97,28 @@ class Watchdog {
   // ranks do not see closed connections before they can read the reason. Then waits as await_readers() does.
   static void publish_failure_of_process(const std::string& reason) noexcept;
 
-  // Whether this process is the first of its group to publish the reason of its end. If the store is lost, returns
-  // whether this rank knows no failure of another rank. True without a group.
+  // Returns true on the first call by any process of the group, so that only one process prints the reason of its end.
+  // If the store is lost, returns whether this rank knows no failure of another rank. Returns true without a group.
   static bool is_first_to_tell() noexcept;
 
-  // Called in each process after it has published a failure or left. If this process serves the store, blocks until the
-  // other ranks no longer need the store: they have read the failure, or left the group. Blocks for at most kReaders
+  // Must be called in each process after publish_failure() or leave(). If this process serves the store, blocks until
+  // the other ranks no longer need the store: they have read the failure or left the group. Blocks for at most kReaders
   // after a failure, otherwise for at most two intervals of ask_every(). A second call is a no-op.
   void await_readers() noexcept;
 
-  // Returns the reason of the last interrupted wait. If no wait was interrupted, returns the failures that other ranks
-  // have published; "" if there are none or the store does not answer.
+  // Returns the reason why waits of this rank were interrupted. If no wait was interrupted, returns the failures that
+  // other ranks have published; "" if there are none or the store does not answer.
   std::string explanation();
 
   WaitRegistry& waits() noexcept;  // the waits of this rank in all groups
 
-  // Returns a list of the waiting and the other ranks, for the error of a timeout; "" if the store does not answer.
+  // Returns a text, for the error of a timeout, with the waiting ranks and the others; "" if the store does not answer.
   std::string waiting_ranks();
 
-  // Returns the time for which the thread's current call of the store has been unanswered; 0 if there is no call.
+  // Returns how long the current store call of the watchdog's thread has been unanswered; 0 if there is no call.
   std::chrono::milliseconds unanswered();
 
-  // Returns the reason that the store did not answer; "" if the store answered.
+  // Returns the reason why the store did not answer; "" if the store answered.
   std::string store_failure();
 
  private:

@@ -101,7 +101,7 @@ void WatchdogLoop::look_at_stall() {
   if (const std::string known = failure.explanation(); !known.empty())
     return interrupt(known, false);  // repeated, because the wait may be for another message now
   const auto own = operations.recent();
-  const std::string disconnected = callbacks.why_disconnected();  // called first, as the store may be lost
+  const std::string disconnected = callbacks.why_disconnected();  // called before the store, which may be lost
   StallSearch::Reason reason;
   try {
     reason = search_.find_failure_or_divergence(own);

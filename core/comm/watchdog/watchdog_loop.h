@@ -33,7 +33,7 @@ class LoopControl {
   void end_calls();
   void end_loop();
 
-  // Stops the loop. Returns false if it has not ended after `patience`.
+  // Stops the loop. Returns false if the loop has not ended after `patience`.
   bool stop(std::chrono::milliseconds patience);
   // Returns the duration of the calls in progress; 0 if there are none.
   std::chrono::milliseconds unanswered() const;
@@ -46,7 +46,7 @@ class LoopControl {
   std::optional<std::chrono::steady_clock::time_point> calls_since_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// The callbacks of a Watchdog, until the Watchdog is destroyed. Thread-safe.
+// The callbacks of a Watchdog. The Watchdog's destructor calls clear(). Thread-safe.
 class WatchdogCallbacks {
  public:
   explicit WatchdogCallbacks(Watchdog::Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
