@@ -42,7 +42,7 @@ void ask(c10d::Store& store, int rank, const std::function<int64_t()>& now_ns, T
     const auto text = store.get_to_str(answer_key(rank, i));
     const int64_t took = now_ns() - asked;
     const int64_t error = (took + 1) / 2;
-    // The first question may be slow, because the reference answers other hosts before it.
+    // The first answer may be slow, because the reference answers the questions of one host after another.
     if (error >= run.error_ns) continue;
     run.error_ns = error;
     run.offset_ns = std::stoll(text) - (asked + took / 2);

@@ -41,7 +41,7 @@ struct Guests {
   bool may_be_mpi = false;
   c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr;
   std::shared_ptr<MessageLibrary> library = nullptr;
-  std::string address = {};  // at which other hosts reach this rank; "": public_address()
+  std::string address = {};  // address of this rank for other hosts; "" means public_address()
 };
 
 at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -58,7 +58,7 @@ at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d:
   return device;
 }
 
-// Throws std::invalid_argument for invalid options, before they are compared over ranks.
+// Throws std::invalid_argument for invalid options. Called before the options are compared over ranks.
 void check(const Guests& guests, const at::Device& device) {
   const auto& [backend, given_device, timeout, peer_memory, registered_memory, rank_order_sums] = guests.options;
   require(timeout > std::chrono::milliseconds::zero() && timeout <= kLongestTimeout, "GroupOptions::timeout is ",
@@ -90,14 +90,14 @@ struct Introduction {
   std::string options, host, address;
 };
 
-// Returns the address at which other ranks reach `rank`. On one host, it is the loopback address, unless the user names
-// an interface: network namespaces of a host do not share the loopback interface.
+// Returns the address at which other ranks reach `rank`. On one host, this is the loopback address, unless the user has
+// named an interface: ranks in different network namespaces of a host do not share the loopback interface.
 std::string address_of(const Introduction& rank, bool one_host) {
   return one_host && named_address().empty() ? "127.0.0.1" : rank.address;
 }
 
-// Compares the options of all ranks. If they differ or are wrong, throws std::invalid_argument on all ranks. Returns
-// the introductions in rank order.
+// Exchanges the introductions of all ranks, and returns them in rank order. If the options of any rank are invalid, or
+// if they differ between ranks, throws std::invalid_argument on all ranks.
 std::vector<Introduction> introduce(const Guests& guests, const at::Device& device) {
   const auto texts = exchange_or_fail(guests.exchange, guests.who, [&] {
     check(guests, device);
@@ -189,7 +189,7 @@ std::shared_ptr<Communicator> make_group_of(Guests guests) {
   return make_gloo_communicator(store, guests.rank, guests.size, std::move(gloo));
 }
 
-// Calls make_group_of(), and names the user's function in its errors.
+// Calls make_group_of(). Adds the name of the function that the user called to the texts of its errors.
 std::shared_ptr<Communicator> make_named_group(const Guests& guests) {
   const std::string whose = c10::str(guests.who, ": rank ", guests.rank, " of ", guests.size);
   try {
@@ -205,7 +205,7 @@ std::shared_ptr<Communicator> make_named_group(const Guests& guests) {
   }
 }
 
-// Calls next_group() within the timeout.
+// Calls next_group(). Throws CommError if the store does not answer within the timeout.
 c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c10::intrusive_ptr<c10d::Store>& store) {
   std::string error = "it does not answer";
   try {
@@ -220,7 +220,7 @@ c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c
       c10::str(guests.who, ": rank ", guests.rank, " of ", guests.size, " cannot use the given store: ", error));
 }
 
-// Exchanges texts through the store, which names the ranks that do not come within the timeout.
+// Makes `guests` exchange texts through the store. If ranks are late, an exchange throws an error that names them.
 void meet_through(Guests& guests, const c10::intrusive_ptr<c10d::Store>& store) {
   const auto timeout = std::max(guests.options.timeout, std::chrono::milliseconds(1));
   guests.store = keys_of_next_group(guests, store);

@@ -10,7 +10,7 @@
 namespace tessera::internal {
 
 // Like communicator_from(store), but ranks of other hosts reach this rank at `address`, unless it is "". For callers
-// that know the network that the ranks share: public_address() takes the first one.
+// that know which network the ranks share. By default, public_address() chooses the first network.
 std::shared_ptr<Communicator> communicator_at(std::string address, c10::intrusive_ptr<c10d::Store> store, int rank,
                                               int size, GroupOptions options);
 

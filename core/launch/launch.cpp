@@ -63,7 +63,7 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
 
 // Returns this rank's address as the user has given it, or "" if rendezvous() must determine it.
 std::string given_address(bool nccl) {
-  // NCCL does not use this address; it reads NCCL_SOCKET_IFNAME.
+  // NCCL does not use this address, because it reads NCCL_SOCKET_IFNAME.
   return nccl ? "none" : named_address();
 }
 
@@ -91,7 +91,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
 
   const int rank = environment.rank, size = environment.world_size;
   Trace::set_rank_of_process(rank);
-  // Counts a pidfd for each rank of the host, and the store's connections to all ranks.
+  // Counts a pidfd for each rank of the host and, in the store's process, the store's connections to all ranks.
   const bool serves_store = rank == 0 && !environment.agent_serves_store;
   if (size > 1)
     require_descriptors(environment.local_world_size + (serves_store ? size : 0), c10::str("rank ", rank, " of ", size),

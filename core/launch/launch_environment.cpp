@@ -86,7 +86,7 @@ class Variables {
   const GetVariable& get_;
 };
 
-// The rank and size that a launcher gives, with the names of its variables for errors.
+// The rank and the size that a launcher sets, with the names of the launcher's variables for error texts.
 struct Group {
   const char* launcher;
   const char* rank_name;
@@ -108,7 +108,7 @@ std::optional<Group> read_group(const Variables& variables, const char* launcher
   return Group{launcher, rank_name, size_name, *rank, *size};
 }
 
-// A launcher of MPI programs and the names of its variables; null for a variable that it does not set.
+// A launcher of MPI programs and the names of its variables. A name is null if the launcher does not set that variable.
 struct MpiLauncher {
   const char* name;
   const char* rank;
@@ -122,7 +122,7 @@ struct MpiLauncher {
 constexpr const char* kPmiSize = "PMI_SIZE";
 constexpr const char* kPmixId = "PMIX_NAMESPACE";
 
-// Launchers, innermost first. All but the last two set their own variables, and may also set variables of PMI and PMIx.
+// Launchers, innermost first. All but the last two have variables of their own, and may also set those of PMI and PMIx.
 constexpr MpiLauncher kMpiLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE", kPmixId, "mpirun -x MASTER_ADDR=<host> ..."},
@@ -164,8 +164,8 @@ struct MpiGroup {
   Group group;
 };
 
-// Returns the group of the innermost launcher in kMpiLaunchers that has more than one rank. Skips a group equal to
-// `slurm_step`, srun's group of this process, unless it is Open MPI's: srun has set those variables itself.
+// Returns the group of the innermost launcher in kMpiLaunchers that has over one rank. Skips a group that equals that
+// of srun (`slurm_step`), because srun has set those variables itself. Never skips Open MPI's group.
 std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
   std::optional<Group> outer = slurm_step;
   for (const MpiLauncher& launcher : kMpiLaunchers) {
@@ -276,8 +276,8 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
   }
 }
 
-// Returns an id of the process that serves PMI to the ranks of this host, equal on all of them. Hydra makes a pair of
-// sockets for each rank, and the kernel records the creating process. Returns "" if that process is unknown.
+// Returns an id of the process that serves PMI to the ranks of this host. The id is equal on all of these ranks. Hydra
+// makes a socket pair for each rank, and the kernel records its creator. Returns "" if the process is unknown.
 std::string pmi_server(const Variables& variables) {
   if (const auto port = variables.text("PMI_PORT")) return *port;
   const auto descriptor = variables.number("PMI_FD", 0, INT32_MAX);
@@ -346,7 +346,7 @@ LaunchEnvironment parse_slurm(const Variables& variables, const Group& group) {
   return environment;
 }
 
-// Returns a world of one, for a process without launcher.
+// Returns a world of one, for a process that no launcher has started.
 LaunchEnvironment parse_none(const Variables& variables) {
   LaunchEnvironment environment;
   const bool in_slurm_job = variables.has("SLURM_SUBMIT_DIR") && !in_slurm_step(variables);
@@ -372,7 +372,7 @@ std::vector<std::string_view> split(std::string_view text) {
 
 [[noreturn]] void fail_malformed(std::string_view list) { fail("cannot read the list of nodes \"", list, "\""); }
 
-// Expands the entries between two brackets, keeping the width of the first number: "03-05,9" -> 03 04 05 9.
+// Expands the entries between two brackets. Keeps the width of the first number of a range: "03-05,9" -> 03 04 05 9.
 std::vector<std::string> expand_ranges(std::string_view ranges, std::string_view list) {
   std::vector<std::string> entries;
   for (const auto range : split(ranges)) {

@@ -27,7 +27,7 @@ struct LaunchEnvironment {
 
   bool agent_serves_store = false;  // torchrun's agent or spawn_local serves the store, not rank 0
   int restart_count = 0;            // number of restarts of the group by torchrun
-  std::string note;                 // the reason that this process does not join a launcher's job, if such a job exists
+  std::string note;                 // why this process does not join its launcher's job; empty if it joins a job
 
   bool launched() const noexcept { return !launcher.empty(); }
   bool one_host() const noexcept { return local_world_size == world_size; }
@@ -36,16 +36,16 @@ struct LaunchEnvironment {
 // Returns the value of a variable, or nullptr, as std::getenv does.
 using GetVariable = std::function<const char*(const char* name)>;
 
-// Reads the environment of the innermost launcher. Returns a world of one if there is none.
+// Reads the environment of the innermost launcher. Returns a world of one if there is no launcher.
 //
-// torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, since torchrun runs inside the other launchers.
-// Variables of MPI's launchers are next, since mpirun starts its daemons with srun inside a Slurm job. Slurm's
+// torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, because torchrun runs inside the other launchers.
+// Variables of MPI's launchers are next, because mpirun starts its daemons with srun inside a Slurm job. Slurm's
 // variables are used if srun started this process. A batch script or a shell of salloc also has the job's variables,
-// but is not a task. It becomes a world of one, and `note` explains this. A job of a single task of an MPI launcher or
-// Slurm also becomes a world of one, because it may be a shell.
+// but is not a task. Such a process becomes a world of one, and `note` explains this. The only task of a job also
+// becomes a world of one, because that task may be a shell.
 //
-// Throws std::invalid_argument, with the variables and their values, if variables are incomplete, not numbers or out of
-// range. Also throws if two launchers contradict each other, or if a launcher sets no size or no address.
+// Throws std::invalid_argument, which lists the variables and their values, if variables are incomplete, not numbers or
+// out of range. Also throws if two launchers contradict each other, or if a launcher sets no size or no address.
 LaunchEnvironment parse_launch_environment(const GetVariable& get);
 
 // Reads this process's environment.
@@ -58,8 +58,8 @@ std::vector<std::string> expand_host_list(std::string_view list);
 // Expands Slurm's tasks per node: "4(x2),3" -> 4 4 3. Throws std::invalid_argument as expand_host_list() does.
 std::vector<int> expand_task_counts(std::string_view counts);
 
-// Derives a port in [15000, 31000) from a text. The range is below Linux's ports for outgoing connections and above
-// those of most services.
+// Derives a port in [15000, 31000) from a text. The range is below Linux's ports for outgoing connections and above the
+// ports of most services.
 int derived_port(std::string_view text) noexcept;
 
 }  // namespace tessera::internal

@@ -33,7 +33,7 @@ struct Socket {
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-// Returns the addresses of a host and "", or null and the error.
+// Returns the addresses of a host and "". If the name cannot be resolved, returns null and the error text.
 std::pair<AddressList, std::string> resolve(const std::string& host, int port, int type) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;

@@ -5,11 +5,11 @@
 namespace tessera::internal {
 
 // Returns the address of this host's network interface `name`, preferably IPv4. If the interface has no address, throws
-// std::invalid_argument, which lists the interfaces.
+// std::invalid_argument, whose text lists the interfaces.
 std::string interface_address(const std::string& name);
 
 // Returns the address from which the kernel would send to `host`. Sends nothing. Returns a loopback address if `host`
-// is this host under a loopback name (Debian's /etc/hosts maps a host's own name to 127.0.1.1). Throws
+// is a name of this host that resolves to one (Debian's /etc/hosts maps a host's own name to 127.0.1.1). Throws
 // std::runtime_error if there is no route to `host`.
 std::string address_towards(const std::string& host, int port);
 
@@ -20,8 +20,8 @@ void require_loopback(int port);
 // Whether a numeric address is a loopback address.
 bool is_loopback_address(const std::string& address);
 
-// Tries once to connect to each address of host:port by TCP, each for at most `timeout_ms`. Returns "" if a process
-// listens there, otherwise the reason of the last failure.
+// Tries once to connect to each address of host:port by TCP, each for at most `timeout_ms`. Returns "" as soon as a
+// connection succeeds. If none does, returns the reason of the last failure.
 std::string try_connect(const std::string& host, int port, int timeout_ms);
 
 // Returns an identifier of this host: its name and boot ID.

@@ -4,8 +4,8 @@
 
 namespace tessera::internal {
 
-// Applies the changes of a ProcessSetup until it is destroyed. Every group of init() or run_ranks() owns one. A change
-// is undone when the last object that made it is destroyed. Thread-safe.
+// Applies the changes of a ProcessSetup while this object exists. Every group of init() or run_ranks() owns such an
+// object. A change is undone when the last object whose ProcessSetup has this change is destroyed. Thread-safe.
 class ProcessEffects {
  public:
   explicit ProcessEffects(const ProcessSetup& setup);

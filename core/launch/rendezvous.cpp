@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 using Clock = RunClock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// The timeout of the first call. A store answers within milliseconds, or later if many ranks call it at once.
+// The timeout of the first store call. A store answers within milliseconds, but later if many ranks call it at once.
 std::chrono::milliseconds first_answer(int world) { return milliseconds(8000) + world * milliseconds(5); }
 
 // A rank that waits longer than this prints the missing ranks, to explain the hang to the user.
@@ -41,7 +41,7 @@ constexpr char kComplete[] = "complete";
 constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
 constexpr char kToken[] = "token";  // key of the token's hash
-constexpr char kEnded[] = "ended";  // key of a rank that ended before all had joined
+constexpr char kEnded[] = "ended";  // key of the number of a rank that ended before all had joined
 constexpr char kSilent[] = "whoever listens there does not answer: it is no store, or its process has stopped";
 constexpr size_t kMostRanksNamed = 8;
 
@@ -86,8 +86,8 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
-// Rank 0's answer to all ranks: "<rank> <address>", or '!' and the error that ends the group. Only rank 0 reads the
-// texts of all ranks, so a rank's cost does not grow with the world size.
+// Rank 0's answer to all ranks: "<rank> <address>", or '!' and the error that ends the group. The other ranks read only
+// this answer, so that their cost does not grow with the world size.
 struct ReachableRank {
   int rank = -1;  // first rank with an address that is not loopback; -1 if all ranks are on one host
   std::string address;
@@ -125,7 +125,7 @@ class Joining {
 
   milliseconds remaining() const {
     const auto left = std::chrono::duration_cast<milliseconds>(start_ + timeout_ - Clock::now());
-    return std::max(left, milliseconds(1));  // c10d takes 0 for no timeout
+    return std::max(left, milliseconds(1));  // c10d interprets 0 as no timeout
   }
 
   bool is_late() const { return Clock::now() - start_ >= timeout_; }
@@ -139,8 +139,8 @@ class Joining {
                   seconds_text(timeout_), ")"));
   }
 
-  // Blocks until rank 0 (or the agent) listens. c10d's client tries only once a second, and logs every failure with a
-  // stack trace.
+  // Blocks until rank 0 (or the agent) listens. This function polls because c10d's client tries only once a second, and
+  // logs every failure with a stack trace.
   void await_server() {
     for (;;) {
       const auto patience = static_cast<int>(std::min<int64_t>(remaining().count(), 5000));
@@ -194,8 +194,8 @@ class Joining {
       fail("rank ", store->get_to_str(kEnded), " has ended before all had come");
   }
 
-  // c10d's store accepts any client. So the group's keys begin with the hash of its token. This check throws in a
-  // process whose token is missing or belongs to another job.
+  // c10d's store accepts any client, so the group's keys begin with the hash of the group's token. This check throws in
+  // a process whose token is missing or belongs to another job.
   void check_token(const StorePtr& store) {
     const std::string own = hash_of_token(environment_.token);
     if (environment_.rank == 0) return store->set(kToken, own);
@@ -217,8 +217,8 @@ class Joining {
       fail("another process, or an earlier init() of this one, has already come as rank ", rank);
     const std::string clock = Trace::active() == nullptr ? "" : " " + Trace::clock_id();
     store->set(rank_key(rank), c10::str(environment_.world_size, " ", address, clock));
-    // All ranks compare their size with the size of the rank that came first. Otherwise a rank with a smaller world
-    // size would wait for fewer ranks, and continue.
+    // Each rank compares its world size with that of the first rank to publish one. Otherwise a rank with a smaller
+    // world size would wait for fewer ranks, and then continue.
     const auto own = std::to_string(environment_.world_size);
     const auto first = store->compareSet("world_size", std::string(), own);
     if (first != own)
@@ -253,7 +253,7 @@ class Joining {
     return reachable;
   }
 
-  // Rank 0 checks all arrivals. Returns the value of kComplete: a reachable rank, or the reason of a refusal.
+  // Called on rank 0. Checks all arrivals. Returns the value of kComplete: a reachable rank, or an error for all ranks.
   std::string all_have_come(const StorePtr& store, const std::vector<std::string>& keys) const {
     ReachableRank reachable;
     std::string clocks;
@@ -299,8 +299,8 @@ class Joining {
     }
   }
 
-  // A rank on rank 0's host may have found only a loopback address (see address_towards). It then uses the address that
-  // faces a rank of another host. If all ranks have found loopback, all are on one host.
+  // A rank on rank 0's host may have found only a loopback address (see address_towards). Then it uses the address that
+  // faces a rank of another host. If all ranks have found loopback addresses, all are on one host.
   std::string reachable_address(const std::string& address, const ReachableRank& reachable) const {
     if (!is_loopback_address(address) || reachable.rank < 0) return address;
     const std::string facing = address_facing(reachable.address);
@@ -320,7 +320,7 @@ class Joining {
 
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout) {
-  // c10d's calls of the store never return if the listening process does not answer.
+  // Needs a timeout, because c10d's calls of the store never return if the listening process does not answer.
   auto found = call_with_timeout(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
   if (!found) fail_to_join(environment, timeout, kSilent);
   return std::move(*found);

@@ -10,7 +10,7 @@ namespace tessera::internal {
 // The longest permitted timeout or grace period. Adding more than a year to a clock may overflow.
 inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
-// Throws std::invalid_argument with the concatenation of `otherwise` unless `holds`.
+// If `holds` is false, throws std::invalid_argument with the concatenation of `otherwise`.
 template <class... Parts>
 void require(bool holds, const Parts&... otherwise) {
   if (!holds) throw std::invalid_argument(c10::str(otherwise...));

@@ -127,7 +127,7 @@ class BlockedSignals {
   sigset_t old_mask_{};
 };
 
-// Returns the NAME=value texts of a child's environment: this process's, with new values of torchrun's variables.
+// Returns a child's environment as NAME=value texts: that of this process, with new values of torchrun's variables.
 std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket, const std::string& token,
                                            const std::map<std::string, std::string>& added) {
   std::map<std::string, std::string> variables;
@@ -142,8 +142,8 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   variables["MASTER_PORT"] = std::to_string(socket.port());
   variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the store is in this process, and outlives all ranks
   variables["TESSERA_STORE_TOKEN"] = token;
-  // By default every rank would start a thread per core, which is far slower than one process. torchrun gives each rank
-  // one thread; dividing the cores by the ranks leaves no core idle.
+  // By default every rank would start a thread per core, and the ranks would be far slower than a single process.
+  // torchrun gives each rank one thread. Here the ranks share the cores, so that no core is idle.
   variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / world)));
   for (const auto& [name, value] : added) variables[name] = value;
 
@@ -184,8 +184,8 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 // keeper, so the keeper must not allocate or lock. It only makes system calls.
 //
 // The keeper starts the ranks and reports the exit status of each rank. It forwards signals from this process to the
-// ranks, but sends SIGKILL for SIGUSR2. SIGRTMIN, which is queued, carries the number of a rank to restart. The keeper
-// ends after the ranks. If it is killed, the kernel kills the ranks.
+// ranks, except SIGUSR2, for which it sends SIGKILL. SIGRTMIN, which is queued, carries the number of a rank to
+// restart. The keeper ends after the ranks. If the keeper is killed, the kernel kills the ranks.
 
 struct Program {
   const char* path;
@@ -194,7 +194,7 @@ struct Program {
   char** restart_environment;
 };
 
-// A message of the keeper, in one write().
+// A message of the keeper to this process, sent by one write().
 struct Report {
   enum Kind : int32_t { kStarted, kEnded, kFailed } kind;
   int32_t rank;
@@ -233,7 +233,7 @@ void Keeper::start(size_t rank, char** environment) const {
 }
 
 void Keeper::become(const Program& program, char** environment, pid_t keeper) const {
-  // The kernel kills this process when its parent ends. If the parent has ended already, the check below ends this one.
+  // The kernel kills this process when its parent ends. If the parent has already ended, the check below exits.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != keeper) ::_exit(127);
   ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
@@ -270,7 +270,7 @@ void Keeper::run() const {
   ::sigaction(SIGCHLD, &action, nullptr);
 
   for (size_t rank = 0; rank < programs.size(); ++rank) start(rank, programs[rank].environment);
-  // Closes this process's descriptors, above all the socket, which the keeper must not keep open.
+  // Closes the inherited descriptors, above all the store's socket, which the keeper must not keep open.
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
@@ -279,7 +279,7 @@ void Keeper::run() const {
     siginfo_t info{};
     const int signal = ::sigwaitinfo(&waited, &info);
     if (signal == SIGCHLD) {
-      reap(info.si_pid);  // reports the rank that ended first before others, because its error is the cause
+      reap(info.si_pid);  // reported before other ranks: the first to end is usually the cause
       while (reap(-1)) {
       }
     } else if (signal == SIGRTMIN) {
@@ -414,7 +414,7 @@ class Ranks {
     say(describe_signal(signal) + "; ending all ranks");
     if (!code_ || *code_ == 128 + SIGUSR1) code_ = 128 + signal;
     if (signal == SIGUSR1) return send(signal);
-    // A key on the terminal has signalled the whole foreground process group, which includes the ranks.
+    // A key such as Ctrl-C has signalled the terminal's whole foreground process group, which includes the ranks.
     if (origin == SI_KERNEL) signal = 0;
     end_rest(signal, grace_);
   }
@@ -494,7 +494,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {
       tell_of_end(store, token, rank);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the others then wait for it until the timeout
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the others then wait until their timeout
     }
   });
 }

@@ -43,7 +43,7 @@ void catch_signal(StopSignal& stop) {
   stop.is_caught = stop.before.sa_handler == SIG_DFL && ::sigaction(stop.signal, &action, nullptr) == 0;
 }
 
-// Restores the previous action, unless the program has set a handler since.
+// Restores the previous action, unless the program has set another handler since.
 void release_signal(const StopSignal& stop) {
   struct sigaction now {};
   ::sigaction(stop.signal, nullptr, &now);

@@ -50,7 +50,7 @@ void print_line(const std::string& text) {
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
-// Prints the error on one line, unless another process of the group has published its end first. Ends the process.
+// Prints the error on one line, unless another process of the group has reported its end first. Ends the process.
 [[noreturn]] void end_with_one_line(const std::exception_ptr& error) noexcept {
   // If several threads terminate, the first one ends the process.
   if (!terminating.try_lock())
@@ -65,7 +65,7 @@ void print_line(const std::string& text) {
   std::_Exit(1);
 }
 
-// Whether `handler` is libstdc++'s verbose one. It prints in several calls, so the texts of several ranks would mix.
+// Whether `handler` is libstdc++'s verbose handler. Its output takes several calls, so the texts of ranks would mix.
 bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
 #ifdef __GLIBCXX__
   return handler == &__gnu_cxx::__verbose_terminate_handler;
@@ -114,8 +114,8 @@ namespace {
   std::abort();
 }
 
-// While it exists, an uncaught exception ends the process as documented for tessera::run_main(). Only one object may
-// exist, in the main thread.
+// While this object exists, an uncaught exception ends the process as documented for tessera::run_main(). Only one
+// object may exist, in the main thread.
 class OneLineErrors {
  public:
   OneLineErrors() {

@@ -3,8 +3,8 @@
 namespace tessera::internal {
 
 // Installs a std::terminate() handler that first publishes the exception's text in all groups of this process
-// (Watchdog::publish_failure_of_process()), and then calls the previous handler. An uncaught exception ends the process
-// without destructors, so the other ranks would not learn the reason. Thread-safe.
+// (Watchdog::publish_failure_of_process()), and then calls the previous handler. Without the handler, the other ranks
+// would not get the reason, because an uncaught exception ends the process without destructors. Thread-safe.
 void tell_when_terminated();
 
 // Restores the previous handler, unless the program has set another handler, which may call ours. Thread-safe.
