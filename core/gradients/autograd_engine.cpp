@@ -17,8 +17,8 @@ using torch::autograd::Engine;
 using NodePointer = decltype(torch::autograd::Edge::function);  // the type of the pointer depends on libtorch's version
 
 // Behaves as libtorch's engine, but destroys the callbacks of a failed pass before backward() throws. On a device,
-// libtorch's engine destroys the callbacks at an arbitrary later time. A late BackwardPass::Token could then mark
-// gradients as lost after the caller's zero_grad(). CPU passes run on the caller's thread and do not need this engine.
+// libtorch's engine destroys the callbacks at some later time. ~BackwardPass::Token() could then mark gradients as lost
+// after the caller's zero_grad(). CPU passes run on the caller's thread and do not need this engine.
 class PunctualEngine final : public Engine {
  public:
   void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
@@ -34,7 +34,7 @@ class PunctualEngine final : public Engine {
 };
 
 // Returns the engine for this process; without CUDA, libtorch's own. libtorch starts device threads only once, for the
-// engine of the first backward. So this engine must be set before the first backward, or it would have no threads.
+// engine of the first backward. So PunctualEngine must be set before the first backward, or it would have no threads.
 Engine& engine_of_process() {
   static Engine& engine = at::globalContext().hasCUDA() ? *new PunctualEngine : Engine::get_base_engine();
   return engine;  // PunctualEngine is leaked on purpose: its threads outlive main()

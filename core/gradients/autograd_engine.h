@@ -4,11 +4,11 @@
 
 namespace tessera::internal {
 
-// Returns whether this thread runs a node of a backward pass now.
+// Returns whether this thread is running a node of a backward pass.
 bool inside_backward();
 
-// Queues `callback` for the end of the backward pass that this thread runs. Must be called in a backward pass. If the
-// pass fails, the callback is destroyed without a call, before backward() throws.
+// Queues `callback` for the end of the backward pass that this thread is running. Must be called in a backward pass. If
+// the pass fails, the callback is destroyed without being called, before backward() throws.
 void at_end_of_backward(std::function<void()> callback);
 
 }  // namespace tessera::internal

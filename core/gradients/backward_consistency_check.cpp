@@ -50,7 +50,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
   return own;
 }
 
-// Throws if a parameter of a bucket had no gradient, because replays cannot exchange the use of parameters.
+// Throws if a parameter in a bucket has no gradient: a replay cannot tell the other ranks which parameters it used.
 void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
   for (const GradientBucket& bucket : buckets_)
     for (const size_t i : bucket.members)
@@ -68,7 +68,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;
   uint64_t first = 0;
-  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // most completed, fewest begun forwards of any rank
+  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // over ranks: most completed, fewest begun forwards
   std::vector<std::string> kept;
   for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
     std::istringstream words(of_rank);
@@ -86,7 +86,7 @@ void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   require_same_gradients(kept);
 }
 
-// Throws if a parameter kept a gradient on one rank but not on another, in any pass. kUnknown matches both.
+// Throws if a parameter kept a gradient on one rank but not on another. kUnknown matches kKept and kNotKept.
 void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::string>& of_ranks) const {
   for (size_t i = 0; i < of_ranks[0].size(); ++i) {
     const auto rank_with = [&](char kept) {
@@ -102,8 +102,8 @@ void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::str
   }
 }
 
-// Returns this rank's numbers; ranks exchange their maxima. By parameter: 1 if used. By bucket: 1 if recomputed. With
-// refuse_uneven_use, again by parameter: 0 if used, else size - rank, so that the maximum identifies the lowest rank.
+// Returns this rank's numbers for an all-reduce of maxima. By parameter: 1 if used. By bucket: 1 if recomputed. With
+// refuse_uneven_use, again by parameter: 0 if used, else size - rank: the maximum identifies the lowest such rank.
 std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
   numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());

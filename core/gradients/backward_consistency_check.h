@@ -13,13 +13,13 @@
 
 namespace tessera::internal {
 
-// Checks at the end of each backward pass that all ranks did the same work. One small all-reduce exchanges the used
-// parameters, and a fingerprint of the collectives since the last check. The fingerprints must be equal. The size of
-// the message does not depend on the number of ranks. With a static graph (Options::is_static), only the first pass is
-// exchanged. Each rank then compares its later passes with its first pass.
+// Checks at the end of each backward pass that all ranks did the same work. One small all-reduce combines the used
+// parameters of all ranks. It also compares fingerprints of the collectives since the last check. The size of the
+// message does not depend on the number of ranks. With a static graph (Options::is_static), only the first pass needs
+// the all-reduce. Each rank then compares its later passes with the first pass.
 // On a device, a rank that lacks a gradient blocks until the result arrives. A rank with all gradients reads the result
 // in a later pass. On a device, no rank reads the other ranks' recomputed buckets, so all ranks must recompute the same
-// buckets. While work is recorded for replays (CapturedWork), the check exchanges nothing, and every parameter must
+// buckets. While work is recorded for replays (CapturedWork), the check runs no collective, and every parameter must
 // have a gradient. Used by one thread at a time.
 class BackwardConsistencyCheck {
  public:
@@ -34,8 +34,8 @@ class BackwardConsistencyCheck {
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the parameters and buckets that any rank used. Calls `meanwhile` once during the exchange. If `meanwhile`
-  // returns false on a device, the result contains only this rank's own use.
+  // Returns the parameters and buckets that any rank used. Calls `meanwhile` once while the all-reduce is in flight. On
+  // a device, if `meanwhile` returns false and refuse_uneven_use is off, the result contains only this rank's own use.
   // Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives differ, or if
   // refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);

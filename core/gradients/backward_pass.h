@@ -26,7 +26,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
  public:
   virtual ~BackwardPass() = default;
 
-  // While a returned scope exists, passes do not reduce. Opening or closing it in a backward throws std::logic_error.
+  // While a returned scope exists, passes do not reduce. Opening or closing one in a backward throws std::logic_error.
   ScopeExit no_sync();
   bool reduces() const { return no_sync_scopes_ == 0; }
   // Sets the number by which sums of gradients over ranks are divided, from the next pass on.
@@ -47,14 +47,14 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void end() = 0;
   virtual void fail() = 0;     // called before backward() throws: must not be collective, must not throw
   virtual void abandon() = 0;  // blocks until no operation of the failed pass is in flight
-  // Called after end(), without the mutex. An exception fails the pass.
+  // Called after end(), with `mutex_` unlocked. If this function throws, the pass fails.
   virtual void after_end() {}
   // Returns the wrapper's name and rank, for errors.
   virtual std::string name() const = 0;
-  // If this thread runs a backward, makes that backward throw at its end. Destructors of subclasses call this function,
-  // because nothing would reduce the later gradients of that backward.
+  // If this thread is running a backward, makes that backward throw at its end. A destructor calls this function if a
+  // reduction is due, because nothing would reduce the remaining gradients of that backward.
   void fail_backward() const noexcept;
-  // Called for every exception of a pass, before backward() throws, without the mutex. Must not throw.
+  // Called after every exception in a pass, before backward() throws, with `mutex_` unlocked. Must not throw.
   virtual void after_failure() {}
 
   // begin(), end(), fail() and abandon() run with `mutex_` locked. Callers of enter() and recover() must lock `mutex_`.

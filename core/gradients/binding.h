@@ -32,7 +32,7 @@ auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
 // with its hook. hook() then adds a new hook. So hook() must be called before each forward that records a graph.
 class Binding {
  public:
-  // `who` (the wrapper's name) and `rank` are for errors. Later, require_nothing_new() accepts only present parameters.
+  // `who` (the wrapper's name) and `rank` are for errors. require_nothing_new() accepts only parameters that exist now.
   Binding(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters, std::string who,
           int rank);
 
@@ -49,7 +49,7 @@ class Binding {
   void hook(size_t parameter);
   void hook_all();
   // Makes autograd run the hooks on the current stream of each parameter's device. By default a hook runs on the stream
-  // of its creation. The default stream cannot be captured. Must not be called in a backward.
+  // of its creation: often the default stream, which cannot be captured. Must not be called in a backward.
   void move_hooks_to_current_stream();
 
   // Throws std::logic_error, naming the parameter, if a parameter was added to the module after it was wrapped.
@@ -58,8 +58,8 @@ class Binding {
   // Throws std::logic_error if the parameter's dtype, shape or device has changed since it was wrapped.
   void require_same_kind(size_t parameter) const;
 
-  // Throws std::logic_error if the user added a hook that runs after the gradient is accumulated, with
-  // set_post_acc_grad_hooks() or add_post_hook(). Such a hook would run before the gradient is averaged over ranks.
+  // Throws std::logic_error if the user added a hook with set_post_acc_grad_hooks() or add_post_hook(). Such a hook
+  // would run after the gradient is accumulated, but before it is averaged over ranks.
   void require_no_hook_after(size_t parameter) const;
 
   // Returns the wrapper and the rank, for errors: "DistributedDataParallel on rank 1".

@@ -85,7 +85,7 @@ Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const Gra
   return reduce_scatter_pieces(*mesh_.shard, travelling(reduction.target()), std::move(pieces), op(), plan.name);
 }
 
-// Exchanges encoded values by an all-to-all. Each rank receives its shard, or the bucket's owner receives all values.
+// Sends encoded values by an all-to-all: to each rank the values of its shard, or to the bucket's owner all values.
 Pending BucketCollectives::exchange_encoded(PendingReduction& reduction, const GradientBucket& plan) {
   const int world = mesh_.shard->size(), rank = mesh_.shard->rank();
   const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;

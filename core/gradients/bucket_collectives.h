@@ -20,23 +20,23 @@ struct ReducerOptions {
   bool refuse_uneven_use = false;  // see FsdpOptions::refuse_uneven_use
   bool check_finite = false;
   bool backend_all_reduce = false;  // see DdpOptions::backend_all_reduce
-  bool is_static = false;           // all passes use the same parameters, so only the first exchanges the use
+  bool is_static = false;           // all passes use the same parameters, so ranks compare only the first pass
   size_t in_flight = 2;             // limit of reductions in flight: one is sent while the next bucket fills
   size_t max_lazy_in_flight = 2;    // limit of lazy reductions in flight, which progress only in wait()
   // A gradient of at least this many bytes may be reduced directly from autograd's memory. For a smaller gradient, a
   // copy into the bucket costs less than a separate message.
   int64_t zero_copy_bytes = int64_t{256} << 10;
-  // Copies reduced gradients to the host. Null if they stay on the device.
+  // The engine that copies reduced gradients to the host; null if gradients stay on the device.
   CopyEngine* to_host = nullptr;
   CountedBuffers* staging = nullptr;
 };
 
-// A reduction of one bucket's content, in flight.
+// An in-flight reduction of one bucket's content.
 struct PendingReduction {
   size_t bucket;
   BucketContent content;
   at::Tensor wire{};      // the encoded bytes that this rank sends; undefined if not encoded
-  at::Tensor received{};  // the encoded parts of all ranks; undefined if the collective sums
+  at::Tensor received{};  // the encoded parts of all ranks; undefined if the collective computes the sum
   at::Tensor reduced{};   // this rank's part of the result; undefined if this rank gets none
   at::Tensor staging{};   // device memory for a result that is copied to the host; else undefined
   Pending pending{};
@@ -53,7 +53,7 @@ class BucketCollectives {
   BucketCollectives(const Mesh& mesh, BucketMemory& memory, const ReducerOptions& options)
       : mesh_(mesh), memory_(memory), options_(options) {}
 
-  // Sets the number by which ReductionQueue divides sums over ranks; empty: collectives compute averages.
+  // Sets the number by which ReductionQueue divides sums over ranks. If empty, collectives compute averages instead.
   void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
   const std::optional<double>& divisor() const { return divisor_; }
 

@@ -44,7 +44,7 @@ class BucketMemory {
   int64_t peak_bytes_ = 0;
 };
 
-// The gradients of one bucket in a pass. GradientCollector, which owns the contents, allocates the memory.
+// The gradients of one bucket in a pass. GradientCollector owns these objects and allocates their memory.
 struct BucketContent {
   enum class Memory : uint8_t {
     kBucket,    // memory of BucketMemory, or of an adopted gradient
@@ -60,7 +60,7 @@ struct BucketContent {
   std::vector<Part> parts{};   // empty before the first gradient
   std::vector<bool> filled{};  // by member: whether it has a gradient
   StreamUses uses{};           // streams that use the memory, since each hook runs on the stream of its operator
-  // A small gradient on a device that waits for other small gradients, so that one kernel launch copies them all.
+  // A small device gradient, which is kept until one kernel launch copies it together with other small gradients.
   struct Waiting {
     size_t member;
     at::Tensor gradient;
@@ -69,7 +69,7 @@ struct BucketContent {
   };
   std::vector<Waiting> waiting{};
 
-  // Returns a content without gradients.
+  // Returns a bucket's content before its first gradient.
   static BucketContent of(const GradientBucket& bucket);
   bool is_begun() const { return !parts.empty(); }
 
@@ -80,7 +80,7 @@ struct BucketContent {
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 
-  // Whether wait_for_more() may keep the gradient for a later copy together with others. True for small gradients on a
+  // Whether wait_for_more() may keep the gradient, to copy it later together with others. True for small gradients on a
   // device, where a kernel launch costs more than the copy.
   static bool may_wait(const at::Tensor& gradient);
   // Keeps a gradient until copy_waiting().
@@ -93,7 +93,7 @@ struct BucketContent {
   // Zeros the places of absent members. If `between_members`, also zeros the padding between and after members. All
   // parts must be allocated.
   void fill_gaps(const GradientBucket& bucket, bool between_members) const;
-  // Forgets a member's gradient. Returns whether no member has a gradient now.
+  // Forgets a member's gradient. Returns whether the bucket has no gradients left.
   bool forget(const GradientBucket& bucket, size_t member);
 
  private:

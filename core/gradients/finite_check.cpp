@@ -24,7 +24,7 @@ void add_gradients(const GradientBucket& bucket, std::vector<at::Tensor>& gradie
     if (leaf.grad().defined() && leaf.grad().numel() > 0) gradients.push_back(leaf.grad());
 }
 
-// Returns [1]: 1 if a gradient is infinite or NaN, else 0. Launches one computation for each dtype and device.
+// Returns a tensor [1]: 1 if a gradient is infinite or NaN, else 0. Launches one computation for each dtype and device.
 at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
   at::Tensor flag = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device));
   while (!gradients.empty()) {
@@ -54,7 +54,7 @@ void require_finite(const std::vector<GradientBucket>& buckets, const std::vecto
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket)
     if (reduced[bucket]) add_gradients(buckets[bucket], gradients);
   if (!of_all_ranks(flag_of(std::move(gradients), comm.device()), comm).any().item<bool>()) return;
-  // Some rank has a gradient that is not finite. A second exchange finds the buckets and ranks.
+  // Some rank has a gradient that is not finite. A second all-gather finds the buckets and ranks.
   std::vector<at::Tensor> flags;
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     std::vector<at::Tensor> own;

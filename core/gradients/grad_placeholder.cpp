@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// Attached to a placeholder. Its destructor notifies the owner. detach() copies the reference to the attached Notice.
+// Attached to a placeholder; its destructor notifies the owner. A tensor from detach() references the same Notice.
 struct GradPlaceholder::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : placeholder(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}

@@ -41,14 +41,14 @@ class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPl
   explicit GradPlaceholder(Events events) : events_(std::move(events)) {}
   ~GradPlaceholder() override;
 
-  // Returns the reason for a gradient that a failed backward has lost. `label`: see Binding::label().
+  // Returns the error text for a gradient that a failed backward has lost. `label`: see Binding::label().
   static std::string lost(const std::string& label);
 
   // Replaces leaf.grad by a placeholder; a no-op if leaf.grad already is this placeholder. `name` is for errors.
   void put(size_t index, const std::string& name, const at::Tensor& leaf);
   // Whether leaf.grad is this object's placeholder with this index.
   bool is_in(size_t index, const at::Tensor& leaf) const;
-  // Throws std::logic_error with the reason.
+  // Throws std::logic_error with the text of Events::reason.
   [[noreturn]] void refuse_step(size_t index) const { throw std::logic_error(events_.reason(index)); }
   // Removes the placeholder, so that leaf.grad is undefined. A no-op if leaf.grad is another tensor.
   void take_out(size_t index, const at::Tensor& leaf);

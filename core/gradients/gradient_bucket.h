@@ -33,7 +33,7 @@ class GradientBuffer {
     // The label for as_part_of_gradient() if other ranks hold the rest of the gradient; otherwise "".
     std::string part_label = {};
   };
-  // Allocates a tensor [numel].
+  // A function that allocates a tensor [numel].
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   // If `as_views` is false, the gradients of several leaves are copied to separate tensors.
   GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory, bool as_views = true);
@@ -43,7 +43,7 @@ class GradientBuffer {
 
   // Whether no leaf has a gradient. Values can then become gradients without a copy.
   bool is_free() const;
-  // Allocates memory for values, [numel()] of `dtype`.
+  // Allocates a tensor [numel()] of `dtype` for values.
   at::Tensor room(at::ScalarType dtype) const { return memory_(numel_, dtype); }
 
   // Makes `values`, [numel()], the gradients of the leaves whose entry in `used` is true, or adds them to existing
@@ -53,7 +53,7 @@ class GradientBuffer {
   // Returns the leaves whose entry in `used` is true; all leaves if `used` is empty.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 
-  // Returns the bytes of the shared allocation and of all gradients outside this allocation, without placeholders.
+  // Returns the bytes of the shared allocation and of all gradients outside this allocation, except placeholders.
   int64_t bytes() const;
   // Returns the shared allocation if every leaf's gradient is a view of it; otherwise an undefined tensor.
   at::Tensor whole_gradient() const;
@@ -89,14 +89,14 @@ struct BucketRoute {
 // reduce-scatter (FSDP), by owner for a reduce to one owner (SDP), or whole for an all-reduce (DDP).
 struct GradientBucket {
   std::string name;                           // for errors: "unit 'blocks.3'"
-  std::vector<size_t> members;                // parameters, as indices of the reducer's list, in the layout's order
+  std::vector<size_t> members;                // indices in the reducer's list of parameters, in the layout's order
   std::vector<ParameterGeometry> geometries;  // sizes and strides of the members in the bucket
   FlatLayout layout;
   int owner = 0;                             // the rank that owns the bucket, if it is cut by owner
   at::ScalarType dtype = at::kFloat;         // dtype in which this rank accumulates gradients
   std::optional<at::ScalarType> wire_dtype;  // dtype in which floating-point gradients are sent; empty: `dtype`
   WireFormat wire = WireFormat::kDtype;      // ignored for buckets that are cut whole
-  GradientBuffer* result = nullptr;          // makes this rank's part `.grad`; null if this rank receives no part
+  GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if this rank receives no part
 
   BucketRoute route{};  // set by GradientReducer
 

@@ -15,8 +15,8 @@ bool is_held_once(const at::Tensor& gradient) {
   return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);
 }
 
-// Whether a gradient can be sent from its own memory. A gradient with other references must be copied, as in autograd:
-// a hook that holds a reference may write through data(), which does not change the version.
+// Whether a gradient can be sent from its own memory. A gradient with other references must be copied, as autograd
+// does. A hook that holds a reference may write through data(), which does not change the version.
 bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.route.pieces[plan.route.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
@@ -155,7 +155,7 @@ BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
     if (!content.parts[piece].values.defined()) make_room(content, bucket, piece);
   copy_waiting(content, bucket);
   content.uses.join();
-  // Padding must be zero in encoded blocks, because it affects their scale, and initialized in a shard's gradient.
+  // Padding must be zero in encoded blocks, where it affects the scale, and in shards, which contain it.
   content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || !plan.route.codec->sum_dtype());
   if (plan.route.adopts) adopt(content, bucket);
   return content;

@@ -52,7 +52,7 @@ class GradientCollector {
 
   // Returns this rank's use in the pass: parameters with a gradient, and buckets with recomputed gradients.
   PassUse use() const;
-  // Parameters in the order in which their gradients arrived.
+  // Returns the parameters in the order in which their gradients arrived.
   const std::vector<size_t>& arrivals() const { return arrivals_; }
 
  private:

@@ -16,7 +16,7 @@ namespace {
 #define TESSERA_PART_KEY DeferredInit
 constexpr auto kPartKey = c10::DispatchKey::TESSERA_PART_KEY;
 
-// Marks a view from as_part_of_gradient(). libtorch copies the reference to results of data() and detach().
+// Marks a view from as_part_of_gradient(). Tensors from data() and detach() of the view reference the same mark.
 struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;
@@ -28,7 +28,7 @@ GradientPart* part_of(const at::Tensor& tensor) {
   return dynamic_cast<GradientPart*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-// Calls `function` with the GradientPart of each tensor that has one in an operator's first argument.
+// Calls `function` with the GradientPart of each tensor in an operator's first argument, if the tensor has one.
 template <class Function>
 void for_each_part(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Function& function) {
   for_each_boxed_tensor(torch::jit::peek(stack, 0, op.schema().arguments().size()), [&](const at::Tensor& tensor) {

@@ -100,7 +100,7 @@ void ReductionQueue::discard() {
 void ReductionQueue::wait(PendingReduction& reduction) {
   reduction.pending.wait();
   memory_.count_borrowed(-reduction.content.borrowed_bytes());
-  for (const auto& part : reduction.content.parts)  // the part may belong to another stream
+  for (const auto& part : reduction.content.parts)  // the part's memory may belong to another stream
     if (part.memory == BucketContent::Memory::kBorrowed && !part.values.is_cpu())
       part.values.record_stream(current_stream(part.values.device()));
 }
@@ -204,7 +204,7 @@ void GradientReducer::finish() {
   if (options_.check_finite) require_finite(buckets_, reduced, *mesh_.world);
 }
 
-// Exchanges the use of parameters over ranks while the last reductions are in flight.
+// Finds the parameters that any rank used, while the last reductions are in flight.
 PassUse GradientReducer::exchange_use() {
   try {
     return consistency_check_.exchange(collector_.use(), [this] {

@@ -28,13 +28,13 @@ enum class BucketState : uint8_t {
   kReduced,  // its reduction has begun; later gradients need a second reduction
 };
 
-// Reduces the contents of buckets in the same order on all ranks. Each reduction passes through these stages. Each
-// stage limits its number of reductions in flight:
+// Reduces the contents of buckets in the same order on all ranks. Each reduction passes through the following stages,
+// and each stage limits its number of reductions in flight:
 //
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
 // If this rank has all members' gradients, the result becomes `.grad`. Otherwise the result waits for accept_waiting():
-// a member without a gradient on any rank keeps its `.grad`. Used by one thread at a time, with autograd off.
+// a member that has a gradient on no rank keeps its `.grad`. Used by one thread at a time, with autograd off.
 class ReductionQueue {
  public:
   // All arguments must outlive the queue.
@@ -106,7 +106,7 @@ class ReductionQueue {
 //   gradients -> GradientCollector -> full buckets -> ReductionQueue -> GradientBuffer -> .grad
 //
 // A full bucket waits for the buckets before it in the pass's order. At the end of backward, absent gradients of this
-// rank count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds parameters without a gradient on any
+// rank count as zero. Then one small all-reduce (BackwardConsistencyCheck) finds parameters that have a gradient on no
 // rank; these parameters keep their `.grad`. The all-reduce also finds buckets that received gradients after their
 // reduction began, because backward recomputed a part of the model. Such gradients are reduced at the end.
 //
@@ -127,9 +127,9 @@ class GradientReducer {
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
   // Begins a pass that reduces the buckets in `order` first, then others as their gradients arrive. Skips buckets
-  // without trained parameters. Set `frozen_too` to keep such buckets, if some ranks may add kept sums to them.
+  // without trained parameters. Set `frozen_too` to include such buckets, if any rank may add kept sums to them.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
-  // Adds a parameter's gradient of any layout; undefined means none. Returns whether its bucket is full now.
+  // Adds a parameter's gradient, of any layout; undefined means no gradient. Returns whether its bucket is full now.
   bool add(size_t parameter, const at::Tensor& gradient);
   // Starts reducing full buckets, up to the first bucket in the order that is not full. Must not be called in a pass
   // that does not reduce. The caller should first free memory that buckets may reuse.
@@ -148,7 +148,7 @@ class GradientReducer {
   // Whether a bucket keeps a gradient of the parameter. forget() removes that gradient.
   bool keeps(size_t parameter) const { return collector_.keeps(parameter); }
   void forget(size_t parameter) { collector_.forget(parameter); }
-  // Parameters in the order in which their gradients arrived in the last pass.
+  // Returns the parameters in the order in which their gradients arrived in the last pass.
   const std::vector<size_t>& arrivals() const { return collector_.arrivals(); }
   // Whether any rank had a gradient of the parameter in the last pass that reduced.
   bool was_used(size_t parameter) const { return used_[parameter]; }
