@@ -18,11 +18,11 @@ struct BucketItem {
 
 struct BucketLimits {
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  // A parameter of at least this many bytes gets its own bucket, because its own message costs no extra time.
+  // A parameter of at least this many bytes gets its own bucket, because a message of that size costs no extra time.
   int64_t alone_bytes = int64_t{1} << 20;
   // Byte limit of a shared bucket. A larger parameter gets its own bucket. If 0, each parameter gets its own bucket.
   int64_t bucket_bytes = kNone;
-  // A smaller limit, until the first bucket is full, so that sending starts earlier.
+  // Byte limit until the first bucket is full. A limit below bucket_bytes lets reductions start earlier.
   int64_t first_bytes = kNone;
 };
 

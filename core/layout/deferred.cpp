@@ -20,12 +20,12 @@
 
 namespace tessera::internal {
 
-// The dispatch key of recording; no other file names this key. libtorch reserves the key for modes with a boxed
-// fallback, and does not use it.
+// The dispatch key under which operators are recorded; no other file names the key. libtorch reserves the key for modes
+// with a boxed fallback, and does not use it.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
-// Records the calls of constructors, in order. The tape refers to tensors by views; the tensors own the tape.
+// Records the operator calls of constructors, in order. The tape refers to tensors by views; the tensors own the tape.
 class Tape {
  public:
   // A view of one of the tape's storages.
@@ -34,7 +34,7 @@ class Tape {
     std::vector<int64_t> sizes, strides;
     int64_t offset;
   };
-  // A view in an argument: the argument itself, or the tensor with index `number` of a list.
+  // A view among a call's arguments: the argument itself, or the tensor with index `number` if the argument is a list.
   struct Argument {
     size_t argument, number;
     View view;
@@ -53,7 +53,7 @@ class Tape {
 
 namespace {
 
-// The context of a deferred storage, which has no data.
+// The DataPtr context of a deferred storage, which has no data.
 struct TapeStorage {
   std::shared_ptr<Tape> tape;
   size_t storage;
@@ -66,7 +66,7 @@ const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
   return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
 }
 
-// The context of the storage of a tensor from deferred_from().
+// The DataPtr context in the storage of a deferred_from() tensor.
 struct Source {
   ReadElements read;
   at::Device device;
@@ -116,7 +116,7 @@ void take_views(Tape& tape, Tape::Call& call) {
 }
 
 // Replaces ordinary tensors by meta tensors of the same shape, because operators cannot mix the two kinds. Keeps index
-// tensors, which may be mixed: the shape of a masked result depends on the mask's values.
+// tensors, which may be ordinary: the shape of a masked result depends on the mask's values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -182,7 +182,7 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Locked while an operator without a generator argument runs. The default generator then has the tape's state.
+// Locked while a replayed operator without a generator argument runs. The default generator then has the tape's state.
 std::mutex default_generator_mutex;
 
 // Runs the calls of a tape.

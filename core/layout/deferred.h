@@ -39,13 +39,13 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
 // Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// Returns the device of a tensor's values. A deferred tensor's values will be on this device (the CPU if recorded).
+// Returns the device of a tensor's values; for a deferred tensor, of its later values (the CPU if recorded).
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed
 // together. Calls ready(batch, values) once for each batch, as soon as its values are final. Values have the shapes and
-// strides of the given tensors, and the device of the recorded constructor call. Frees memory after its last use. A
-// batch without recorded tensors is ready at the start. May be called again.
+// strides of the given tensors, and the device of the recorded constructor call. Frees intermediate tensors after their
+// last use. A batch without recorded tensors is ready at the start. May be called again.
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
                      const std::function<void(size_t batch, const std::vector<at::Tensor>& values)>& ready);
 

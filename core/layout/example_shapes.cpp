@@ -15,7 +15,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns whether result shapes need no values. A composite operator may read values; where() with numbers does not.
+// Returns whether result shapes are independent of values. Composite operators may read values, except where().
 bool shapes_need_no_values(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) return false;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && op.schema().name() != "aten::where")

@@ -69,7 +69,7 @@ class FlatLayout {
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
   int64_t full_numel_ = 0;
-  std::vector<int64_t> begins_;  // kByOwner: the begin of each rank's shard, then the end of the last shard
+  std::vector<int64_t> begins_;  // kByOwner: the start of each rank's shard, then the end of the last shard
 };
 
 }  // namespace tessera::internal

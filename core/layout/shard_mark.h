@@ -12,7 +12,7 @@
 
 namespace tessera::internal {
 
-// A 16-bit copy of a shard that ranks send instead of the shard. Stale if `writes` differs from the page's write count.
+// A shard's 16-bit copy, which ranks send instead of the shard. Stale if `writes` differs from the page's write count.
 struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;

@@ -33,7 +33,7 @@ struct TensorSignature {
 };
 
 // Returns whether the parameter is the view of its storage with these sizes, strides and offset. A view with other
-// strides would show the values in another order.
+// strides would have the values in another order.
 inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
 }

@@ -33,16 +33,16 @@ struct PlannedUnit {
   bool is_root() const { return name == kRoot; }
 };
 
-// Policies that select modules whose parameters, at any depth, get special treatment. They are called for the same
-// modules as the wrap policy, but not for the root. An empty policy selects no module.
+// Policies that select modules whose parameters, at any depth, get special treatment. They are called for all modules
+// below the root, except inside selected modules. An empty policy selects no module.
 struct ParameterPolicies {
   WrapPolicy ignored;         // the plan omits the parameters, under all their names
   WrapPolicy full_precision;  // sets full_precision of parameters whose first name is below the module
 };
 
 // Assigns each parameter of `root` to one unit. Parameters are in registration order. Units are in the order of their
-// first modules; the root's unit comes first. A unit without parameters is omitted. A tied parameter belongs to the
-// unit of its first name. A pure function that allocates no tensor.
+// modules; the root's unit comes first. A unit without parameters is omitted. A tied parameter belongs to the unit of
+// its first name. A pure function that allocates no tensor.
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters = {});
 

@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Encodes the values that ranks send each other. Gathers and reductions share the codecs. Thread-safe.
+// Encodes the values that ranks send each other. All-gathers and reductions use the same codecs. Thread-safe.
 //
 //   bytes   [encoded_bytes(numel)] uint8, on the device of the values
 //   values  [numel], contiguous, of any floating-point dtype
