@@ -29,9 +29,9 @@ int64_t named_value(const path& file, const std::string& wanted) {
   return 0;
 }
 
-// Visits the folders whose limits of `controller` apply to this process: the folders of its group and of all groups
-// above. In a container, the group's name may refer to the host's tree, which is not visible. The topmost visible
-// folder is then the container's group. Visits none if the controller is not mounted.
+// Visits the folders with the limits of `controller` for this process: those of its group and of all groups above. In a
+// container, the group's name may refer to the host's tree, which is not visible. The topmost visible folder is then
+// the container's group. Visits none if the controller is not mounted.
 void visit(const ControlGroups& groups, const std::string& controller,
            const std::function<void(const path& folder, int version)>& visitor) {
   std::istringstream lines(groups.of_process);
@@ -82,7 +82,7 @@ int available_cores() {
 }
 
 std::optional<MemoryLimit> memory_limit(const ControlGroups& groups) {
-  constexpr int64_t kNone = int64_t{1} << 60;  // version 1 writes a large number for no limit
+  constexpr int64_t kNone = int64_t{1} << 60;  // version 1 writes a large number if there is no limit
   std::optional<MemoryLimit> least;
   visit(groups, "memory", [&](const path& folder, int version) {
     const auto limit = first_of<int64_t>(folder / (version == 2 ? "memory.max" : "memory.limit_in_bytes"));

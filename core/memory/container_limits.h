@@ -7,8 +7,8 @@
 
 namespace tessera::internal {
 
-// The limits of Linux control groups (of a container, a Slurm job, systemd) for this process, in versions 1 and 2. A
-// group's limit also applies to inner groups, so the smallest limit from this group to the root applies. Thread-safe.
+// The Linux control groups of this process (for a container, a Slurm job or systemd), version 1 or 2. A group's limit
+// also applies to inner groups, so the smallest limit on the path from this group to the root applies. Thread-safe.
 struct ControlGroups {
   std::string of_process;  // text in the format of /proc/<pid>/cgroup
   std::filesystem::path mounted_at = "/sys/fs/cgroup";
@@ -19,7 +19,7 @@ struct ControlGroups {
 // Returns the limit of CPU time, in cores (cpu.max; cpu.cfs_quota_us); nullopt if the time is unlimited or unknown.
 std::optional<double> cpu_quota(const ControlGroups& groups);
 
-// Returns the number of threads that can run concurrently: the cores of this process, but at most its quota rounded up.
+// Returns how many threads can run concurrently: this process's cores, or its CPU quota (rounded up) if that is lower.
 int available_cores();
 
 // The smallest memory limit that applies to this process.

@@ -10,8 +10,8 @@
 
 namespace tessera::internal {
 
-// Allocates uninitialised flat buffers and counts the bytes in use. It does not keep freed memory, which the
-// MemoryCache (CPU) or libtorch's allocator (accelerators) reuses. Thread-safe; buffers may outlive this object.
+// Allocates uninitialised flat buffers and counts the bytes in use. Does not keep freed memory: the MemoryCache (CPU)
+// or libtorch's allocator (accelerators) reuses it. Thread-safe; buffers may outlive this object.
 class CountedBuffers {
  public:
   // Makes a tensor [numel] on the device.
@@ -20,7 +20,7 @@ class CountedBuffers {
   CountedBuffers(at::Device device, MemoryKind kind, Memory memory = nullptr);
 
   // Returns a buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage is destroyed, on
-  // any thread. On a device with streams, the current stream must then be ordered after the last use.
+  // any thread. On a device with streams, the current stream must at that time be ordered after the last use.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
 
   int64_t lent_bytes() const;

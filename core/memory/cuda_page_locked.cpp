@@ -21,7 +21,7 @@ class CudaPageLocked final : public PageLockedAllocator {
                              " bytes of page-locked host memory: " + cudaGetErrorString(error));
   }
   void free(void* memory) noexcept override {
-    // At process end the driver may be unloaded already, which has freed the memory.
+    // At process end the driver may already be unloaded; the memory is then already free.
     if (cudaFreeHost(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
   }
 };

@@ -9,7 +9,7 @@ namespace tessera::internal {
 
 // Returns the memory that processes can still allocate on `device`. On the CPU, this is the system's available memory
 // (including droppable file pages) within the control group's limit. On an accelerator, it is the driver's free memory.
-// nullopt if unknown. Other processes may allocate it first. Thread-safe.
+// Returns nullopt if unknown. Other processes may allocate the memory first. Thread-safe.
 std::optional<int64_t> free_memory_bytes(c10::Device device);
 
 }  // namespace tessera::internal

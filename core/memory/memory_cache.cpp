@@ -45,7 +45,7 @@ void* map_pages(size_t bytes, int protection = PROT_READ | PROT_WRITE) {
   return begin + before_bytes;
 }
 
-// Resizes a mapping and keeps its contents; may move the mapping. If refused, returns null and changes nothing.
+// Resizes a mapping and keeps its contents; may move the mapping. If this fails, returns null and changes nothing.
 void* resize_pages(void* memory, size_t bytes, size_t new_bytes) {
   auto* const begin = static_cast<std::byte*>(memory);
   if (new_bytes <= bytes) {
@@ -131,8 +131,8 @@ void* MemoryCache::take(size_t bytes) {
   return block;
 }
 
-// Places a block that is smaller than a huge page behind the previous one, so that both are in one huge page. Unmapping
-// one block later splits the page.
+// Places a block that is smaller than a huge page behind the previous block, so that both are in one huge page. If one
+// of them is unmapped later, the page is split.
 void* MemoryCache::map_block(size_t bytes) {
   if (bytes >= kHugePageBytes) return map_pages(bytes);
   std::lock_guard lock(mutex_);
@@ -231,8 +231,8 @@ int64_t MemoryCache::look_at_limit() {
   return needed_bytes;
 }
 
-// give() checks the limit only when tensors are freed, but other memory may grow too. So this thread checks the limit
-// again before other memory could fill half of the memory that is left.
+// give() checks the limit only when tensors are freed, but other memory may grow too. So a separate thread checks the
+// limit again before other memory could fill half of the memory that is left.
 void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();
@@ -295,7 +295,7 @@ std::atomic<bool> is_on{false};
 // The cache of the process; null until start_caching_memory(). Never destroyed: tensors may outlive static objects.
 std::atomic<MemoryCache*> process_cache{nullptr};
 
-// Locks the cache's mutex around fork(). Otherwise fork() could copy a mutex that another thread has locked.
+// Also locks the cache's mutex around each fork(), which could otherwise copy a mutex that another thread has locked.
 [[maybe_unused]] MemoryCache& make_process_cache() {
   static auto* const cache = [] {
     auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
@@ -375,9 +375,9 @@ MemoryCacheStats memory_cache_stats() {
 void release_freed_memory() {
   if (MemoryCache* const cache = process_cache) cache->release(rank_of_thread);
 #ifdef __GLIBC__
-  // After a block below 32 MiB was freed, glibc keeps blocks of that size, and malloc_trim() returns them. Only one
-  // thread trims at a time: if another allocator replaces malloc, glibc's malloc initializes itself here without a
-  // lock. Other threads only count their requests, because fork() could copy a locked mutex.
+  // After a block below 32 MiB was freed, glibc keeps later freed blocks of that size, and malloc_trim() returns them
+  // to the system. Only one thread trims at a time: if another allocator replaces malloc, glibc's malloc initializes
+  // itself here without a lock. Other threads only count their requests, because fork() could copy a locked mutex.
   static std::atomic<int> requests{0};
   if (requests.fetch_add(1) > 0) return;
   int seen = 0;

@@ -51,11 +51,11 @@ class MemoryCache {
   void* take(size_t bytes);
   // Frees a block. Returns false if `block` is not a block of this cache.
   bool give(void* block);
-  // Sets whether freed blocks are kept for reuse, the default. False also releases idle blocks and ends the thread.
+  // Sets whether freed blocks are kept for reuse (the default). If not, releases idle blocks and ends the thread.
   void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // the rank of a thread that has none
   // Returns idle blocks to the system: all of them, or with `rank` only blocks freed by threads of that rank or of no
-  // rank. The peak of live bytes restarts from the live bytes and the idle bytes that are left.
+  // rank. The peak of live bytes restarts from the sum of the live bytes and the remaining idle bytes.
   void release(int rank = kNoRank);
   Stats stats() const;
 
@@ -132,8 +132,8 @@ void start_caching_memory();
 // freed. Must be called while no other thread makes tensors.
 void stop_caching_memory();
 
-// Returns the cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the
-// cache is off. Allocators that count its memory, such as PeakMemory's, forward to it.
+// Returns the cache's allocator. It forwards small requests to libtorch's own allocator, and while the cache is off
+// also all others. Allocators that count its memory, such as PeakMemory's, forward to it.
 c10::Allocator* memory_cache_allocator();
 
 }  // namespace tessera::internal

@@ -21,7 +21,7 @@ class MemoryFile {
 
   // Creates an empty file. The result is not open if the system refuses the file.
   static MemoryFile create(const char* name);
-  // Creates a file of zeros of fixed size, so that no reader faults. Not open if the system or `ulimit -f` refuses.
+  // Creates a zeroed file of fixed size, so that reads cannot fault. Not open if the system or `ulimit -f` refuses.
   static MemoryFile create_fixed(const char* name, int64_t bytes);
   // Opens the file of a notice(), with the flags of ::open(). The result is not open if this fails, or if the notice
   // leads to another file: process ids differ between PID namespaces.
@@ -34,7 +34,7 @@ class MemoryFile {
   bool is_fixed_at(int64_t bytes) const;
   // Returns a path of the file in this process.
   std::string path() const { return "/proc/self/fd/" + std::to_string(descriptor_); }
-  // Returns a text with which another process of the host opens the file: "<process> <descriptor> <device> <inode>".
+  // Returns the argument of open() in another process of the host: "<process> <descriptor> <device> <inode>".
   std::string notice() const;
 
  private:

@@ -23,11 +23,11 @@ PageLockedAllocator* page_locked_allocator();
 // Sets the allocator of the process. Must be called before the first page_locked().
 void set_page_locked_allocator(PageLockedAllocator* allocator);
 
-// Returns the bytes that page_locked(bytes) allocates: whole pages, or a power of two by libtorch's allocator.
+// Returns the bytes that page_locked(bytes) allocates: whole pages, or with libtorch's allocator a power of two.
 int64_t bytes_when_page_locked(int64_t bytes);
 
-// Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. The memory is
-// freed with the last reference. By then no device may use it (see CopyEngine). Thread-safe.
+// Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. Destroying the
+// last reference frees the memory, which no device may then use (see CopyEngine). Thread-safe.
 at::Tensor page_locked(int64_t bytes);
 
 }  // namespace tessera::internal

@@ -18,7 +18,7 @@ struct PinnedPoolOptions {
   int64_t limit_bytes = 0;
 };
 
-// A pool of host memory for exchange with a device. Tensors return their memory when they are destroyed.
+// A pool of host memory for copies to and from a device. Tensors return their memory when they are destroyed.
 //
 // Page-locking costs system calls and stalls, so the pool keeps locked memory for the next tensor with the same number
 // of pages. The pool owns at most the peak of the bytes in use, and frees idle memory of other sizes before it
