@@ -183,7 +183,7 @@ std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
   return "a parameter of the optimizer";
 }
 
-// Throws std::logic_error if the state changed since the capture, because replays ignore such changes.
+// Throws std::logic_error if the state has changed since the capture: replays would ignore the change.
 void CapturedStep::State::require_as_recorded() const {
   const auto fail = [this](const auto&... parts) {
     throw std::logic_error(c10::str(where(), parts...,

@@ -24,7 +24,7 @@ void require_at_least_one(int64_t value, const char* name) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
 }
 
-// Limit for the items of a step. Positions are sums over steps, and must not overflow.
+// Upper limit of the items in a step. Positions add up the items of all steps, and must not overflow.
 constexpr int64_t kMostItems = int64_t{1} << 40;
 
 void require_at_most(int64_t value, int64_t most, const char* name) {
@@ -78,7 +78,7 @@ struct DistributedSampler::Position {
   DistributedSamplerOptions options;
   Cursor received, requested;
   std::optional<int64_t> loop_end;  // end of the epoch that a loader reads; empty: no loader reads now
-  int64_t first_requests = 0;       // remaining requests of a loader before the loop receives a batch
+  int64_t first_requests = 0;       // requests that a loader still makes before the loop receives its first batch
   std::optional<torch::data::FullDataLoaderOptions> loader;
 
   int64_t of_step() const { return world_size * options.batch_numel * options.accumulation; }

@@ -21,9 +21,9 @@ struct MemoryNeed {
 // planned bytes replace the sum of parameters, gradients and units in use.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
-// Warns, before a wrapper allocates, if its memory need exceeds the free memory. Linux kills a process that runs out of
-// memory without a message. On the CPU, the first rank of each host warns for all ranks of the host. On accelerators,
-// each rank warns for itself. A no-op in a dry run, or if the free memory is unknown. Not collective; does not throw.
+// Warns, before a wrapper allocates, if its memory need exceeds the free memory. Otherwise Linux may kill the process
+// without a message. On the CPU, the first rank of each host warns for all ranks of the host. On accelerators, each
+// rank warns for itself. A no-op in a dry run, or if the free memory is unknown. Not collective; does not throw.
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm);
 
 }  // namespace tessera::internal

@@ -43,7 +43,7 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// Returns this rank's norm to the p-th power (or largest absolute value), [1] double on `device`. Keeps NaN.
+// Returns this rank's norm to the p-th power (infinity: the largest absolute value), [1] double on `device`. Keeps NaN.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
                               int64_t row_numel) {
   std::vector<at::Tensor> others, norms;

@@ -16,9 +16,9 @@ void require_clip_arguments(double max_norm, double norm_type);
 void require_finite_norm(double norm, int rank);
 
 // Computes torch::nn::utils::clip_grad_norm_ over ranks. Scales `shards` in place so that the norm of the whole set of
-// tensors is at most max_norm. Returns the norm before scaling. `shards` are this rank's parts of the tensors, maybe
-// none. Each element must be on exactly one rank. If `scaled` is given, scales its tensors instead of `shards`. If the
-// norm is NaN, all elements become NaN.
+// tensors is at most max_norm. Returns the norm before scaling. `shards` are this rank's parts of the tensors, and may
+// be empty. Each element must be on exactly one rank. If `scaled` is given, scales its tensors instead of `shards`. If
+// the norm is NaN, all elements become NaN.
 //
 // Collective: an all-reduce of one number. The host blocks for the result if error_if_nonfinite is set, or when the
 // returned norm is read. Throws the errors of require_clip_arguments(). Throws std::runtime_error, before scaling, if
