@@ -21,12 +21,12 @@ constexpr auto kPagedKey = c10::DispatchKey::TESSERA_PAGED_KEY;
 // Returns the state of a view's page; null if the view's storage was replaced.
 Page::State* page_state_of(const at::Tensor& view);
 
-// Returns the number of the current stream of a device.
+// Returns the id of a device's current stream.
 inline int64_t current_stream_on(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
 }
 
-// Whether the operator reads and writes no data of its tensor arguments.
+// Whether the operator neither reads nor writes the data of its tensor arguments.
 bool is_metadata_only(const c10::FunctionSchema& schema);
 
 // Whether a result may be a view of an argument.
@@ -36,7 +36,7 @@ bool returns_views(const c10::FunctionSchema& schema);
 // set_(). On a parameter that is cast for use, set_() would reinterpret the source's bytes in the parameter's dtype.
 bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-// Calls an operator with stand-ins among its arguments: on their values, unless a stand-in computes the result itself.
+// Calls an operator that has stand-ins among its arguments. Passes their values, unless a stand-in computes the result.
 void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace tessera::internal

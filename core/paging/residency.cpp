@@ -146,7 +146,7 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
 }
 
 struct PagedIn {
-  at::ScalarType from{}, to{};  // dtypes of the conversion of activations; equal: no conversion
+  at::ScalarType from{}, to{};  // dtypes between which activations are converted; equal: no conversion
   bool is_done = false;         // whether the pager did the operator's work
   bool has_stand_ins = false;
 };
@@ -214,7 +214,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const bool converts =
       from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
   {
-    // During an operator of torch, its arguments stay attached, so nested operators need no check. A user's kernel may
+    // While an aten operator runs, its arguments stay attached, so nested operators need no check. A user's kernel may
     // use parameters that are not among its arguments, so its nested operators are checked.
     std::optional<c10::impl::ExcludeDispatchKeyGuard> once;
     if (op.schema().getNamespace() == "aten") once.emplace(kPagedKey);

@@ -46,8 +46,8 @@ class Page {
   bool is_attached() const { return buffer_.defined(); }
   const at::Tensor& buffer() const { return buffer_; }
 
-  // Later uses of a view throw std::logic_error, unless the page is attached permanently. Must be called before the
-  // pager is destroyed.
+  // Makes later uses of a view throw std::logic_error, unless the page is attached permanently. Must be called before
+  // the pager is destroyed.
   void detach_pager() { state_->pager = nullptr; }
 
   // Sets whether operators may write to the views. If false, a write calls Pager::refuse() first.
@@ -130,14 +130,14 @@ class Page {
 class Pager {
  public:
   virtual ~Pager() = default;
-  // Must attach `pages`, the pages that one operator needs. The operator's caller receives exceptions, in forward() and
-  // in backward().
+  // Must attach `pages`, the pages that one operator needs. Exceptions propagate to the operator's caller, in forward()
+  // and in backward().
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Called before a write to a page that is not writable. Throws std::logic_error, naming the parameter, to refuse.
-  // Returns true if it did the operator's work (zero_()), and false if the operator replaces the storage (set_()).
+  // Called before a write to a read-only page. Throws std::logic_error, naming the parameter, to refuse. Returns true
+  // if this call did the operator's work (zero_()), and false if the operator replaces the storage (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // Called before an operator, or a caller of internal::before_write(), writes to a page that was attached permanently
-  // or was passed to tell_of_writes(). Must block until no operation in flight reads the page.
+  // or on which tell_of_writes() was called. Must block until no operation in flight reads the page.
   virtual void before_write(int /*id*/) {}
 };
 

@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Excludes operators that return views (except detach and alias), because these check the storage's bounds. Includes
+// Excludes operators that return views, except detach and alias: the others check the storage's bounds. Includes
 // _backward and set_data, because the operators that they call reach the fallback themselves.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
