@@ -71,7 +71,7 @@ class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
   using OperationHandle::OperationHandle;
 
   // Makes the result usable; throws the error of a failed copy. If the copy is to the host, blocks the host. If the
-  // copy is to an accelerator, only orders the work that this thread enqueues later after the copy.
+  // copy is to an accelerator, only orders this thread's later work after the copy.
   void wait() {
     if (operation() != nullptr) operation()->order();
   }

@@ -126,7 +126,7 @@ void File::read(void* data, int64_t bytes, int64_t position) const {
 }
 
 std::optional<File> File::opened_again() const {
-  // Opens the descriptor, because the name may belong to another file by now.
+  // Opens the file by its descriptor, because the name may belong to another file by now.
   const std::string path = "/proc/self/fd/" + std::to_string(descriptor_);
   const int descriptor = retried([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
   return descriptor < 0 ? std::nullopt : std::optional<File>(File(path_, descriptor, throw_failure_));

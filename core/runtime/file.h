@@ -23,13 +23,13 @@ struct FileFailure {
   std::filesystem::path path;  // the file, or the folder of an unnamed file
   FileAction action;
   int error_number = 0;        // errno; 0 if there is none
-  std::string problem;         // the text after the path, if errno does not describe it; else ""
+  std::string problem;         // the error text after the path, if errno does not describe the problem; else ""
   bool is_unanswered = false;  // a remote storage did not answer, so the file may be intact
 
   std::string reason() const;  // describes errno
 };
 
-// Throws the failure as the exception of the file's user, such as CheckpointError.
+// Throws the failure as an exception of the type that the file's user chooses, such as CheckpointError.
 using ThrowFailure = void (*)(const FileFailure& failure);
 // Calls `throw_failure`. Throws std::logic_error if that function returns.
 [[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
@@ -42,11 +42,11 @@ class File {
   static File create(const std::filesystem::path& path, ThrowFailure fail);
   // Opens an existing regular file for reading. Fails for a symbolic link.
   static File open(const std::filesystem::path& path, ThrowFailure fail);
-  // Opens an existing file for writing parts of it. Fails for a symbolic link.
+  // Opens an existing file for writing. Fails for a symbolic link.
   static File open_to_write(const std::filesystem::path& path, ThrowFailure fail);
-  // Creates an unnamed file in `directory`, which is deleted when it is closed or the process ends. If the file system
-  // allows O_DIRECT, reads and writes bypass the page cache. Positions, lengths and addresses must then be whole blocks
-  // (is_direct()).
+  // Creates an unnamed file in `directory`. The file is deleted when it is closed or the process ends. If the file
+  // system allows O_DIRECT, reads and writes bypass the page cache. Positions, lengths and addresses must then be
+  // multiples of kBlockBytes (is_direct()).
   static File create_unnamed(const std::filesystem::path& directory, ThrowFailure fail);
 
   static constexpr int64_t kBlockBytes = 4096;

@@ -24,7 +24,7 @@ class GraphRecorder {
   virtual ~GraphRecorder() = default;
   // Begins to record the work of the current stream, which must not be the device's default stream, and of streams that
   // wait for the current stream. Recorded work does not run, and must not wait for earlier work of other streams. The
-  // recorder keeps the memory that the recorded streams allocate until end().
+  // recorder keeps all memory that the recorded streams allocate before end().
   virtual void begin() = 0;
   // Ends the recording, on the stream and the thread of begin(). Throws if an operation could not be recorded.
   virtual void end() = 0;
@@ -32,8 +32,8 @@ class GraphRecorder {
   virtual void replay() = 0;
 };
 
-// Returns a recorder of the factory that was set, or else of CUDA graphs. Throws std::invalid_argument if no factory
-// was set in a build without TESSERA_CUDA.
+// Returns a recorder from the factory that was set, or else a recorder of CUDA graphs. Throws std::invalid_argument if
+// no factory was set in a build without TESSERA_CUDA.
 std::unique_ptr<GraphRecorder> make_graph_recorder();
 using GraphRecorderFactory = std::unique_ptr<GraphRecorder> (*)();
 // Sets the factory, for tests. Null restores CUDA graphs. Must not be called while ranks run.

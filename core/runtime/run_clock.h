@@ -22,8 +22,8 @@ struct RunClock {
   static time_point now() noexcept;
 };
 
-// The largest error of a wait until a RunClock deadline. System calls wait by another clock, so a wait consists of
-// slices of at most this length.
+// The largest error of a wait until a RunClock deadline. System calls use another clock, so a wait consists of slices
+// of at most this length.
 inline constexpr std::chrono::milliseconds kLongestSlice{100};
 inline std::chrono::nanoseconds next_slice(RunClock::time_point until) {
   return std::clamp<std::chrono::nanoseconds>(until - RunClock::now(), std::chrono::nanoseconds(0), kLongestSlice);
