@@ -18,8 +18,8 @@ class BackwardProgress {
   // Records that the unit is used while autograd records, in forward or in a recomputed part of forward.
   void expect(size_t unit);
 
-  // Begins a pass, and returns the order of its buckets. Without expect() since the last pass (a second backward of one
-  // graph), repeats the last pass's order. `trains`: whether any parameter of a bucket requires a gradient.
+  // Begins a pass, and returns the order of its buckets. If no unit was expected since the last pass (a second backward
+  // of one graph), repeats the last pass's order. `trains`: whether any parameter of a bucket requires a gradient.
   std::vector<size_t> begin(const std::function<bool(size_t bucket)>& trains);
   // Records that the bucket has all its gradients. A second call in a pass is a no-op.
   void complete(size_t unit, size_t bucket);

@@ -33,7 +33,7 @@ uint64_t BetweenPasses::writes() const {
   return writes;
 }
 
-// Whether an optimizer step writes on every rank. A rank may write nothing if its elements have no gradients.
+// Whether an optimizer step writes to shards on every rank. A rank whose elements have no gradients may write nothing.
 bool BetweenPasses::all_ranks_step() const {
   std::vector<bool> steps(model_.mesh().shard->size(), false);
   for (const Parameter& parameter : parameters_)

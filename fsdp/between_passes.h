@@ -9,13 +9,13 @@
 namespace tessera::internal {
 
 // Logs actions between two backward passes: freezing, clearing gradients, a step. All ranks must run equal actions, and
-// they compare their logs at the end of the pass. The error names a rank that omitted an action.
+// they compare their logs at the end of the next pass. The error names a rank that omitted an action.
 class BetweenPasses {
  public:
   // `model` must outlive this object.
   explicit BetweenPasses(ShardedModel& model);
 
-  // Must be called when a pass begins. `is_observed`: an observer runs optimizer steps during passes, not between them.
+  // Must be called when a pass begins. `is_observed`: whether an observer runs optimizer steps during passes.
   void pass_begins(bool is_observed);
   // Must be called after a pass that reduced gradients.
   void pass_ended(bool is_observed);
@@ -35,7 +35,7 @@ class BetweenPasses {
   std::vector<Parameter> parameters_;
   bool gradients_changed_ = false;      // whether the set of parameters with gradients has changed
   std::optional<bool> all_ranks_step_;  // whether every rank has a trained element with a gradient; empty: unknown
-  std::optional<uint64_t> writes_;      // writes to all shards when the last pass began or ended; empty: not compared
+  std::optional<uint64_t> writes_;      // shards' write count when the last pass began or ended; empty: not compared
 };
 
 }  // namespace tessera::internal

@@ -19,8 +19,8 @@ class CastBuffers {
   // Returns `value` in the original dtype of buffer `name`; returns `value` unchanged if the buffer is not cast.
   at::Tensor own_value(const std::string& name, const at::Tensor& value) const;
 
-  // Throws std::logic_error, naming the buffer, if the storage of a cast buffer has the size of the original dtype.
-  // torch::load() then replaced the storage but kept the cast dtype, so the values are garbage. `rank` is for errors.
+  // Throws std::logic_error, naming the buffer, if the storage of a cast buffer has the size of the original dtype. In
+  // that case torch::load() replaced the storage but kept the cast dtype, so values are garbage. `rank` is for errors.
   void require_no_foreign_bytes(const std::string& rank) const;
 
  private:

@@ -1,4 +1,4 @@
-// Construction of flat parameters. Other files use them in steps.
+// Construction of flat parameters. Their use in training steps is in other files.
 #include "fsdp/flat_parameter.h"
 
 #include <ATen/ops/empty.h>
@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns a list of of(tensor), one for each parameter's tensor.
+// Returns the results of of(tensor) for the tensors of all parameters.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -158,7 +158,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   shard_ = shard_page_->view(dtype(), {layout().shard_numel()}, {1}, 0);
 }
 
-// Reads this rank's part of deferred parameters that have a reader, for example from a checkpoint.
+// Reads this rank's part of each deferred parameter that has a reader, for example of a checkpoint.
 void FlatParameter::read_own_parts(const at::Tensor& shard) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ReadElements* read = reader_of(parameters_[i].tensor);
@@ -190,7 +190,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout().shard_numel(), dtype(), std::move(memory));
 }
 
-// Returns the part that optimizers update with the shard; empty unless shards are fp32 and the copy has 16 bits.
+// Returns the part of the low-precision copy that optimizers write; empty unless the shard is fp32 and the copy 16-bit.
 LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
   const bool is_written = low_precision_ && dtype() == at::kFloat && c10::elementSize(gather_dtype()) == 2;
   return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};

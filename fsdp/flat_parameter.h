@@ -28,17 +28,17 @@ struct FlatParameterOptions {
   std::optional<at::ScalarType> gather_dtype;
   // The dtype in which gradients are reduced. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
-  // The wire format of all-gathers before use. Ignored for full_precision parameters, and in groups of one rank.
+  // The wire format of unsharding all-gathers. Ignored for full_precision parameters, and in groups of one rank.
   WireFormat wire = WireFormat::kDtype;
   // The group of ranks that hold this shard in all copies of the model; null if there is one copy. Only the constructor
-  // uses it: with `sync_module_states`, all copies take the values of the first copy's rank 0.
+  // uses this group: with `sync_module_states`, all copies receive the values of the first copy's rank 0.
   Communicator* replicas = nullptr;
-  // Allocates [numel] in host memory. If shard_memory or grad_memory is empty, that tensor is on the device instead.
+  // Allocates a tensor [numel] in host memory. An empty shard_memory or grad_memory means device memory.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
   // Receives before_write() before writes to the shard, and refuse() for writes that set_shard_writable(false) forbids.
-  // If the shard is on disk, DiskPager receives refuse(). Must outlive the flat parameter.
+  // If the shard is on disk, its DiskPager receives refuse() instead. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
   Memory low_precision_memory;  // allocates the gather_dtype copy of a host shard; empty: shard_memory
@@ -114,7 +114,7 @@ class FlatParameter : public FlatSpec {
   bool is_shard_attached(size_t parameter) const;
 
   // Returns the tensor that this rank sends in an all-gather into `full`, [layout().full_numel()] on the device. If the
-  // shard must be cast or copied from the host, this is this rank's part of `full`; otherwise the shard itself.
+  // shard must be cast or copied from the host, copies it into this rank's part of `full`; otherwise returns the shard.
   at::Tensor shard_for(const at::Tensor& full) const {
     if (full.scalar_type() == dtype() && !is_on_host_) return shard_;
     return own_part_of(full).copy_(shard_);
@@ -178,11 +178,11 @@ struct PagedFlatParameter {
   std::unique_ptr<Page> page;        // page of the unsharded parameters, in gather_dtype()
   std::unique_ptr<Page> exact_page;  // page of summoned parameters, in dtype(); null if no cast is needed
   std::unique_ptr<Page> host_page;   // page of parameters summoned to the host; null before the first summon
-  uint32_t writes_before = 0;        // number of writes to the page in use when the unit was summoned
+  uint32_t writes_before = 0;        // write count of the page in use, at the time of the summon
   size_t first_parameter = 0;        // index of its first parameter among all parameters of the model
   at::Tensor staging{};              // device copy of a shard in host memory, [shard_numel] of gather_dtype()
   Copy fetching{};                   // the copy into `staging`
-  DiskPager::Hold held{};            // keeps a shard on disk in memory while it is copied
+  DiskPager::Hold held{};            // keeps a disk shard's values in memory while they are copied
   Pending gathering{};               // the all-gather in flight
   at::Tensor wire{};                 // the encoded bytes of all ranks, during an all-gather of encoded shards
 

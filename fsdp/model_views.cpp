@@ -30,7 +30,7 @@ void ShardedModel::name_shards() {
   }
 }
 
-// Relies on make_mesh(), which gives consecutive ranks to each copy of the model.
+// Relies on make_mesh(), which assigns consecutive ranks to each copy of the model.
 std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<ModelShards::HeldPart> held;
@@ -68,7 +68,7 @@ void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOpti
   auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
     if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
   };
-  // Throws if an all-gather was aborted, so that no invalid result is shown.
+  // Throws if an all-gather was aborted, so that `visit` receives no invalid values.
   auto settle = [&] {
     if (keep) mesh_.world->throw_if_aborted("full_state_dict");
   };

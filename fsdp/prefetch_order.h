@@ -21,7 +21,7 @@ class PrefetchOrder {
   // Sets the prediction for the first pass. Each later pass is expected to repeat the previous one.
   void expect(std::vector<int> order) { expected_ = std::move(order); }
 
-  // Records a use. Successive uses of one unit count once. A pass may never end, if an evaluation calls modules instead
+  // Records a use. Successive uses of one unit count once. A pass may never end if an evaluation calls modules instead
   // of the wrapper. So a new pass begins after kLongestPass uses.
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit) {

@@ -68,7 +68,7 @@ void Scheduler::require_use(const std::string& use) const {
   if (!refusal_.empty()) throw std::logic_error(use + " on rank " + model_.rank_text() + ": " + refusal_);
 }
 
-// Must be called before each forward, and before each read of all values.
+// Must be called before each forward or replay, and before each save.
 void Scheduler::begin_look() {
   recover();
   gradients_.binding().require_nothing_new();
@@ -138,7 +138,7 @@ void Scheduler::end() {
   unsharded_.post_backward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
   unsharded_.reshard_all();
-  // The first step will allocate optimizer state. So frees idle memory now.
+  // The first step will allocate optimizer state, so idle memory is freed now.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
 }

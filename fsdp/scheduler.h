@@ -45,7 +45,7 @@ class Scheduler : public Pager, public BackwardPass {
   void dismiss(bool writeback);
   // Must be called before a save. Copies changed values of the module's parameters into the shards. Not collective.
   void show_in_shards();
-  // Outside backward, first applies the user's replaced parameters and changes of requires_grad.
+  // Returns the shards. Outside backward, first applies the user's changes of parameters and of requires_grad.
   const std::vector<NamedShard>& named_shards();
   // Whether parameters have their own dtype now, despite mixed precision. True while all units are summoned.
   bool shows_exact_values() const;
@@ -81,7 +81,7 @@ class Scheduler : public Pager, public BackwardPass {
   ShardedGradients gradients_;
   UnshardedUnits unsharded_;
   GradientReducer::Observer observer_;               // called without the mutex
-  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves whose final gradients were not observed yet
+  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves with final gradients that are not observed yet
   std::function<void()> observer_of_failures_;
   std::string refusal_;  // the reason to refuse uses outside backward; empty: uses are permitted
   bool first_backward_ = true;

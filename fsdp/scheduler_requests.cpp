@@ -129,7 +129,7 @@ void Scheduler::prepare_capture() {
   require_capturable();
   NoGradNoInferenceGuard quiet;
   recover();
-  unsharded_.reshard_all();  // so that all-gathers of an earlier evaluation cannot precede the recorded work
+  unsharded_.reshard_all();  // recorded work must not wait for all-gathers of an earlier evaluation
   gradients_.binding().move_hooks_to_current_stream();
 }
 

@@ -16,8 +16,8 @@ struct SecondaryGroup {
   CountedBuffers* memory = nullptr;
 };
 
-// One unit's secondary shard: this rank's part of the unsharded parameters, kept for backward. Backward gathers
-// secondary shards among fewer and nearer ranks than shards (hpZ of ZeRO++).
+// One unit's secondary shard: this rank's part of the unsharded parameters, kept for backward. An all-gather of
+// secondary shards runs among fewer and nearer ranks than an all-gather of shards (hpZ of ZeRO++).
 //
 //   kNone --keep()--> kWanted --cut()--> kHeld --evict()--> kWanted, drop() from any state --> kNone
 //

@@ -30,7 +30,7 @@ void ShardedGradients::begin() {
       binding_.tensor(i).set_requires_grad(state.shard_requires_grad = false);
     if (state_in_module(i) != GradState::kPlaceholder && state.in_module == GradState::kPlaceholder) clear(i);
     const GradState in_shard = state_in_shard(i);
-    if (in_shard == GradState::kLost) continue;  // if a gradient arrives, add() throws the reason
+    if (in_shard == GradState::kLost) continue;  // if a gradient arrives, add() throws an error
     if (in_shard == GradState::kAccumulating) {
       shard_placeholders_->take_out(i, state.shard);
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());

@@ -53,7 +53,7 @@ class ShardedGradients {
 
   void begin_forward();
   void begin();
-  // Returns whether the unit has all gradients of this pass.
+  // Adds a gradient. Returns whether the unit has all gradients of this pass now.
   bool add(size_t parameter, const at::Tensor& gradient);
   void finish();
   void end_without_reducing();
@@ -77,13 +77,13 @@ class ShardedGradients {
   };
   GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;
-  // The next three functions put placeholders into `.grad`, unless already there.
+  // The next three functions put placeholders into `.grad`, unless they are already there.
   void place_in_module(size_t parameter);
   void place_in_modules();
   void place_in_shard(size_t parameter, GradState state);
   std::string reason(size_t parameter) const;  // the error text of the shard's placeholder
   void follow_freezing(size_t parameter);
-  // forget() drops the sums of earlier passes. clear() also resets the shard's `.grad`. zero() sets it to zeros.
+  // forget() drops the sums of earlier passes. clear() also resets the shard's `.grad`. zero() sets `.grad` to zeros.
   void forget(size_t parameter);
   void clear(size_t parameter);
   void zero(size_t parameter);

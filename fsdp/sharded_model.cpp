@@ -16,7 +16,7 @@
 namespace tessera::internal {
 namespace {
 
-// Compares the hybrid options over ranks, because they define groups before require_same_plan(). Returns `comm`.
+// Compares the hybrid options over ranks, before make_mesh() forms groups that depend on them. Returns `comm`.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",

@@ -39,7 +39,7 @@ class ShardedModel {
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
-  // Returns all parameters, ordered by unit, then by flat parameter. The position in this list is a gradient's index.
+  // Returns all parameters, ordered by unit, then by flat parameter. A gradient's index is a position in this list.
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }

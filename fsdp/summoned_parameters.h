@@ -12,7 +12,7 @@
 
 namespace tessera::internal {
 
-// Where summon_full_params() shows full parameters on this rank.
+// The place of the full parameters in summon_full_params(), as seen from this rank.
 enum class Summon : uint8_t {
   kNone,
   kOnDevice,
@@ -24,7 +24,7 @@ enum class Summon : uint8_t {
 // shards are read-only, unless the shard itself is shown and its changes are kept. Used by one thread at a time.
 class SummonedParameters {
  public:
-  // Whether changes are kept. Comments give the memory cost in addition to the shard.
+  // Whether changes are kept. Each comment states the memory cost in addition to the shard.
   enum class Changes : uint8_t {
     kWrittenBack,  // the full parameters; 0 if the shard has all of them
     kLost,         // the full parameters; if the shard has them all, a copy that hide() restores
@@ -34,8 +34,8 @@ class SummonedParameters {
   SummonedParameters(FlatParameters& flat_parameters, Communicator& comm, CountedBuffers& memory, CollectiveLog& log)
       : flat_parameters_(flat_parameters), comm_(comm), memory_(memory), log_(log) {}
 
-  // Makes the module's parameters views of the full parameters. `is_whole`: the shard has all parameters; then shows
-  // the shard itself, unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
+  // Makes the module's parameters views of the full parameters. `is_whole`: whether the shard has all parameters. If
+  // so, shows the shard itself, unless `where` is kOnHost. Collective. If a gather fails, throws and shows nothing.
   void show(Summon where, Changes changes, bool is_whole);
   // Makes the parameters views of their pages again. If `writeback`, first copies this rank's part into the shards.
   void hide(bool writeback);

@@ -23,7 +23,7 @@ void UnshardedUnits::post_backward(bool accumulates) {
 }
 
 // Must be called at the same points on all ranks. A write to a shard must not trigger this call, because an optimizer
-// may not write to a parameter without elements on this rank.
+// may skip a parameter without elements on this rank.
 void UnshardedUnits::drop_secondaries() {
   for (auto& unit : model_.units()) unit->secondary().drop();
 }

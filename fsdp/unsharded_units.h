@@ -27,7 +27,7 @@ class UnshardedUnits {
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void reshard(Unit& unit);
   void reshard_all();
-  // Must be called after a backward. The next use outside one begins a forward. `accumulates`: shards stay unchanged.
+  // Must follow a backward. The next use outside backward begins a forward. `accumulates`: shards stay unchanged.
   void post_backward(bool accumulates);
 
   // Ends the trace span for the computation of the last use()'s units.
@@ -35,7 +35,7 @@ class UnshardedUnits {
   // The unit orders of the last forward and of the last backward that used a unit.
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
-  // Limit of recorded uses; beyond it, repetitions are removed. On average a pass uses a unit fewer than 8 times.
+  // Limit of recorded uses, above which repetitions are removed. A pass usually uses a unit fewer than 8 times.
   size_t most_seen() const { return 8 * model_.units().size(); }
 
  private:
@@ -47,7 +47,7 @@ class UnshardedUnits {
   ShardedModel& model_;
   PrefetchOrder forward_order_;
   PrefetchOrder backward_order_;
-  bool forward_is_new_ = true;  // no unit was used since the last backward
+  bool forward_is_new_ = true;  // true: no unit was used since the last backward
   bool accumulates_ = false;    // whether the next forward continues an accumulation, with unchanged shards
   std::vector<Unit*> recent_;   // used units that are still unsharded, the most recent last
   std::vector<Unit*> current_;  // the units of the last use()

@@ -16,8 +16,8 @@ void reattach(Unit& unit, bool may_change);
 void require_write(const Unit& unit, const Page& page, const at::Tensor& view, const std::string& operation,
                    const std::string& rank);
 
-// Must be called after the unit was unsharded. Throws std::logic_error if the page is not attached. Then the user kept
-// a view from outside summon_full_params() and used it inside, or the reverse. `rank` is for errors.
+// Must be called after the unit was unsharded. Throws std::logic_error if the page is not attached. In that case the
+// user kept a view from outside summon_full_params() and used it inside, or the reverse. `rank` is for errors.
 void require_attached(const Unit& unit, const Page& page, const std::string& rank);
 
 }  // namespace tessera::internal
