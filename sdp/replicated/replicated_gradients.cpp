@@ -58,7 +58,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// Hooks of this object lose their effect, so the module can be trained alone. If a reduction is due, backward throws.
+// Afterwards the hooks have no effect, so the module can be trained alone. If a reduction is due, the backward throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
@@ -154,7 +154,7 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
 // ---- gradients ----------------------------------------------------------------------------------
 
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
-  // Makes gradients dense at every world size. Includes no_sync(), because its sums are reduced later.
+  // Makes gradients dense at every world size, also under no_sync(), whose sums are reduced later.
   if (gradient.defined() && gradient.is_sparse()) return take(parameter, gradient.to_dense());
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
@@ -183,7 +183,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
 }
 
 // Records the state of a gradient in a group of one rank, where autograd accumulates gradients. A divisor may be set
-// between a backward under no_sync() and the next reducing backward. The state is needed in that case.
+// between a backward under no_sync() and the next reducing backward, which then needs the state.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;
@@ -197,7 +197,7 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
 
 // Begins this rank's own sum. An existing gradient is an average: from a backward, from before wrapping, or from the
 // user. The next reduction adds the averages of all ranks that hold one (under SDP only the owner), and divides the sum
-// by the divisor. So the average is scaled here, such that this reduction restores it.
+// by the divisor. So the average is scaled here, such that the reduction restores its value.
 void ReplicatedGradients::begin_own_sum(size_t parameter) {
   at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
   ParameterState& state = states_[parameter];

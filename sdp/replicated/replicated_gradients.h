@@ -24,7 +24,7 @@ struct ReplicatedOptions {
   std::optional<at::ScalarType> wire_dtype;  // dtype of gradients in messages
   WireFormat wire = WireFormat::kDtype;      // format of gradients in messages; used only with owners
   bool gradients_are_views = true;           // whether gradients are views of their buckets
-  bool must_use_all = false;                 // throw if no rank has a parameter's gradient after an iteration
+  bool must_use_all = false;                 // whether to throw if no rank has a parameter's gradient in an iteration
   int64_t compare_replicas_every = 0;        // see ReplicaComparison
   bool copies_are_equal = true;              // whether replicas are bit-equal; if not, they are never compared
   ReducerOptions reducer;
@@ -39,8 +39,8 @@ struct ReplicatedOptions {
 // registration order. Later passes use the order in which gradients arrived on rank 0.
 class ReplicatedGradients : public BackwardPass {
  public:
-  // Returns the rank that owns a parameter. Called again when the parameter's requires_grad changes. May throw. If
-  // empty, every rank gets all gradients.
+  // Returns the rank that owns a parameter. Called again when the parameter's requires_grad changes. May throw. If the
+  // function is empty, every rank receives all gradients.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
   static std::shared_ptr<ReplicatedGradients> make(std::shared_ptr<torch::nn::Module> module,
                                                    std::vector<PlannedParameter> parameters,

@@ -126,7 +126,7 @@ struct NormTensors {
   at::Tensor running_mean, running_var;  // [C]; undefined if the module keeps no statistics
 };
 
-// Normalizes with the statistics of all ranks, in training. Updates the running statistics by `momentum`. Collective.
+// Normalizes a training batch by all ranks' statistics. Updates the running statistics by `momentum`. Collective.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
   if (!at::isFloatingType(input.scalar_type()))
