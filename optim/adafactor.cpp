@@ -46,15 +46,15 @@ void AdafactorOptions::check() const {
   require_option(clip_threshold() >= 1, kName, "clip_threshold", clip_threshold(), "1 or more");
 }
 
-// One parameter of a step: this rank's part of its elements, in memory order.
+// This rank's part of one parameter in a step. Elements are in memory order.
 struct Adafactor::Work {
   const AdafactorOptions* options;
   AdafactorParamState* state;
   NamedShard shape;
   bool counts;
   int64_t whole_numel;
-  at::Tensor parameter, gradient;  // [held.numel()]
-  at::Tensor row_means{};          // [matrices]: mean of exp_avg_sq_row over the rows of each matrix
+  at::Tensor parameter, gradient;  // [shape.held.numel()]
+  at::Tensor row_means{};          // [number of matrices]: mean of exp_avg_sq_row over the rows of each matrix
 
   bool is_matrix() const { return shape.sizes.size() >= 2; }
   double share() const { return std::pow(static_cast<double>(state->step()), options->beta2_decay()); }
@@ -65,7 +65,7 @@ struct Adafactor::Work {
   at::Tensor squares(Range range) const {
     return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square();
   }
-  // Returns the index of each element in exp_avg_sq_row or exp_avg_sq_col: [range.numel()].
+  // For each element of `range`, returns the index of its entry in exp_avg_sq_row if `of_rows`, else in exp_avg_sq_col.
   at::Tensor places(Range range, bool of_rows) const {
     const at::Tensor positions = at::arange(shape.held.begin + range.begin, shape.held.begin + range.end,
                                             at::TensorOptions().dtype(at::kLong).device(parameter.device()));
@@ -79,7 +79,7 @@ struct Adafactor::Work {
     }
     return places;
   }
-  // Returns the gradient divided by the root of its average square, in the dtype of the averages.
+  // Divides the gradient by the square root of its averaged squares. The result has the dtype of these averages.
   at::Tensor direction(Range range) const {
     at::Tensor average;
     if (is_matrix()) {
@@ -94,7 +94,7 @@ struct Adafactor::Work {
     const double least = eps1();
     return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
   }
-  // Applies the step. The arguments are sums of squares over the whole parameter and over its whole direction.
+  // Applies the step. Each argument is a sum of squares over all elements, including those of other ranks.
   void change(double parameter_squares, double direction_squares) const {
     const auto numel = static_cast<double>(whole_numel);
     const double step_size = std::min(options->lr(), 1 / std::sqrt(static_cast<double>(state->step())));
@@ -114,8 +114,8 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
-// Sums the squares of gradients by row and column, and the squares of parameters, in the first exchange of a step.
-// Updates the states with the mean squares.
+// Sums the squares of gradients by row and column, and the squares of parameters, over all ranks in one all-reduce.
+// Then updates the states with the mean squares.
 void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)

@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kBlock = kStateBlockNumel;
 constexpr int64_t kChunkBlocks = 4096;
 
-// The values of the 8-bit codes, and the 255 midpoints between neighboring values, which define rounding to a code.
+// The values of the 8-bit codes. `middles` holds the 255 midpoints of neighboring values, for rounding to a code.
 struct Map {
   at::Tensor values, middles;
   int64_t zero;  // index of the value 0
@@ -57,7 +57,7 @@ at::Tensor quantized(const at::Tensor& values, const at::Tensor& scales, const M
   return at::bucketize(values / divisors, map.middles, /*out_int32=*/true).to(at::kByte);
 }
 
-// Re-encodes the state of a whole parameter for the memory order of `strides`. Computes scales of the new blocks.
+// Re-encodes the state of a whole parameter for the memory order of `strides`, and computes the new blocks' scales.
 void reorder_blocks(at::Tensor& codes, at::Tensor& scales, at::IntArrayRef strides, const Map& map) {
   const int64_t numel = codes.numel();
   auto in_blocks = [&](const at::Tensor& elements, double padding) {
@@ -95,7 +95,7 @@ void AdamW8bitParamState::lay_out_as(const at::Tensor& parameter) {
   const at::IntArrayRef strides = parameter.strides();
   for (at::Tensor* average : {&exp_avg(), &exp_avg_sq()})
     if (average->defined()) *average = in_strides(*average, strides);
-  // A part of a parameter is 1-D, so its order cannot change.
+  // A rank's part of a cut parameter is 1-D, so its memory order cannot change.
   if (!exp_avg_8bit().defined() || exp_avg_8bit().strides() == strides || parameter.dim() < 2 ||
       !parameter.is_non_overlapping_and_dense())
     return;
@@ -109,7 +109,7 @@ void AdamW8bitOptions::check() const {
   require_option(min_8bit_numel() >= 0, kName, "min_8bit_numel", static_cast<double>(min_8bit_numel()), "0 or more");
 }
 
-// One parameter of a step: this rank's part. The blocks are blocks of the whole parameter.
+// This rank's part of one parameter in a step. Block indices count from the start of the whole parameter.
 struct AdamW8bit::Work {
   const AdamW8bitOptions* options;
   AdamW8bitParamState* state;
@@ -121,10 +121,10 @@ struct AdamW8bit::Work {
   int64_t first_block() const { return held.begin / kBlock; }
   int64_t blocks() const { return held.numel() == 0 ? 0 : (held.end + kBlock - 1) / kBlock - first_block(); }
 
-  // New states of some blocks, [blocks, 256], in fp32. Elements of other ranks, and elements beyond the end, are 0.
+  // New states of consecutive blocks: [blocks, 256], fp32. Elements of other ranks or past the parameter's end are 0.
   struct Moments {
     at::Tensor average, square;
-    Range own;     // range of the blocks' elements in this rank's part
+    Range own;     // this rank's elements of these blocks, relative to held.begin
     int64_t lead;  // number of elements of the first block that belong to another rank
 
     at::Tensor part(const at::Tensor& blocks) const { return blocks.view({-1}).narrow(0, lead, own.numel()); }
@@ -207,8 +207,8 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   return work;
 }
 
-// Returns the maximum over ranks of the scales of blocks that several ranks share. Includes zeros for fp32 states,
-// because a rank without elements of a parameter may not know the format of the parameter's state.
+// For each block that is split between ranks, returns the maximum of its scales over the ranks. Blocks of fp32 states
+// contribute zeros, because a rank without elements of a parameter may not know whether its state is quantized.
 AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) const {
   if (!parts().are_cut()) return {};
   std::set<std::pair<size_t, int64_t>> shared;

@@ -22,8 +22,8 @@ namespace {
 // Where possible, replicas split parameters at multiples of this number of elements: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
-// Copies new values of the module's parameters into the shards. torch::load() may have replaced the parameters' data,
-// and FullyShardedDataParallel::named_shards() copies such data.
+// Copies new values of the module's parameters into the shards. torch::load() may have replaced the parameters' data.
+// FullyShardedDataParallel::named_shards() then copies the new data into the shards.
 void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
 
 }  // namespace
@@ -105,8 +105,8 @@ bool Ema::is_whole(const Average& average) {
   return average.shard.tensor.sizes() == at::IntArrayRef(average.shard.sizes);
 }
 
-// Returns the parameter's elements in their memory order at construction, because the replicas split this order. If
-// set_data() has changed the strides, returns a copy.
+// Returns the parameter's elements in the memory order that it had at construction, because the replicas divided the
+// elements in that order. If set_data() has changed the strides since then, returns a copy.
 at::Tensor Ema::elements(const Average& average) {
   const at::Tensor own = average.shard.tensor.detach();
   return in_memory_order(is_whole(average) ? in_strides(own, average.shard.strides) : own);

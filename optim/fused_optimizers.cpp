@@ -50,16 +50,16 @@ at::Tensor in_place(const at::Tensor& state, const at::Tensor& parameter) {
   return state;
 }
 
-// A recording must not create a state or copy a state to another layout, because each replay would repeat this.
+// A recording must not create a state or copy a state to another layout, because each replay would do so again.
 constexpr AdamPlacement kInRecording{kName, kBesideTheParameter.problem,
                                      [](const at::Tensor& parameter) -> at::Tensor { refuse_new_state(parameter); },
                                      &in_place};
 
-// fp32 numbers in device memory that recorded kernels read. Between replays, the host writes the numbers by fill_(),
-// which does not block for the device.
+// fp32 numbers in device memory that recorded kernels read. Between replays, the host writes the numbers with fill_(),
+// which does not wait for the device.
 class DeviceNumbers {
  public:
-  // Must be called in a recording. Each replay adds `increment` to all numbers before they are read.
+  // Must be called in a recording. Each replay adds `increment` to all numbers before the kernels read them.
   DeviceNumbers(CapturedWork& work, size_t count, float increment)
       : values_(work.take_numbers(static_cast<int64_t>(count))),
         on_device_(count, std::numeric_limits<float>::quiet_NaN()),
@@ -88,7 +88,7 @@ class DeviceNumbers {
   const float increment_;
 };
 
-// The groups of an optimizer in a recorded step. Only their learning rates may change between replays.
+// The parameter groups of an optimizer whose step is recorded. Only their learning rates may change between replays.
 class RecordedGroups {
  public:
   RecordedGroups(CapturedWork& work, torch::optim::Optimizer& optimizer)
@@ -98,7 +98,7 @@ class RecordedGroups {
 
   at::Tensor rate(size_t group) const { return rates_.number(group); }
 
-  // Returns a text that names a changed option; "" if none has changed. See RecordedStep.
+  // Returns a message that names the changed option, or "" if no option has changed. See RecordedStep.
   std::string change() const {
     if (const size_t count = optimizer_.param_groups().size(); count != options_.size())
       return c10::str("the optimizer's groups have become ", count, " instead of ", options_.size());
@@ -137,7 +137,7 @@ struct RecordedAdam {
 
   void prepare_replay() {
     at::NoGradGuard no_grad;
-    // The recording itself counted the step of the first replay.
+    // The recording already incremented the step counts for the first replay.
     if (has_replayed)
       for (AdamUpdate& update : updates) prepare_adam_replay(optimizer, update, kBesideTheParameter);
     has_replayed = true;
@@ -221,8 +221,8 @@ struct SgdBatch {
   }
 };
 
-// Each batch is one kernel call. The key consists of: group, dtype, device, whether momenta are new (one flag for all
-// parameters of a call), and a number that gives each parameter on disk its own call.
+// Each batch is one kernel call. The key consists of: group, dtype, device, whether momenta are new (one flag for the
+// whole call), and a number that gives each parameter on disk its own call.
 using SgdBatches =
     std::map<std::tuple<torch::optim::OptimizerParamGroup*, at::ScalarType, std::string, bool, size_t>, SgdBatch>;
 

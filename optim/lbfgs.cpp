@@ -77,7 +77,7 @@ struct Lbfgs::Run {
     }
     return whole;
   }
-  // Returns this rank's share of the inner product. Only one replica counts each part of a parameter.
+  // Returns this rank's share of the inner product. Each part of a parameter is counted by one replica only.
   double product(const at::Tensor& a, const at::Tensor& b) const {
     double sum = 0;
     int64_t offset = 0;
@@ -91,8 +91,8 @@ struct Lbfgs::Run {
     return sum;
   }
   double largest(const at::Tensor& a) const { return a.numel() == 0 ? 0 : a.abs().max().item<double>(); }
-  // Combines values over ranks. If ranks hold different elements, sums `sums` and takes the maximum of `maxima`;
-  // otherwise both are already equal. In both cases, averages `mean`, the loss, unless it is null.
+  // Combines values over ranks. If ranks hold different elements, replaces `sums` by their sums and `maxima` by their
+  // maxima; otherwise all ranks already have equal values. In both cases, averages the loss `mean`, unless it is null.
   void exchange(std::vector<double>& sums, std::vector<double>& maxima, double* mean) const {
     Communicator* comm = owners != nullptr ? owners->comm : optimizer.parts().comm();
     if (comm == nullptr || comm->size() == 1) return;
@@ -249,7 +249,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points with a solution between them: a point that meets the conditions. If `is_met`, ends[low()] is a solution.
+  // Two points. Between them is a solution: a point that meets the conditions. If `is_met`, ends[low()] is a solution.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -274,7 +274,7 @@ struct Lbfgs::Run {
     return {{wolfe.start, now}, false, kMostEvaluations, direction_max};
   }
 
-  // Returns a point that meets the conditions, or the best point found. (minFunc's search, as in torch.)
+  // Returns a point that meets the conditions, or the best point found. Like torch, uses the search of minFunc.
   Point search(const at::Tensor& x, double t, const Point& start) {
     const WolfeConditions wolfe{start};
     Bracket found = bracket(x, t, wolfe);
@@ -350,8 +350,8 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // Takes the numbers of the rank whose parameters have the most iterations. This rank may own no parameters or only
-  // frozen ones.
+  // Sets `numbers` and `count` to those of the rank whose parameters have the most iterations, because this rank may
+  // own only frozen parameters or none.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
     exchange(none, longest, nullptr);

@@ -22,7 +22,7 @@ struct LionBatch {
     std::vector<at::Tensor> signs = at::_foreach_mul(averages, options.beta1());
     at::_foreach_add_(signs, gradients, 1 - options.beta1());
     at::_foreach_sign_(signs);
-    // Changes the parameters first. If a disk error follows (paged parameters), the momenta are unchanged.
+    // Changes the parameters first. If this fails with a disk error (paged parameters), the momenta are unchanged.
     if (options.weight_decay() != 0) at::_foreach_mul_(parameters, 1 - options.lr() * options.weight_decay());
     at::_foreach_add_(parameters, signs, -options.lr());
     at::_foreach_mul_(averages, options.beta2());

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Exchanges of this many later rounds are in flight during each round.
+// Number of later rounds whose parts are in flight while a round's matrices are orthogonalized.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 
@@ -32,7 +32,7 @@ int64_t product(const std::vector<int64_t>& sizes, size_t from) {
                          std::multiplies<>());
 }
 
-// Returns a parameter as a matrix. `elements` are in memory order.
+// Returns a parameter as a matrix with sizes[0] rows. `elements` are the parameter's elements in memory order.
 at::Tensor as_matrix(const at::Tensor& elements, const NamedShard& shape) {
   return elements.as_strided(shape.sizes, shape.strides).reshape({shape.sizes[0], product(shape.sizes, 1)});
 }
@@ -64,8 +64,8 @@ at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
                                          matrix.scalar_type(), ", expected a floating-point matrix"));
   const bool is_tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = is_tall ? matrix.t() : matrix;
-  // Computes the norm in higher precision. Rounding to bf16 could leave a singular value above 1, where the iteration
-  // diverges.
+  // Computes the norm in higher precision. Rounding to bf16 could leave a singular value above 1, for which the
+  // iteration diverges.
   x = x / x.norm(2, at::toOpMathType(x.scalar_type())).clamp_min(kSmallestNorm).to(x.scalar_type());
   for (int64_t step = 0; step < ns_steps; ++step) {
     const at::Tensor gram = at::mm(x, x.t());
@@ -87,7 +87,7 @@ struct Muon::Matrix {
   at::Tensor parameter;
   const MuonOptions* options;
   NamedShard shape;
-  at::Tensor elements;  // this rank's part in memory order: the momentum, later the result
+  at::Tensor elements;  // this rank's part in memory order: first the momentum, later the result
 
   at::ScalarType dtype() const { return options->bfloat16() ? at::kBFloat16 : at::kFloat; }
   at::Tensor orthogonal(const at::Tensor& whole) const {
@@ -101,7 +101,7 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
   state.momentum_buffer(state.momentum_buffer().defined() ? laid_out_as(state.momentum_buffer(), parameter)
                                                           : at::zeros_like(parameter));
   state.step(state.step() + 1);
-  // A missing gradient counts as 0, like in reductions, because another rank may have a gradient.
+  // A missing gradient counts as 0, as in reductions, because another rank may have a gradient.
   const at::Tensor gradient =
       parameter.grad().defined() ? laid_out_as(parameter.grad(), parameter) : at::zeros_like(parameter);
   const at::Tensor& momentum = state.momentum_buffer();
@@ -113,9 +113,9 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 }
 
 // Note [One matrix for each rank at a time]. Each rank has a list of matrices, the most expensive first. In each round,
-// every rank orthogonalizes the next matrix of its list. One all-to-all sends the parts of matrices to these ranks, and
-// another one returns the results. Parts of later rounds are requested before the work of a round, and all results are
-// awaited at the end. So no round waits for the slowest rank.
+// every rank orthogonalizes the next matrix of its list. One all-to-all sends the parts of each matrix to the matrix's
+// rank, and another all-to-all returns the results. Parts of later rounds are requested before the work of a round, and
+// all results are awaited at the end. So no round waits for the slowest rank.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
@@ -175,7 +175,7 @@ class Muon::Rounds {
   }
 
   // Returns whether rank `from` sends its part of a matrix to rank `to`, which orthogonalizes the matrix. Rank `to`
-  // always sends. Other ranks send only if parameters are sharded and the rank is in the same replica as `to`.
+  // always sends to itself. Another rank sends only if parameters are sharded and if it is in the same replica as `to`.
   bool is_sent(const std::vector<ParameterParts::Held>& held, int from, int to) const {
     return from == to || (parts_.are_cut() && held[from].copy == held[to].copy);
   }
@@ -224,7 +224,7 @@ class Muon::Rounds {
   std::vector<Matrix>& matrices_;
   const int self_;
   at::TensorOptions wire_;
-  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank]; null: no matrix for the rank
+  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank]; null if the rank has no matrix in the round
 };
 
 void Muon::orthogonalize(std::vector<Matrix>& matrices) const {

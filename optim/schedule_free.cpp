@@ -52,7 +52,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
       at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // Changes y by the changes of z and of the average. The average is not stored, because y and z determine it.
+      // Updates y for the new z and the new average. The average is not stored, because y and z determine it.
       y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }
@@ -78,7 +78,7 @@ ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
       const auto found = state().find(y.unsafeGetTensorImpl());
-      // An empty parameter counts a write, because other ranks write to the unit.
+      // Counts a write to a parameter without elements on this rank, because other ranks write to its unit.
       if (found == state().end() || note_write_if_empty(y)) continue;
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
       y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());

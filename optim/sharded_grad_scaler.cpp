@@ -22,8 +22,8 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Returns a writable view of a gradient's values, of a real dtype. If no such view exists (for example of a conjugated
-// gradient), first replaces the gradient.
+// Returns a writable view of the values of the parameter's gradient, in a real dtype. If no such view exists (for
+// example, because the gradient is conjugated), first replaces the gradient by a copy.
 at::Tensor writable_values(const at::Tensor& parameter) {
   at::Tensor& gradient = parameter.mutable_grad();
   if (gradient.is_sparse() && !gradient.is_coalesced()) gradient = gradient.coalesce();
@@ -59,7 +59,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto [entry, is_new] = seen_.try_emplace(&optimizer);
   if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
   at::NoGradGuard no_grad;
-  // Groups gradients by dtype and device, because one call unscales one group.
+  // Groups gradients by dtype and device, because all gradients of one operator call must agree in both.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
   std::unordered_set<const c10::TensorImpl*> seen;  // the groups may list a tied parameter twice
   for (auto& group : optimizer.param_groups())

@@ -103,14 +103,14 @@ StepInBackward::~StepInBackward() {
 
 void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   if (speculation_) return speculate(parameters);
-  // A second backward before finish() adds to the gradients. These are stepped once.
+  // With max_norm, finish() steps each parameter once, even if a second backward before finish() adds to its gradient.
   for (const at::Tensor& parameter : parameters)
     if (arrived_.insert(parameter.unsafeGetTensorImpl()).second && options_.max_norm) deferred_.push_back(parameter);
   if (!options_.max_norm)
     steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
 }
 
-// If this function throws, backward fails and calls abandon().
+// If this function throws, the backward fails, and the second callback of the subscription calls abandon().
 void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   if (must_be_taken_back_)
     throw std::logic_error(
@@ -128,8 +128,8 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   steps_.push_back(worker_->add([this, parameters] { speculation_->step(parameters); }));
 }
 
-// Returns the parameters whose gradients did not arrive in this backward, because optimizer.step() would step them too.
-// If no gradient arrived, no backward has reduced gradients, and the function returns none.
+// Returns the parameters that have a gradient which did not arrive in this backward: optimizer.step() would step them,
+// too. If no gradient arrived, returns none, because no backward has reduced gradients.
 std::vector<at::Tensor> StepInBackward::take_others() {
   const auto arrived = std::exchange(arrived_, {});
   if (arrived.empty()) return {};
@@ -151,7 +151,7 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Rolls back the steps on the worker's thread, after the steps in flight. Blocks.
+// Rolls back the steps on the worker's thread, after the steps in flight have completed. Blocks.
 void StepInBackward::take_back() {
   worker_->add([this] { speculation_->roll_back(); }).get();
 }

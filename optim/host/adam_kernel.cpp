@@ -14,11 +14,11 @@
 namespace tessera::internal {
 namespace {
 
-// Number of new values that fit into the first-level cache until they are rounded to 16 bits.
+// Number of new fp32 values in a chunk. A chunk stays in the first-level cache until it has been rounded to 16 bits.
 constexpr int64_t kCachedNumel = 2048;
 
 // The loop that each of the update_*() functions below vectorizes for its instruction set. Must be inlined, because an
-// out-of-line copy would use baseline instructions. Writes the new state to `to`. With kBeside, `to` is separate memory
+// out-of-line copy would use baseline instructions. Writes the new state to `to`. If kBeside, `to` is separate memory
 // and also receives the old parameter; otherwise `to` is `span`.
 template <bool kBeside, bool kDecoupled, bool kAmsgrad>
 [[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
@@ -26,8 +26,8 @@ template <bool kBeside, bool kDecoupled, bool kAmsgrad>
   const float* gradient = span.gradient;
   const float *average = span.average, *square = span.square, *maximum = span.maximum;
   float *before = to.parameter, *new_average = to.average, *new_square = to.square, *new_maximum = to.maximum;
-  // Two arrays are either equal or do not overlap. Without this pragma, GCC would need too many runtime checks of the
-  // arrays, and would not vectorize the loop.
+  // Two arrays are either equal or do not overlap. Without this pragma, GCC would need too many runtime checks for
+  // overlap, and would not vectorize the loop.
 #pragma GCC ivdep
   for (int64_t i = 0; i < span.numel; ++i) {
     float p = parameter[i];

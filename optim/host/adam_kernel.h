@@ -11,7 +11,7 @@ struct AdamRule {
   bool is_decoupled = false;  // true (AdamW): decay scales the parameter; false (Adam): decay is added to the gradient
 };
 
-// Factors that all elements of a parameter share in step `step` (counted from 1). Computed in double.
+// Factors of one step, equal for all elements of a parameter. They are computed in double. Steps are counted from 1.
 struct AdamFactors {
   float beta1 = 0, one_minus_beta1 = 0;
   float beta2 = 0, one_minus_beta2 = 0;
@@ -25,8 +25,8 @@ AdamFactors adam_factors(const AdamRule& rule, int64_t step);
 
 enum class LowPrecision : uint8_t { kNone, kBFloat16, kHalf };
 
-// A range of an fp32 parameter in host memory. `maximum` is null without amsgrad. `low_precision` receives the new
-// values in 16 bits, rounded to nearest even like in torch.
+// A range of an fp32 parameter in host memory, with its gradient and state. `maximum` is null without amsgrad. Unless
+// null, `low_precision` receives the new values in 16 bits, rounded to nearest even as in torch.
 struct AdamSpan {
   float* parameter = nullptr;
   const float* gradient = nullptr;
@@ -40,13 +40,13 @@ struct AdamSpan {
   AdamSpan part(int64_t begin, int64_t end) const;
 };
 
-// Runs one step of Adam or AdamW on all elements, on the calling thread, with the processor's widest vector
-// instructions. Writes the low-precision copy while the new values are in the cache. (Loshchilov and Hutter, 2019,
-// algorithm 2, in torch::optim's order of operations.)
+// Runs one step of Adam or AdamW on all elements of `span`, on the calling thread, with the processor's widest vector
+// instructions. Writes the low-precision copy while the new values are in the cache. Implements algorithm 2 of
+// Loshchilov and Hutter (2019), in torch::optim's order of operations.
 void adam_step(const AdamSpan& span, const AdamFactors& factors);
 
-// Runs a step that is bit-equal to adam_step() and can be rolled back. Writes the new state and the old parameter to
-// `beside`, and ignores the gradient and low_precision of `beside`. Runs on the calling thread.
+// Runs a step that is bit-equal to adam_step() and can be rolled back, on the calling thread. Writes the new state and
+// the old parameter to `beside`, and the new parameter to `span`. Ignores beside.gradient and beside.low_precision.
 void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFactors& factors);
 
 // Returns the instruction set of adam_step() on this machine: "avx512", "avx2" or "baseline".

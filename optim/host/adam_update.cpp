@@ -43,7 +43,7 @@ void require_steppable(const at::Tensor& parameter, const AdamPlacement& placeme
   require_dense(parameter, placement.name);
 }
 
-// Puts the parameter's state into `update`, and creates a missing state. Counts the step.
+// Sets the state tensors of `update` to the parameter's state, which is created if missing. Increments the step count.
 template <class State>
 State& begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
   const at::Tensor& parameter = update.parameter;

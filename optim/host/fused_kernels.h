@@ -7,21 +7,21 @@
 
 namespace tessera::internal {
 
-// Returns whether libtorch's _fused_sgd_ is correct for parameters of this dtype and device, in every supported
-// libtorch. On CPUs, versions before the fix of pytorch#191763 skip full vectors of 16-bit parameters, and read momenta
-// as fp32. _fused_adam_ and _fused_adamw_ are correct for all dtypes (tests/optim/fused_kernels_test.cpp).
+// Returns whether libtorch's _fused_sgd_ is correct for parameters of this dtype and device, in every supported version
+// of libtorch. On CPUs, versions before the fix of pytorch#191763 skip full vectors of 16-bit parameters, and read
+// momenta as fp32. _fused_adam_ and _fused_adamw_ are correct for all dtypes (tests/optim/fused_kernels_test.cpp).
 constexpr bool fused_sgd_is_right(at::ScalarType dtype, at::DeviceType device) {
   return device != at::kCPU || (dtype != at::kBFloat16 && dtype != at::kHalf);
 }
 
-// Returns the learning rate for a fused kernel. Device kernels of a recorded step (CapturedStep) read the rate in fp32.
-// So eager steps on a device round the rate, too. CUDA's Adam rounds it in any case, except for fp64.
+// Returns the learning rate for a fused kernel. On a device, rounds it to fp32 unless the parameter is fp64. Eager
+// steps then use the same rate as recorded steps (CapturedStep), whose kernels read the rate in fp32.
 inline double rate_of_kernels(double lr, const at::Tensor& parameter) {
   return parameter.is_cpu() || parameter.scalar_type() == at::kDouble ? lr : static_cast<float>(lr);
 }
 
-// Returns whether CapturedStep can record the optimizer's step(). Such a step() adds its host part by
-// CapturedWork::add_step(). True for fused optimizers, but not for derived classes, whose step() may do other work.
+// Returns whether CapturedStep can record the optimizer's step(), which then calls CapturedWork::add_step(). True for
+// fused optimizers, but false for classes derived from them, because their step() may do other work.
 bool has_recordable_step(const torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera::internal

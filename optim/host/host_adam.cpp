@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Elements of one task. Large enough to outweigh a call's cost, and small enough to balance the threads.
+// Number of elements in one task. Large enough to outweigh a call's cost, and small enough to balance the threads.
 constexpr int64_t kPartNumel = 1 << 16;
 
 std::string problem_of(const at::Tensor& parameter) {
@@ -57,9 +57,9 @@ struct Before {
   at::Tensor average, square, maximum;  // previous state
   int64_t step = 0;
   bool has_state = false, has_maximum = false;
-  bool is_stepped = false;  // the last step is not yet kept or rolled back
+  bool is_stepped = false;  // whether the last step is neither kept nor rolled back yet
   bool is_copied = false;   // the tensors hold the previous values
-  // `values` holds the previous parameter. The other tensors hold the new state; after exchange(), the previous one.
+  // If set, `values` holds the old parameter. The others hold the new state; after exchange(), they hold the old state.
   bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {
@@ -78,12 +78,12 @@ struct Before {
   }
 };
 
-// The work of one call: tensors that must stay alive, and parts that threads share.
+// The work of one step() call: tensors that must stay alive until run() ends, and parts that threads process.
 struct Pass {
   struct Part {
     AdamSpan span;
     AdamFactors factors;
-    AdamSpan beside;  // null parameter: the step is in place
+    AdamSpan beside;  // if beside.parameter is null, the step is in place
   };
   std::vector<at::Tensor> kept;
   std::vector<Part> parts;
@@ -91,7 +91,7 @@ struct Pass {
   std::vector<DiskPager::Hold> held;
   std::vector<Before*> beside;
 
-  // Adds an update. Runs it at once if the parameter is not fp32. Previous values go to `before`, unless null.
+  // Adds an update, or runs it at once if the parameter is not fp32. Stores old values in `before`, unless it is null.
   void add(const AdamUpdate& update, Before* before) {
     const at::Tensor& parameter = update.parameter;
     if (note_write_if_empty(parameter)) return;
@@ -145,10 +145,10 @@ struct Pass {
         other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);
       }
     });
-    // Raises version counters, because no operator made these writes. Tessera detects writes by these counters.
+    // Raises the version counters, by which Tessera detects writes. Only operators raise them without such a call.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
-      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // on disk, hold() counted the write
+      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // for a parameter on disk, hold() did this
       if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
     }
   }
@@ -164,14 +164,14 @@ void step_on_host(
   const auto take = [&](const AdamUpdate& update) {
     Before* before = before_of(update.parameter);
     if (DiskPager::of(update.parameter) == nullptr) return pass.add(update, before);
-    Pass alone;  // so that memory holds one parameter on disk with its state, and the read-ahead
+    Pass alone;  // so that memory holds only one parameter on disk, its state and the read-ahead
     alone.add(update, before);
     alone.run();
   };
   for_each_adam_update(optimizer, chosen, kInHostMemory, take, [&] { std::exchange(pass, {}).run(); });
 }
 
-// Writes the values like a step, including the low-precision copy.
+// Writes `values` to the parameter and, like a step, to its low-precision copy.
 void write_back(const at::Tensor& parameter, const at::Tensor& values) {
   parameter.detach().copy_(values);
   const LowPrecisionPart* copy = low_precision_copy_of(parameter);
@@ -254,7 +254,7 @@ class RevocableHostSteps : public PartialStep::RevocableSteps {
   std::unordered_map<void*, Before> before_;  // by the parameter's TensorImpl, like optimizer.state()
 };
 
-// Whether the groups list a parameter twice. A step then changes it twice, which RevocableHostSteps cannot roll back.
+// Returns whether the groups list a parameter twice. A step changes it twice, which roll_back() cannot undo.
 bool lists_twice(const torch::optim::Optimizer& optimizer) {
   std::unordered_set<const c10::TensorImpl*> listed;
   for (const auto& group : optimizer.param_groups())

@@ -18,16 +18,16 @@
 namespace tessera::internal {
 namespace {
 
-// Limit of gradients in flight to the host, and limit of new values in flight to the device, during a step.
+// Maximum number of gradients in flight to the host, and of parameters in flight to the device, during a step.
 constexpr size_t kUnderWay = 2;
 
-// Returns the elements in memory order; undefined if the tensor is not dense.
+// Returns the elements in memory order, or an undefined tensor if `tensor` is not dense.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.detach().as_strided({tensor.numel()}, {1}) : at::Tensor();
 }
 
-// Returns [kSums] kLong on the parameter's device: sums of the values' bits. Rows have kColumns values; each column has
-// a sum, and the remaining values have one. A sum changes if a value changes or moves to another column.
+// Returns checksums of the values' bits: [kSums] kLong on the parameter's device. Sums the columns of [rows, kColumns]
+// values, then the remaining values. A sum changes if a value changes or moves to another column.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
@@ -74,7 +74,7 @@ HostStep::~HostStep() {
   for (size_t i = 0; i < parameters_.size() && dropped_; ++i) dropped_->take_out(i, parameters_[i]);
 }
 
-// Updates the host copies and the host optimizer for the optimizer's groups. The user may have added groups.
+// Updates the host copies and the host optimizer to match the groups of `optimizer`. The user may have added groups.
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
@@ -125,7 +125,7 @@ void HostStep::renew(HostCopy& copy) {
   copy.seen_memory = parameter.const_data_ptr();
 }
 
-// Must be called before the first gradient's copy starts. The host then has the result when that copy has ended.
+// Sets `written_`, which is valid once the first gradient's copy has ended. Must be called before that copy starts.
 void HostStep::look_for_writes(const std::vector<HostCopy*>& work) {
   written_ = at::Tensor();
   if (work.empty() || work[0]->parameter.is_cpu()) return;
@@ -171,8 +171,8 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
-// Starts a copy in memory order if strides are equal and the parameter has no conjugate or negative bit. Otherwise
-// copies with an operator, because set_data() may have changed the parameter's layout.
+// Starts a copy of the new values in memory order if strides are equal and the parameter has no conjugate or negative
+// bit. Otherwise copies them with an operator, because set_data() may have changed the parameter's layout.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
   const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);

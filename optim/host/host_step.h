@@ -23,10 +23,10 @@ struct HostStepOptions {
 };
 
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
-// and a second optimizer of the same class steps these copies. Before a step, copies of changed parameters are renewed.
-// On a device, writes through .data() do not raise the version. So sums of the values, computed after a step and before
-// the next step, detect such writes. The second optimizer holds the states only during a step. Between steps, the first
-// optimizer holds them, for state dictionaries and checkpoints.
+// and a second optimizer of the same class steps these copies. Each step first updates the copies of parameters that
+// changed since the last step. On a device, writes through .data() do not raise the version. To detect them, sums of
+// the values after a step are compared with sums before the next step. The second optimizer holds the states only
+// during a step. Between steps, the first optimizer holds them, for state dictionaries and checkpoints.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;

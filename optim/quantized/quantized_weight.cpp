@@ -59,7 +59,7 @@ QuantizedWeight::QuantizedWeight(torch::nn::Module& owner, const std::string& na
   bytes_.mutable_grad().reset();
   if (format_ != WeightFormat::kFull) {
     const at::Tensor bytes = is_deferred(bytes_) ? encoded_later(format_, bytes_) : encoded(format_, bytes_);
-    const OrdinaryScope ordinary;  // set_data() calls operators to check compatibility
+    const OrdinaryScope ordinary;  // deferred() must not record the compatibility check of set_data()
     bytes_.set_data(bytes);
   }
   if (lora_.rank > 0) {

@@ -12,12 +12,12 @@
 namespace tessera::internal {
 
 // Stands in for a Linear's weight, and decodes the weight's values on use. An operator that uses handle() receives
-// values decoded for this call only. at::linear decodes again in backward instead of saving values. The encoded bytes
-// are a parameter of the module, so wrappers shard, gather and save them like other parameters.
+// values decoded for this call only. The backward of at::linear decodes again instead of using saved values. The
+// encoded bytes are a parameter of the module, so wrappers shard, gather and save them like other parameters.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
-  // Replaces the parameter `name` of `owner`, [rows, columns], by its frozen encoded bytes, and registers adapters.
-  // With kFull, only freezes the parameter. `fqn` is for errors.
+  // Replaces the [rows, columns] parameter `name` of `owner` by its frozen encoded bytes. With kFull, only freezes it.
+  // If lora.rank > 0, registers an adapter. `fqn` names the weight in errors.
   static std::shared_ptr<QuantizedWeight> make(torch::nn::Module& owner, const std::string& name, std::string fqn,
                                                WeightFormat format, const LoraOptions& lora);
 
@@ -27,7 +27,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   const std::string& fqn() const { return fqn_; }
   WeightFormat format() const { return format_; }
   at::IntArrayRef sizes() const { return sizes_; }
-  // Returns "lora_a" for "a", with a prefix if the weight's name is not "weight".
+  // Returns "lora_a" for "a". If the weight's name is not "weight", the result begins with that name and "_".
   std::string adapter_name(const char* which) const {
     return (name_ == "weight" ? "lora_" : name_ + "_lora_") + std::string(which);
   }

@@ -64,8 +64,8 @@ struct Nf4Layout {
 
   const bool is_double;
   const int64_t blocks;
-  const int64_t scales_at;  // offset of the scales: fp32; with is_double, indices into dynamic_map()
-  const int64_t outer_at;   // with is_double, offset of fp32 numbers: the mean of all scales, and a scale for each 256
+  const int64_t scales_at;  // offset of the scales: fp32, or indices into dynamic_map() if is_double
+  const int64_t outer_at;   // if is_double, offset of fp32 numbers: the mean scale, and one scale for each 256 scales
   const int64_t end;
 
   at::Tensor codes(const at::Tensor& bytes) const { return bytes.narrow(0, 0, blocks * kWeightBlockNumel / 2); }

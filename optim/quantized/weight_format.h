@@ -10,7 +10,7 @@ namespace tessera::internal {
 
 inline constexpr int64_t kWeightBlockNumel = 64;  // elements that share a scale, in every format
 
-// Returns the encoded bytes of a weight of `numel` elements, with its scales. Must not be called for kFull.
+// Returns the number of bytes of an encoded weight with `numel` elements, scales included. `format` must not be kFull.
 int64_t encoded_bytes(WeightFormat format, int64_t numel);
 
 // Encodes a weight of any shape and floating-point dtype, in row-major order. Returns [encoded_bytes()] uint8 on the
@@ -19,10 +19,10 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight);
 
 // Encodes a deferred weight. The result is also deferred. If deferred() recorded the weight, must be called inside the
 // same deferred(). If the weight has a reader, a rank that needs a part of the bytes reads the whole weight.
-// Materializing the result throws like encoded().
+// Materializing the result throws like encoded(), for infinite or NaN elements.
 at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight);
 
-// Decodes [encoded_bytes()] uint8 to [numel] of `dtype`, on its device. Rounds once, from fp32. Bit-equal everywhere.
+// Decodes `bytes`, [encoded_bytes()] uint8, to [numel] of `dtype` on its device. Rounds once. Bit-equal on all devices.
 at::Tensor decoded(WeightFormat format, const at::Tensor& bytes, int64_t numel, at::ScalarType dtype);
 
 }  // namespace tessera::internal

@@ -33,7 +33,7 @@ using namespace torch::optim;
 template <class Type, class... Types>
 concept IsAny = (... || std::same_as<Type, Types>);
 
-// Each function calls visit(name, reference) for each field of a state or of options. Reads and writes share this list.
+// Each function calls visit(name, reference) for each field of a state or of options, to read or to write the fields.
 void visit_fields(IsAny<AdamParamState, AdamWParamState> auto& state, auto visit) {
   visit("step", state.step());
   visit("exp_avg", state.exp_avg());
@@ -292,7 +292,7 @@ std::string text_of(const OptimizerOption& option) {
 }
 
 std::string text_of(const OptimizerOptions& options) {
-  std::string text = c10::demangle(typeid(options).name());  // for classes of users, whose fields are unknown
+  std::string text = c10::demangle(typeid(options).name());  // for user-defined classes, whose fields are unknown
   any_kind([&]<class Options, class State>(Kind<Options, State> kind) {
     if (dynamic_cast<const Options*>(&options) == nullptr) return false;
     text = kind.name + std::string(":");

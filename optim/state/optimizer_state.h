@@ -17,10 +17,10 @@ namespace tessera::internal {
 
 using ParameterState = OptimizerStateDict::ParameterState;
 
-// The form of a state tensor, given by its name. kElements: a value for each element, in the parameter's shape. kBlocks
-// (names with suffix "_scale"): 1-D, a value for each block of 256 elements in memory order. kRows, kColumns ("_row",
-// "_col"): 1-D, a value for each row or column of the last two dimensions. Every rank with a part of the parameter
-// holds all of these.
+// The form of a state tensor, which its name determines. kElements: a value for each element, in the parameter's shape.
+// kBlocks (suffix "_scale"): 1-D, a value for each block of 256 elements in memory order. kRows, kColumns (suffixes
+// "_row", "_col"): 1-D, a value for each row or column of the last two dimensions. Every rank with a part of the
+// parameter holds the whole tensor of form kRows or kColumns.
 enum class StateForm { kElements, kBlocks, kRows, kColumns };
 StateForm form_of_state(const std::string& name);
 inline constexpr int64_t kStateBlockNumel = 256;
@@ -38,7 +38,7 @@ NamedShard state_shard(const std::string& name, const NamedShard& parameter, con
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
 // The functions below support the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and of Tessera's
-// optimizers. For others, all except complete_state() and text_of() throw std::invalid_argument.
+// optimizers. For other classes, all except complete_state() and text_of() throw std::invalid_argument.
 
 // Returns the kind of the optimizer's options and states: "Adam", "AdamW", "Muon", ...
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
@@ -48,16 +48,16 @@ ParameterState read_state(const torch::optim::OptimizerParamState& state);
 // strides since the last step, the returned states are copies.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
-// Creates a state of this kind with the given values. Throws std::invalid_argument, listing the names, for unknown
-// values and missing numbers.
+// Creates a state of this kind with the given values. If a name is unknown or a number is missing, throws
+// std::invalid_argument with the names that the state has.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
-// Adds zero tensors that a state of torch's Adam, AdamW or RMSprop lacks because other options created it. A no-op for
-// other states.
+// Adds, as zeros, the tensors that `options` require and that a state of torch's Adam, AdamW or RMSprop lacks because
+// other options created it. A no-op for other states.
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// Returns an option's value with all digits, or all options' names and values: "Lion: lr=0.001 weight_decay=0".
+// Returns an option's value with all digits; or, for `options`, all names and values: "Lion: lr=0.001 weight_decay=0".
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
