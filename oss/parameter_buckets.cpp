@@ -75,7 +75,7 @@ bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
          is_view_at(parameter, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
 }
 
-// Whether the member shares its memory with tensors that are not parameters of this object.
+// Returns whether the member shares its memory with tensors that are not parameters of this object.
 bool ParameterBuckets::is_shared(const Bucket& bucket, size_t member) const {
   const c10::Storage& storage = parameters_[bucket.members[member]].storage();
   if (storage.use_count() == 1) return false;
@@ -100,7 +100,7 @@ void ParameterBuckets::adopt(Bucket& bucket) {
 }
 
 // Moves parameters back after torch::load(), module.to() or set_data() gave them other memory. If other tensors use the
-// bucket's memory (a kept view, a swapped parameter), allocates a new buffer; members keep their own memory.
+// bucket's memory (a kept view, a swapped parameter), gives the bucket new memory, and members keep their own.
 void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
@@ -129,7 +129,7 @@ void ParameterBuckets::note_trained() {
   for (Bucket& bucket : buckets_) bucket.has_trained = trains(bucket);
 }
 
-// Whether publishing rounds the values of a parameter of `dtype`.
+// Returns whether publishing rounds the values of a parameter of `dtype`.
 bool ParameterBuckets::is_rounded(at::ScalarType dtype) const {
   return broadcast_dtype_ && *broadcast_dtype_ != dtype && at::isFloatingType(dtype);
 }
@@ -217,7 +217,7 @@ std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(Collectiv
     }
   };
   if (step_owned) {
-    // Steps enough buckets for one efficient call of the optimizer's operator, publishes them, and repeats.
+    // In each turn, steps enough buckets to make the optimizer's operator calls efficient, then starts to publish them.
     const int64_t turn_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
     std::vector<at::Tensor> turn = owned_outside_buckets();
     int64_t bytes = 0;
@@ -234,7 +234,7 @@ std::vector<ParameterBuckets::PendingGather> ParameterBuckets::publish(Collectiv
   return gathers;
 }
 
-// Returns this rank's parameters without elements. Nothing publishes them, but their optimizer state counts steps.
+// Returns this rank's parameters without elements. They are not published, but their optimizer states count steps.
 std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
   std::vector<at::Tensor> owned;
   for (size_t i = 0; i < parameters_.size(); ++i)

@@ -16,10 +16,10 @@
 
 namespace tessera::internal {
 
-// If a rank alternates between stepping and publishing, it steps at least this many bytes in one turn. With fewer
+// The least number of bytes that a rank steps in one turn if it alternates between stepping and publishing. With fewer
 // bytes, the overhead of the optimizer's operator calls would be too large. Tests use a lower number.
 inline int64_t least_step_bytes = int64_t{8} << 20;
-// Multiplies least_step_bytes on a device, where computation is faster than on a CPU but each launch costs as much.
+// Factor for least_step_bytes on a device, where computation is faster than on a CPU but a call has no less overhead.
 inline constexpr int64_t kDeviceStepFactor = 32;
 
 // Publishes parameters after a step: sends the owners' values to all ranks, in buckets.
@@ -27,8 +27,8 @@ inline constexpr int64_t kDeviceStepFactor = 32;
 // A bucket's memory is cut by owner, and its parameters are views of this memory. So one in-place all-gather updates
 // all parameters of a bucket. A large parameter is its own bucket, in its own memory. So publishing copies no values.
 //
-// A parameter also keeps its own memory if other tensors share it (a kept view, a second model). Its values are copied
-// to the bucket and back. Ranks may differ in such parameters, because they run the same all-gather.
+// A parameter also keeps its own memory if other tensors share that memory (a kept view, a second model). Publishing
+// copies its values to the bucket and back. Ranks may differ in this, because they run the same all-gather.
 class ParameterBuckets {
  public:
   // Moves the values of small parameters into buckets of at most `bucket_bytes`. Makes these parameters views of the
@@ -37,8 +37,8 @@ class ParameterBuckets {
   ParameterBuckets(std::vector<at::Tensor> parameters, std::vector<int> owners, int64_t bucket_bytes,
                    std::optional<at::ScalarType> broadcast_dtype, Communicator& comm);
 
-  // Returns `values` as this rank receives them from the owner: rounded to broadcast_dtype. Returns `values` unchanged
-  // if this rank owns the parameter, or if the parameter is not published or not rounded.
+  // Returns `values` as this rank would receive them from the parameter's owner: rounded to broadcast_dtype. Returns
+  // `values` unchanged if this rank owns the parameter, or if the parameter is not published or not rounded.
   at::Tensor as_received(const at::Tensor& parameter, const at::Tensor& values) const;
 
   // Throws std::logic_error, with the parameter's number, if a published parameter has changed its dtype, shape or
@@ -49,9 +49,9 @@ class ParameterBuckets {
   // use the buckets' memory. Must be called before a step. Not collective.
   void reattach();
 
-  // Publishes each bucket that has ever had a trained parameter. Logs the operations in `log`, and returns them for
-  // finish(). Collective. Calls `step_owned` with groups of this rank's parameters, without repetition; `step_owned`
-  // must step them. Each bucket is sent after its parameters were stepped, while `step_owned` steps the next ones.
+  // Publishes each bucket that has ever had a trained parameter. Adds the operations to `log`, and returns them for
+  // finish(). Collective. Unless null, `step_owned` receives this rank's parameters in disjoint sets, and must step
+  // them. A bucket is sent once its parameters are stepped, while `step_owned` steps those of the next buckets.
   struct PendingGather;
   using StepOwned = std::function<void(const std::vector<at::Tensor>& parameters)>;
   std::vector<PendingGather> publish(CollectiveLog& log, const StepOwned& step_owned = nullptr);
@@ -73,7 +73,7 @@ class ParameterBuckets {
   void plan(int64_t bucket_bytes);
   Bucket make_bucket(std::vector<size_t> members) const;
   void adopt(Bucket& bucket);        // makes members views of the bucket's memory
-  void adopt_again(Bucket& bucket);  // calls adopt() after the user replaced members' memory
+  void adopt_again(Bucket& bucket);  // moves members back after the user replaced their memory
   bool is_in_place(const Bucket& bucket, size_t member) const;
   bool is_shared(const Bucket& bucket, size_t member) const;
   at::Tensor view_of(const Bucket& bucket, size_t member) const {

@@ -36,7 +36,7 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
-// Returns the parameters without duplicates, named by their place in the groups, because an optimizer has no names.
+// Returns the parameters without duplicates, named by group and index, because an optimizer does not know their names.
 std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -61,7 +61,7 @@ ParameterGeometry state_geometry(const std::string& name, const at::Tensor& para
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// Returns a line for each number and tensor of the states. A receiving rank allocates memory from these lines.
+// Describes each number and tensor of the states in a line, from which a receiving rank allocates memory.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -138,7 +138,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const NoGradNoInferenceGuard quiet;  // parameters that move into buckets must stay ordinary tensors
+  const NoGradNoInferenceGuard quiet;  // parameters that move into buckets must not become inference tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -293,7 +293,7 @@ ScopeExit ShardedOptimizer::lend_state() {
   return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Adopts groups that the user added by the base class's add_param_group(), which is not virtual. Collective.
+// Adopts groups that the user added with the base class's add_param_group(), which is not virtual. Collective.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
@@ -360,7 +360,7 @@ void ShardedOptimizer::step_owned() {
   if (comm_->size() > 1) publish();
 }
 
-// Records the local optimizer's step. Replays need this rank's options and states during the recorded step.
+// Wraps the recorded steps of the local optimizer, because they need this rank's options and states during a replay.
 void ShardedOptimizer::add_recorded_step(CapturedWork& work) {
   const auto parts = std::make_shared<std::vector<RecordedStep>>(work.take_steps());
   work.add_step({[this, parts] {
@@ -390,7 +390,7 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   return lbfgs.step_among(owners, closure);
 }
 
-// Publishes parameters. Meanwhile compares the ranks' options and collectives.
+// Publishes parameters and, at the same time, compares the ranks' options and collectives.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   std::vector<std::string> options;  // compared, because a rank may have changed only its own learning rate
   for (const auto& group : param_groups_)
@@ -423,7 +423,7 @@ bool ShardedOptimizer::are_swapped_in() const {
   return averages != nullptr && averages->are_swapped_in();
 }
 
-// Makes owners swap in their averages, and publishes them like a step. The scope's end swaps back and publishes.
+// Swaps in the averages on their owners and publishes them. The end of the scope swaps back and publishes again.
 ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
@@ -464,7 +464,7 @@ GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double nor
   take_added_groups();
   check_before_step(all_parameters());
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> all;  // this rank's gradients, also of parameters that other ranks own
+  std::vector<at::Tensor> all;  // this rank's gradients, including those of parameters that other ranks own
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
     if (seen.insert(parameter.unsafeGetTensorImpl()).second && parameter.grad().defined())
