@@ -15,9 +15,9 @@
 
 namespace tessera::internal {
 
-// The engine that copies shards from host memory to the device, and the buffers that receive them.
+// The engine that copies shards from host memory to the device, and the device buffers that receive these shards.
 struct ShardSource {
-  CopyEngine* engine = nullptr;  // null: shards are on the device
+  CopyEngine* engine = nullptr;  // null if shards are on the device
   CountedBuffers* staging = nullptr;
 };
 

@@ -26,7 +26,7 @@ static void free_on_device(at::Tensor& device, at::Device home) {
   device.reset();
 }
 
-// Holds the kept tensors and copies them. Owned by ActivationOffload and the Fetch functions. Is thread-safe.
+// Holds the kept tensors, and copies them to the host and back. ActivationOffload and all Fetches own it. Thread-safe.
 class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   Pipeline(at::Device device, ActivationOffloadOptions options)
@@ -56,7 +56,7 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
 struct ActivationOffload::Pipeline::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat; the values in host memory
-  at::Tensor device;  // flat; defined before the copy to the host, and again after the fetch
+  at::Tensor device;  // flat; defined until the copy to the host has completed, and again from the fetch on
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;
@@ -127,7 +127,7 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   return values;
 }
 
-// Called when the graph is freed or backward has used the tensor. Backward has already forgotten the later tensors.
+// Called when the graph is freed, or when backward has used this tensor and all tensors that were kept after it.
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();

@@ -43,7 +43,7 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
   return devices;
 }
 
-// Adds all accelerators that this process has used. The function may draw random numbers on a device without inputs.
+// Also returns all accelerators that this process has used, because the function may draw random numbers on them.
 std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   std::vector<at::Device> devices = devices_of(tensors);
   if (!at::globalContext().hasCUDA()) return devices;
@@ -58,7 +58,7 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
-    // Recorded work draws no random numbers: an earlier eager step would have thrown (CapturedWork::refuse()).
+    // Recorded work draws no random numbers: CapturedWork::refuse() would have thrown in an earlier eager step.
     const bool is_recorded = std::ranges::any_of(
         devices, [](const at::Device& device) { return CapturedWork::recording_on(device) != nullptr; });
     for (const at::Device& device : devices) {
@@ -105,7 +105,7 @@ class ExecutionState {
   bool cast_cache_ = true;
 };
 
-// The version of a tensor at the call of the function. Holds the version counter, not the tensor.
+// The version of an input when the checkpointed function was called. Holds the version counter, not the tensor.
 struct Version {
   explicit Version(const at::Tensor& tensor) : counter(torch::autograd::impl::version_counter(tensor)), then(now()) {}
   // Tensors made under InferenceMode have no version counter.
@@ -129,7 +129,7 @@ struct Part : torch::CustomClassHolder {
     ExecutionState present(devices);
     if (!first_state->draws()) present.forget_generators();
     const auto back = c10::make_scope_exit([&] { present.restore(); });
-    // When this outermost autocast scope ends, frees cast copies of weights. The next forward must not use them.
+    // Clears the cached casts of weights if this is the outermost autocast scope. The next forward must not use them.
     at::autocast::increment_nesting();
     const auto uncached = c10::make_scope_exit([] {
       if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
@@ -189,7 +189,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
                                     " of its inputs in place, so that it cannot be called again: clone it first");
     for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
-    // Autograd sets a node in the returned tensors themselves, which must not happen to a tensor that others hold.
+    // Autograd sets grad_fn in the returned tensor objects themselves, so outputs that are held elsewhere are replaced.
     for (at::Tensor& output : outputs)
       if (output.use_count() > 1 &&
           std::ranges::none_of(given, [&](const auto& input) { return input.is_same(output); }))
@@ -212,8 +212,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     context->save_for_backward(std::move(saved));
   }
 
-  // Adds the gradients of `roots` to the inputs and to all other leaves. In torch::autograd::grad(), and in a backward
-  // with `inputs`, adds them to the wanted inputs only.
+  // Adds the gradients of `roots` to the inputs and to all other leaves. In torch::autograd::grad(), or if the user's
+  // backward() has an `inputs` argument, adds them only to the inputs that need a gradient.
   static void add_gradients(AutogradContext* context, const Tensors& roots, const Tensors& seeds,
                             const Tensors& inputs) {
     if (roots.empty()) return;

@@ -30,7 +30,7 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   return options;
 }
 
-// Direct I/O needs block-aligned memory. Buffers are one block larger, because a buffer may begin unaligned.
+// Direct I/O needs block-aligned memory. A buffer may begin unaligned, so it is one block larger than its data.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
@@ -133,7 +133,7 @@ void DiskPager::touch(Entry& entry) {
   recent_.push_back(&entry);
 }
 
-// Removes and returns the first entry without a hold and outside each thread's last operator; null if there is none.
+// Removes and returns the first entry that is neither held nor used by a thread's last operator; null if there is none.
 DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
   const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
     return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
@@ -207,7 +207,7 @@ bool DiskPager::has_room(int64_t bytes) const {
   return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
-// Makes room for `bytes` in the buffers; returns false if it cannot. Only if `may_wait`, evicts tensors and blocks.
+// Makes room for `bytes` in the buffers; returns false if it cannot. Evicts tensors and blocks only if `may_wait`.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   while (!has_room(bytes)) {
     if (!writing_.empty() &&
@@ -293,7 +293,7 @@ bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
-  Hold hold;  // destroyed after `lock`, because its release locks the mutex if reading ahead throws
+  Hold hold;  // destroyed after `lock`: if foretell() throws, releasing the hold locks the mutex
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;

@@ -31,13 +31,13 @@ struct DiskPagerOptions {
 };
 
 // Keeps tensors on disk, and reads them into memory when an operator uses them. Implements ZeRO-Infinity's NVMe tier
-// (Rajbhandari et al., 2021) by Tessera's paging, so no module hooks are needed.
+// (Rajbhandari et al., 2021) with Tessera's paging instead of module hooks.
 //
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
-// If memory is short, evicts the least recently used tensors, and writes changed tensors back asynchronously. Predicts
-// the next tensors from the previous order of loads, and reads them ahead. Operators may read and write the tensors
-// like ordinary tensors. Code that uses pointers must hold() a tensor first. All data are in one unnamed file
+// If memory is short, evicts the least recently used tensors; those that have changed are written back asynchronously.
+// Predicts the next tensors from the previous order of loads, and reads them ahead. Operators may read and write the
+// tensors like ordinary tensors. Code that uses pointers must hold() a tensor first. All data are in one unnamed file
 // (DiskSpace). A tensor has space in the file from creation until release. A dry run has no file and moves no data.
 //
 // Is thread-safe. If a tensor outlives the pager, operators on it throw std::logic_error.
@@ -97,12 +97,12 @@ class DiskPager : public Pager {
  private:
   enum class State { kOnDisk, kReading, kResident, kWriting };
   struct Entry {
-    std::unique_ptr<Page> page;  // null: the tensor is released and the entry is vacant
+    std::unique_ptr<Page> page;  // null if the tensor has been released; the entry is then vacant
     // The page's storage, which the tensor and its views own.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
     int64_t offset = 0;
     int64_t bytes = 0;    // a multiple of File::kBlockBytes
-    bool is_zero = true;  // whether the tensor was never written: the disk has no data
+    bool is_zero = true;  // true until the first write to disk: the file has no data yet
     State state = State::kOnDisk;
     at::Tensor buffer;  // from `buffers_`
     at::Tensor data;    // the aligned part of `buffer`, [bytes] of kByte
@@ -110,7 +110,7 @@ class DiskPager : public Pager {
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    Entry* next = nullptr;  // prediction: the tensor that followed this one in the last loads
+    Entry* next = nullptr;  // prediction: the tensor that was last loaded directly after this one
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);

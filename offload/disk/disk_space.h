@@ -11,11 +11,11 @@
 
 namespace tessera::internal {
 
-// Creates an unnamed file in `directory`. If this function or a later operation on the file fails, throws
-// std::runtime_error with the directory's name.
+// Creates an unnamed file in `directory`. This function and later operations on the file throw std::runtime_error, with
+// the directory's name, if they fail.
 File offload_file(const std::string& directory);
 
-// Allocates whole blocks in an unnamed file; after a crash, the system deletes the file. claim() allocates disk space,
+// Allocates whole blocks in an unnamed file, which the system deletes even after a crash. claim() allocates disk space,
 // so it detects a full disk. Merges and reuses freed pieces. A dry run has no file. Not thread-safe.
 class DiskSpace {
  public:

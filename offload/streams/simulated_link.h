@@ -8,8 +8,8 @@
 
 namespace tessera::internal {
 
-// Simulates a link between host and device on the CPU. Used by tests of order, overlap and failures that run without an
-// accelerator.
+// The properties of a simulated link between host and device, for CopyEngines on the CPU. With it, tests of order,
+// overlap and failures need no accelerator.
 struct SimulatedLink {
   // A copy takes at least its bytes divided by this rate. Each direction has the full rate. 0: no lower bound.
   double bytes_per_s = 0;

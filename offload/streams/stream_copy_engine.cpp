@@ -11,8 +11,8 @@ namespace {
 
 // Note [Streams of a copy]. The copy's stream first waits for the caller's current stream. So a copy runs after kernels
 // that produce its source or still use its destination. The event `end_` is recorded on the copy's stream. A stream
-// that has waited for the event may free or write the device memory. If no stream has waited before the handle is
-// destroyed, the destructor makes the current stream wait. HostMemoryInUse keeps the host memory alive until the event.
+// that has waited for the event may free or write the device memory. If no stream has waited before the StreamCopy is
+// destroyed, its destructor makes the current stream wait. HostMemoryInUse keeps the host memory until `end_` is over.
 class EventEnd : public CopyEnd {
  public:
   explicit EventEnd(const c10::Stream& stream) : event(stream.device_type()) { event.record(stream); }
