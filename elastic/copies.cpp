@@ -90,11 +90,11 @@ std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, in
   const auto index = static_cast<size_t>(std::ranges::find(own_host, rank) - own_host.begin());
   const auto host = static_cast<size_t>(std::ranges::find(names, hosts[static_cast<size_t>(rank)]) - names.begin());
   std::vector<int> partners;
-  // The first round takes one rank of each other host. Later rounds take further ranks of all hosts.
+  // The first round selects one rank of each other host. Later rounds select further ranks of all hosts.
   for (size_t round = 0; round < hosts.size(); ++round)
     for (size_t other = 1; other <= names.size(); ++other) {
       const auto& ranks = ranks_of[names[(host + other) % names.size()]];
-      if (other == names.size() && names.size() > 1 && round == 0) continue;  // this rank's host comes last
+      if (other == names.size() && names.size() > 1 && round == 0) continue;  // round 0 skips this rank's host
       const int partner = ranks[(index + round + (other == names.size() ? 1 : 0)) % ranks.size()];
       if (static_cast<int>(partners.size()) == copies) return partners;
       if (partner != rank && std::ranges::find(partners, partner) == partners.end()) partners.push_back(partner);

@@ -25,18 +25,18 @@ struct CopiedFile {
     int64_t begin = 0, bytes = 0;  // position in the file, and length
   };
   std::vector<Piece> pieces;
-  // Checksums of the pieces, if these are blocks from another host. Equal blocks of successive steps share memory.
+  // Checksums of the pieces, if another host sent them in blocks. Equal blocks of successive steps share memory.
   std::vector<uint64_t> sums;
   int64_t bytes = 0;
   // Appends `count` bytes at `data` without copying them; `owner` owns them.
   void add(std::shared_ptr<const void> owner, const char* data, int64_t count);
-  // Copies a range. Throws std::out_of_range beyond the end.
+  // Copies `count` bytes from `position` on into `data`. Throws std::out_of_range if the range exceeds the file.
   void read(void* data, int64_t count, int64_t position) const;
 };
 // Files are sent between hosts in blocks of this size. The last block of a file may be shorter.
 inline constexpr int64_t kCopyBlockBytes = int64_t{1} << 20;
 int64_t block_count(int64_t bytes);
-// Returns the bytes of a block.
+// Returns the content of a block.
 std::string read_block(const CopiedFile& file, size_t index);
 
 // Names one rank's part of one committed step.
@@ -50,8 +50,8 @@ struct CopiedPart {
   int world = 0;            // number of ranks of the group
   std::string description;  // the part's entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
-  // Memories that hold most bytes of the files; empty if another host has sent the files. Successive parts share the
-  // memory of unchanged tensors.
+  // The memories that hold most bytes of the files; empty if another host has sent the files. Unchanged tensors are in
+  // a memory that successive parts share.
   std::vector<std::shared_ptr<const CopyMemory>> memories;
 };
 
@@ -74,8 +74,8 @@ struct CompleteStep {
 };
 CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held);
 
-// Returns the ranks that hold copies of this rank's part: `copies` different ranks, first on other hosts. `hosts` is
-// indexed by rank. Each rank of a host gets its own partner where possible. Returns fewer if the world is too small.
+// Returns the ranks that must hold copies of the part of `rank`: `copies` ranks, of other hosts first. Returns fewer if
+// the world is too small. `hosts` is indexed by rank. Where possible, ranks of one host get different partners.
 std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, int copies);
 
 // The parts that this process holds. Is thread-safe.
@@ -86,10 +86,10 @@ class CopyStore {
   // Returns the newest held part of an owner in a generation; null if there is none.
   std::shared_ptr<const CopiedPart> newest(int64_t generation, int owner) const;
   std::vector<HeldStep> held() const;
-  // Frees the parts of all steps before this step, which must be complete.
+  // Frees the parts of all earlier steps. Must not be called before this step is complete in memory on all ranks.
   void free_before(int64_t generation, int64_t step);
-  // Frees the parts of all steps after this step, from which the ranks continue. Keeps older steps until the new group
-  // has a complete copy, because a part of this step may have only one holder left.
+  // Frees the parts of all later steps. The ranks continue from this step. Keeps earlier steps until the new group has
+  // a complete copy, because a part of this step may have only one holder left.
   void free_after(int64_t generation, int64_t step);
   // Returns the bytes in use. Memory that several parts share counts once.
   int64_t bytes() const;

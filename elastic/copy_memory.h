@@ -11,11 +11,11 @@
 
 namespace tessera::internal {
 
-// The memory of one part. Other processes of the host map it as their copy, so that no data is sent. The memory
-// outlives the process that wrote it.
+// The memory of parts. Other processes of the host map it as their copy, so that no data is sent. A mapping keeps the
+// memory alive after the death of the process that wrote it.
 class CopyMemory {
  public:
-  // Allocates zeros. The memory is private if the system has no memory to share. Throws std::system_error.
+  // Allocates zeros. If the system has no shared memory, the memory is private. Throws std::system_error.
   explicit CopyMemory(int64_t bytes);
   // Maps the memory of another process for reading. Throws std::runtime_error if this process cannot reach it.
   explicit CopyMemory(const nlohmann::json& notice);
@@ -23,7 +23,7 @@ class CopyMemory {
   CopyMemory(const CopyMemory&) = delete;
   CopyMemory& operator=(const CopyMemory&) = delete;
 
-  // Returns the notice by which processes of the host find the memory while this process lives; null if it is private.
+  // Returns a notice by which processes of the host find the memory while this process lives; null for private memory.
   nlohmann::json notice() const;
   // Returns whether this object maps the memory of the notice.
   bool is_of(const nlohmann::json& notice) const { return !notice.is_null() && origin_ == notice; }

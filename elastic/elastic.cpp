@@ -47,7 +47,7 @@ Elastic::Elastic(ElasticOptions options) {
   }
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
   if (size > 1) found = rendezvous(environment, address, options.group.timeout);
-  // ElasticState decides whether a loopback address suffices: other hosts may join.
+  // Passes no loopback address. ElasticState decides whether to use one, because other hosts may join.
   const std::string own = !address.empty() ? address : is_loopback_address(found.address) ? "" : found.address;
   state_ = std::make_unique<ElasticState>(std::move(options), found.store, rank, size, own);
 }

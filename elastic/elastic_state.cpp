@@ -50,7 +50,7 @@ std::string random_text() {
   return text;
 }
 
-// regroup() throws after this many repeated failures after one step, if no rank was lost.
+// regroup() throws when a failure after one step has been repeated this many times without the loss of a rank.
 constexpr int kMostFailuresAtStep = 2;
 
 std::string ranks_text(const std::vector<int>& ranks) {
@@ -92,8 +92,8 @@ std::optional<RunFile> file_of(const ElasticOptions& options) {
   return folder.empty() ? std::nullopt : std::optional<RunFile>(folder);
 }
 
-// Throws for wrong options. `size` is the first world, or 0 in a process that joins.
-// Returns this host's address in the network of the run's members, or public_address() if no route to them is known.
+// Returns this host's address in the network of the run's members. If the run has no members, or if no route to them is
+// known, returns public_address().
 std::string address_towards_run(const RunFile& file) {
   const auto run = file.read();
   if (!run || run->members.empty()) return public_address();
@@ -105,7 +105,7 @@ std::string address_towards_run(const RunFile& file) {
   return address.empty() || is_loopback_address(address) ? public_address() : address;
 }
 
-void check(const ElasticOptions& options, int size) {
+void check(const ElasticOptions& options, int size) {  // `size`: ranks of the first group; 0 in a process that joins
   require(options.copy_every >= 1, "ElasticOptions::copy_every is ", options.copy_every, "; expected at least 1");
   require(options.copies >= 0, "ElasticOptions::copies is ", options.copies, "; expected at least 0");
   require(options.least_ranks >= 1 && (size == 0 || options.least_ranks <= size), "ElasticOptions::least_ranks is ",
@@ -119,8 +119,8 @@ void check(const ElasticOptions& options, int size) {
             " ms; expected more than 0 and at most a year");
 }
 
-// On rank 0, waits for the last reads of the other ranks, because rank 0's process may serve the store only until the
-// constructor returns. If a rank has died, waits until the timeout; the group then finds the loss.
+// On rank 0, blocks until the other ranks have read from the store, which rank 0's process may serve only until the
+// constructor returns. If a rank has died, blocks until the timeout; the group then detects the loss.
 void await_readers(const StorePtr& store, int rank, int size, milliseconds timeout) {
   if (size == 1) return;
   call_with_timeout(timeout, [=] {
@@ -319,14 +319,14 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   const int size = static_cast<int>(group_.members.size());
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
-  // The process that serves the store also uses a client: a group that serves its own store waits for all ranks at its
-  // end. The other ranks leave out a rank that waits for a stopped process longer than stopped_after.
+  // The process that serves the store also uses a client, because a group that serves its own store waits for all ranks
+  // when it ends. If a rank waits for a stopped process longer than stopped_after, the other ranks leave it out.
   const auto patience = std::min(options_.stopped_after, options_.group.timeout);
   const auto wrapped = c10::make_intrusive<StoreClient>(
       c10::make_intrusive<GroupStore>(group_.store, group_.generation, patience), patience);
   wrapped->setTimeout(options_.group.timeout);  // limits waits for other ranks
-  // When ranks first meet, they wait in the store, until the timeout. The loss of a member must end this wait earlier,
-  // because the other ranks leave out ranks that are still waiting.
+  // At first, each rank waits in the store for the other ranks, until the timeout. The loss of a member must end this
+  // wait earlier, because the other ranks leave out ranks that are still waiting.
   std::promise<void> is_made;
   std::string loss;
   std::thread watch([&, made = is_made.get_future()] {
@@ -555,7 +555,7 @@ json ElasticRunState::restore(const TrainingState& state) {
   if (all_.group().step.world > 0) extra = restore_from_memory();
   if (!extra) extra = restore_from_disk();
   if (extra) {
-    // Lost ranks held parts and copies of the restored step. Copies it again, so that another loss does not lose it.
+    // Lost ranks held parts and copies of the restored step. Copies the step again, so that it survives another loss.
     start_copy(*extra);
     return *extra;
   }
@@ -588,7 +588,7 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
     name = copy_->name();
     copy_.reset();
   }
-  // The ranks take the minimum of both values. Rank 0 alone decides to grow, because it leads a regroup without a loss.
+  // The ranks agree on the minimum of each value. Only rank 0 decides to grow: it leads a regroup without a loss.
   const bool may_grow = comm_->rank() != 0 || all_.may_grow();
   const at::Tensor agreed =
       at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions(at::kCPU).dtype(at::kInt))

@@ -22,11 +22,11 @@
 
 namespace tessera::internal {
 
-// The state of this process in an elastic run, over all groups. Must be used by the training loop's thread. The
+// The state of this process in an elastic run, across all its groups. Only the training loop's thread may use it. The
 // server's threads use only the copies, the acceptor and the requests to join.
 class ElasticState {
  public:
-  // Starts a run: meets the other ranks in the store. Is collective.
+  // Starts a run: exchanges the addresses of all ranks through the store. Is collective.
   ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                const std::string& address);
   // Prepares to join the run that `file` describes. run() then joins the run.
@@ -40,7 +40,7 @@ class ElasticState {
   int rank() const { return rank_; }
   int first_world() const { return first_world_; }
   int most_ranks() const { return options_.most_ranks > 0 ? options_.most_ranks : first_world_; }
-  // Returns whether a process waits to join and has a place in the group.
+  // Returns whether a process waits to join and the group has room for it.
   bool may_grow() const;
   CopyStore& copies() { return copies_; }
   CopyMemories& memories() { return memories_; }
@@ -64,13 +64,13 @@ class ElasticState {
   // Makes this process a member of group_.
   void enter_group();
   void leave_run();
-  // Records the decision on a group with joined processes. If that fails, returns false, and this rank admits none.
+  // Records the decision on a group with joined processes. Returns false on failure: this rank then admits none.
   bool record_joined();
   // On rank 0, writes the file by which other processes find the run.
   void publish(bool has_ended);
   RunFacts facts() const;
   // Blocks until all members have entered the group. Throws CommError at once if a member has ended or left the group.
-  // (In the store, this rank would wait for such a member until the timeout.)
+  // (A wait for that member in the store would last until the timeout.)
   void await_members();
   std::shared_ptr<Communicator> make_group();
   void serve_store(Decision& decision);
@@ -82,7 +82,7 @@ class ElasticState {
   // Leaves the broken group, and finds the next one.
   void regroup();
 
-  // Keeps the process's settings that last until its last group, such as caught signals, between two groups.
+  // Counts as a group while no other exists, so that process settings that end with the last group stay in force.
   const LiveGroup between_groups_;
   const ElasticOptions options_;
   int first_world_ = 0;
@@ -122,7 +122,7 @@ class ElasticRunState {
 
   nlohmann::json restore(const TrainingState& state);
   void commit(const nlohmann::json& extra);
-  // Blocks until all ranks have ended the body.
+  // Blocks until all ranks have returned from the body.
   void finish();
 
  private:

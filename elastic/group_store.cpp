@@ -110,7 +110,7 @@ PeerMessage GroupStore::ask(const Call& call) {
     if (!connection_) connection_ = std::make_unique<PeerConnection>(server_, getTimeout());
     return connection_->ask(std::move(request), getTimeout());
   } catch (const PeerError& error) {
-    connection_.reset();  // a late answer must not be taken for that of the next call
+    connection_.reset();  // a late answer must not be taken for the answer to the next call
     C10_THROW_ERROR(DistNetworkError, error.what());
   } catch (const std::runtime_error& error) {
     C10_THROW_ERROR(DistStoreError, error.what());

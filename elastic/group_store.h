@@ -25,8 +25,8 @@ namespace tessera::internal {
 // The stores that this process serves. Is thread-safe.
 class ServedStores {
  public:
-  // Starts to serve a store for the group; a no-op if the store is served already. Ends the stores of older
-  // generations, except of `generation` - 1, whose store may still have late readers.
+  // Starts to serve a store for the group; a no-op if the store is served already. Ends the stores of older groups,
+  // except that of `generation` - 1, which may still have late readers.
   void serve(int64_t generation);
   // Returns the answer to a call of a GroupStore. Throws std::runtime_error if the call cannot be answered.
   PeerMessage answer(const PeerMessage& request) const;
@@ -36,8 +36,8 @@ class ServedStores {
   std::map<int64_t, c10::intrusive_ptr<c10d::HashStore>> stores_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// A client of a group's store, which is in the process of a member. Each call throws c10::Error if the process has
-// ended, or has not answered within the timeout. wait() and get() poll. Is thread-safe, with one call at a time.
+// A client of a group's store in the process of a member. A call throws c10::Error if that process has ended, or has
+// not answered within the timeout. wait() and get() poll. Is thread-safe; calls run one at a time.
 class GroupStore : public c10d::Store {
  public:
   // Connects at the first call.

@@ -23,9 +23,9 @@ namespace tessera::internal {
 // members repeatedly, and they note its request. In commit() the ranks agree that a process waits, complete a copy of
 // the step, and leave the group. The loss of a rank also ends a group. In both cases the members decide on the next
 // group as in [Note: how survivors decide], and the decision contains the waiting processes, which have no vote. A
-// member records the decision in the folder before it answers a joining process with the decision. So a rank that
-// counts the other ranks as proven dead finds the group that those ranks have formed with the process. If a waiting
-// process dies, its group has lost a member.
+// member records the decision in the folder before it sends the decision to a joining process. So a rank that counts
+// the other ranks as proven dead finds the group that those ranks have formed with the process. If the process dies
+// after the decision, the new group has lost a member.
 //
 // Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their own.
 
@@ -58,7 +58,7 @@ class RunFile {
   void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
   // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error.
   std::optional<nlohmann::json> recorded(const std::string& run_id, int64_t generation) const;
-  // Returns whether the run has had a later group, or has ended. Throws std::runtime_error.
+  // Returns whether the file names a later group of the run, or says that the run has ended. Throws std::runtime_error.
   bool has_later_group(const std::string& run_id, int64_t generation) const;
   // Deletes the records of a run that has ended.
   void forget(const std::string& run_id) const;
@@ -97,8 +97,8 @@ class JoinRequests {
   void enter(RunFacts facts, const Decision& group, std::string options);
   // Makes this process no member of any group: answer() then returns an empty object.
   void leave();
-  // Returns the answer to {"op": "join", "member": ..., "options": ...}. It has "refused" (the run's options) if they
-  // differ; otherwise "facts", and a "decision" with the process if there is one. Empty if this process is no member.
+  // Returns the answer to {"op": "join", "member": ..., "options": ...}: "refused" with the run's options if they
+  // differ, else "facts", and also "decision" if the group admits the process. Empty if this process is no member.
   nlohmann::json answer(const nlohmann::json& request);
   // Returns the processes that still ask to join, in the order of their first requests.
   std::vector<Member> waiting() const;

@@ -23,7 +23,7 @@ using nlohmann::json;
 namespace {
 
 constexpr int64_t kBlockBytes = SaveOptions{}.block_bytes;
-constexpr int64_t kSent = -1;  // instead of the index of a memory: the bytes are in the request
+constexpr int64_t kSent = -1;  // replaces the index of a memory if the request contains the bytes
 
 json to_json(const PartName& name) {
   return {{"generation", name.generation}, {"step", name.step}, {"owner", name.owner}};
@@ -49,7 +49,7 @@ PeerMessage request_of(const char* op, const PartName& name, const CopiedPart& p
   return request;
 }
 
-// Returns the mapping of this memory in an older part, or a new mapping. Throws like CopyMemory().
+// Returns the memory of this notice: an existing mapping in an older part, or a new one. Throws like CopyMemory().
 std::shared_ptr<const CopyMemory> mapped(const json& notice, const CopiedPart* before) {
   if (before != nullptr)
     for (const auto& memory : before->memories)
@@ -64,8 +64,8 @@ std::set<std::string> frozen_parameters(const ModelShards& model) {
   return names;
 }
 
-// Returns the manifest's entries for this rank's part. Rank 0's entries also contain the values that belong to no rank,
-// in a manifest that lists only rank 0's tensors.
+// Returns the manifest's entries for this rank's part. On rank 0, also returns the values that belong to no rank, in a
+// manifest that lists only rank 0's tensors.
 std::string describe_part(SavedTensors saved, const SavePlan& plan, int rank, int world, uint64_t id) {
   SavedPart part(world);
   part.set(std::move(saved), plan.optimizers);

@@ -31,7 +31,7 @@ void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part,
 // Lets a member of this host map the part's memories. Returns false if the member cannot. The memories must not change
 // while the member may hold the part. Throws like send_part().
 bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
-// Receives the parts that one connection sends: the requests "share_part", "begin_part", "block" and "end_part".
+// Receives the parts sent over one connection, by the requests "share_part", "begin_part", "block" and "end_part".
 class PartReceiver {
  public:
   explicit PartReceiver(CopyStore& store) : store_(store) {}
@@ -45,11 +45,11 @@ class PartReceiver {
   std::shared_ptr<CopiedPart> part_;
 };
 
-// Copies this rank's part of one step: to its own memory, then to its partners. The copy runs on a thread.
+// Copies this rank's part of one step: to its own memory, then to its partners. The copy runs on a thread of its own.
 class PartCopy {
  public:
-  // Captures the state. Device data is copied after the work of the current stream. `staging` is memory for such data,
-  // reused by HostCopies. `unchanged` holds the memory that successive parts share.
+  // Captures the state. Data on a device is copied after the work of the current stream, into `staging`: memory from
+  // take_staging() of an earlier copy, if any. `unchanged` holds the memory that successive parts share.
   PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& unchanged, const PartName& name, int world,
            uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);

@@ -20,7 +20,7 @@ namespace tessera::internal {
 // this object exists. Several objects may exist at once.
 class PartFolder {
  public:
-  // Creates a folder to write one part to `memory`. `shared` may already hold some of the part's bytes; may be null.
+  // Creates a folder to write one part to `memory`. Unless null, `shared` already holds some of the part's bytes.
   PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared);
   // Creates a folder to read a step. `holders`: for each owner, the members that hold the owner's part.
   PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
@@ -33,7 +33,7 @@ class PartFolder {
   // Returns the files that were written, and removes them from this folder.
   std::map<std::string, CopiedFile> take_files();
 
-  // Called by the storage. Are thread-safe. Throw std::runtime_error.
+  // The storage calls the functions below. They are thread-safe, and throw std::runtime_error on failure.
   void add_file(const std::string& name, CopiedFile file);
   CopiedFileWriter writer() const { return CopiedFileWriter(memory_, shared_); }
   int64_t bytes_of(const std::string& name) const;

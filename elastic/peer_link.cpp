@@ -28,7 +28,7 @@ using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
 constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31, kMostGrowth = uint64_t{1} << 20;
-constexpr milliseconds kTurn{100}, kLeastStop{1000};  // turn of the accepting thread; shortest pause that is a stop
+constexpr milliseconds kTurn{100}, kLeastStop{1000};  // poll of the accepting thread; shortest pause that is a stop
 
 struct FrameHead {
   uint64_t magic = kMagic, field_bytes = 0, bytes = 0;
@@ -102,7 +102,7 @@ void send_message(int descriptor, const PeerMessage& message, const Deadline& de
   send_all(descriptor, message.bytes.data(), message.bytes.size(), deadline);
 }
 
-// Allocates memory as bytes arrive, because the header of a stranger may claim any size.
+// Allocates memory as bytes arrive, because a header from another program may claim any size.
 std::string receive_text(int descriptor, uint64_t bytes, const Deadline& deadline) {
   std::string text;
   while (text.size() < bytes) {
@@ -264,7 +264,7 @@ void PeerServer::accept_connections() {
     if (entry.revents == 0) continue;
     const int descriptor = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
     if (descriptor < 0) {
-      if (ends_ || errno == EBADF || errno == EINVAL) return;  // else the network or a lack of memory, which may pass
+      if (ends_ || errno == EBADF || errno == EINVAL) return;  // other errors, such as a lack of memory, may pass
       std::this_thread::sleep_for(milliseconds(10));
       continue;
     }
@@ -274,7 +274,7 @@ void PeerServer::accept_connections() {
     const std::lock_guard lock(mutex_);
     try {
       connections_.emplace(descriptor, std::thread([this, descriptor] { serve(descriptor); }));
-    } catch (const std::system_error&) {  // no thread is free; the other process may ask again
+    } catch (const std::system_error&) {  // no thread could start; the other process may ask again
       ::close(descriptor);
     }
   }
@@ -317,7 +317,7 @@ void PeerServer::serve(int descriptor) {
       }
       send_message(descriptor, answer, never);
     }
-  } catch (const Disconnected&) {    // NOLINT(bugprone-empty-catch): the other side has its answers
+  } catch (const Disconnected&) {    // NOLINT(bugprone-empty-catch): the other side has closed the connection
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): out of memory; the other side reports the closing
   }
   ::shutdown(descriptor, SHUT_RDWR);

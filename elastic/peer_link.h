@@ -16,7 +16,7 @@
 
 namespace tessera::internal {
 
-// Requests between the processes of an elastic run, over TCP. Each process serves requests on its own threads, also
+// Requests between the processes of an elastic run, over TCP. Each process serves requests on its own threads, even
 // while it computes. Like gloo's connections, these connections carry no secrets and are not encrypted.
 
 // A request or an answer: JSON fields, and bytes that are not converted to JSON.
@@ -101,7 +101,7 @@ class PeerServer {
   int listening_ = -1;
   int port_ = 0;
   std::atomic<bool> ends_ = false;
-  // Periods of a second or more in which the accepting thread did not run. RunClock would omit them.
+  // Pauses of the accepting thread, of a second or more. Measured by steady_clock, because RunClock omits them.
   struct Stop {
     std::chrono::steady_clock::time_point end;
     std::chrono::steady_clock::duration length;

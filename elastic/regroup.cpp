@@ -160,7 +160,7 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
     try {
       json answer = pending.get();
       seen.is_gone = answer.contains("retired");
-      // A process that has joined, but has not learned this yet, must not count as the leader.
+      // A joined process that has not yet learned of this group must not count as the leader.
       seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
       seen.has_arrived = answer.at("arrived").get<bool>();
       if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));

@@ -31,24 +31,24 @@ struct Decision {
   int64_t generation = 0;       // number of the new group
   std::vector<Member> members;  // indexed by rank
   Member store;                 // serves the group's store; may have left the group
-  CompleteStep step;  // the step to continue from; holders are indices in `sources`; its world is 0 without a step
+  CompleteStep step;  // the step to continue from; its world is 0 if there is none. Holders are indices in `sources`
   std::vector<Member> sources;  // the members that hold the step
-  // world_before: size of the old group. lost: its ranks that are no members. joined: ranks of members that joined.
+  // world_before: size of the old group. lost: old ranks of lost members. joined: new ranks of joined processes.
   int world_before = 0;
   std::vector<int> lost, joined;
 };
 nlohmann::json to_json(const Decision& decision);
 Decision decision_from_json(const nlohmann::json& fields);
 
-// Returns whether the agreeing members may decide for the group. Both sets have indices of its members.
+// Returns whether the agreeing members may decide for the group. Both sets contain indices of the group's members.
 bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead);
 
-// A member's vote on the successor of one generation, and the decisions that it has learned. Thread-safe.
+// A member's vote on the successor of one generation, and the decisions known to that member. Thread-safe.
 class Acceptor {
  public:
   // Starts to answer for the group of this generation. Forgets promises and votes for earlier groups.
   void begin(int64_t generation);
-  // Notes that this rank has left the group of the generation, and holds these parts. A no-op for other generations.
+  // Notes that this rank has left the group of this generation, and holds these parts. A no-op for other generations.
   void arrive(int64_t generation, const std::vector<HeldStep>& held);
 
   // Withdraws this process from decisions. The other members then treat the process as ended.
@@ -72,23 +72,23 @@ class Acceptor {
 };
 
 struct RegroupOptions {
-  std::chrono::milliseconds stopped_after{0};  // a member that is silent, or does not arrive, for this time is left out
+  std::chrono::milliseconds stopped_after{0};  // time until a member that is silent, or does not arrive, is left out
   std::chrono::milliseconds timeout{0};        // limit of the whole regroup
   int least_ranks = 1;
   int most_ranks = 0;  // 0: no limit
-  // Returns the processes that wait to join and hold no parts. Those that answer become members. Null: none.
+  // Returns the processes that wait to join and hold no parts. Those that answer become members. If null, none joins.
   std::function<std::vector<Member>()> joiners = nullptr;
-  // Returns the decision that a member has recorded to let a process in, or nullopt. Null: no process joins.
+  // Returns the decision that a member has recorded to let a process in, or nullopt. If null, there are no records.
   std::function<std::optional<nlohmann::json>()> recorded = nullptr;
   // Returns whether the run's file names a later group or says that the run has ended. If so, proofs of death do not
-  // count. Null: there is no file.
+  // count. If null, there is no file.
   std::function<bool()> has_gone_on = nullptr;
   // Returns whether this process was stopped. If so, proofs of death do not count, because the other members may have
-  // continued without this process and ended. Null: this process was not stopped.
+  // continued without this process and ended. If null, this process was not stopped.
   std::function<bool()> was_stopped = nullptr;
 };
 
-// Finds the next group of a member, on the training loop's thread.
+// Finds the next group of this member. Runs on the training loop's thread.
 class Regroup {
  public:
   // Sends a request to a member and returns the answer's fields. Throws PeerError like ask_member(). Must be

@@ -63,7 +63,7 @@ std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std:
   shared.pieces.assign(std::make_move_iterator(pieces.begin()), std::make_move_iterator(rest));
   pieces.erase(pieces.begin(), rest);
   const int64_t bytes = HostCopies::bytes_for(shared.pieces);
-  // Up to an eighth of the memory may be unused, for example by a few changed buffers. Otherwise makes a new copy.
+  // Reuses memory of which at most an eighth is unused (buffers may have changed). Otherwise allocates new memory.
   if (are_held && memory_ && bytes >= memory_->bytes() - memory_->bytes() / 8) {
     for (Piece& piece : shared.pieces) {
       piece.data = [held = held_.at(key_of(piece))] { return held; };

@@ -18,12 +18,12 @@ namespace tessera::internal {
 // Returns the memory as an ordinary tensor, even if the caller is in inference mode.
 at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory);
 
-// The memory of frozen parameters and of buffers, which successive parts of a group share. Serves one part at a time.
+// The memory of frozen parameters and of buffers, which successive parts of a group share. Used by one part at a time.
 class UnchangedPieces {
  public:
   // Moves the pieces of `frozen` parameters and of buffers out of `pieces`, and returns them with their data in
-  // memory(). Copies the data if that memory is new; otherwise it already has equal bytes. Pieces of tensors that have
-  // changed since the group began stay in `pieces`.
+  // memory(). Copies the data if the memory is new; otherwise the memory already holds equal bytes. Pieces of tensors
+  // that have changed since the group began stay in `pieces`.
   std::vector<Piece> take(int64_t generation, const std::set<std::string>& frozen, std::vector<Piece>& pieces);
   // The shared memory; null if no pieces are shared. Must not be written to while a part uses it.
   const std::shared_ptr<CopyMemory>& memory() const { return memory_; }
