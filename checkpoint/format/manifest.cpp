@@ -32,9 +32,7 @@ SavedSlice slice_from_json(const json& entry, const std::string& where) {
 
 // Parses a run from the JSON array [rank, rank_step, count, begin, numel].
 RankRun run_from_json(const json& entry, const JsonObject& tensor) {
-  const bool fits = entry.is_array() && entry.size() == 5 && std::all_of(entry.begin(), entry.end(), [](const json& n) {
-                      return n.is_number_unsigned() && n.get<uint64_t>() <= uint64_t{JsonObject::kMost};
-                    });
+  const bool fits = entry.is_array() && entry.size() == 5 && std::all_of(entry.begin(), entry.end(), is_count);
   if (!fits) tensor.refuse("a run of ranks is not five numbers");
   return {entry[0], entry[1], entry[2], entry[3], entry[4]};
 }
@@ -119,16 +117,6 @@ std::map<std::string, StateValues> beside_from_json(const JsonObject& fields) {
   return all;
 }
 
-json files_to_json(const SavedTensors& saved) {
-  json files = json::array();
-  for (const auto& file : saved.files)
-    files.push_back({{"name", file.name},
-                     {"bytes", file.bytes},
-                     {"header_bytes", file.header_bytes},
-                     {"header_checksum", to_hex(file.header_checksum)}});
-  return files;
-}
-
 void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   std::set<std::string> files;
   for (const auto& entry : fields.array("files")) {
@@ -142,17 +130,12 @@ void files_from_json(const JsonObject& fields, SavedTensors& saved) {
   }
 }
 
-// Formats a field's value on one line, but "files", "tensors" and "rng" with one line for each entry.
-std::string in_lines(const json& value, std::string_view field) {
-  if ((field != "files" && field != "tensors" && field != "rng") || !value.is_structured() || value.empty())
-    return value.dump();
-  std::string text(value.is_array() ? "[" : "{");
-  for (const auto& [key, entry] : value.items()) {
-    text += text.size() > 1 ? ",\n " : "\n ";
-    if (value.is_object()) text += json(key).dump() + ": ";
-    text += entry.dump();
-  }
-  return text + (value.is_array() ? "]" : "}");
+// Formats an object with one line for each entry.
+std::string in_lines(const json& object) {
+  std::string text = "{";
+  for (const auto& [key, entry] : object.items())
+    text.append(text.size() > 1 ? ",\n " : "\n ").append(json(key).dump()).append(": ").append(entry.dump());
+  return text + "}";
 }
 
 // Removes the field "checksum", and returns the checksum of all other fields.
@@ -203,14 +186,8 @@ json tensors_to_json(const SavedTensors& saved) {
              {"shape", tensor.shape},
              {"kind", kKinds[static_cast<int>(tensor.kind)]}};
     if (!tensor.aliases.empty()) entry["aliases"] = tensor.aliases;
-    json& places = entry[saved.by_rank ? "runs" : "slices"] = json::array();
-    for (const auto& run : tensor.runs) places.push_back({run.rank, run.rank_step, run.count, run.begin, run.numel});
-    for (const auto& slice : tensor.slices)
-      places.push_back({{"file", slice.file},
-                        {"begin", slice.begin},
-                        {"offsets", slice.box.offsets},
-                        {"shape", slice.box.sizes},
-                        {"checksums", checksums_to_hex(slice.checksums)}});
+    json& runs = entry["runs"] = json::array();
+    for (const auto& run : tensor.runs) runs.push_back({run.rank, run.rank_step, run.count, run.begin, run.numel});
     if (!tensor.order.empty()) entry["order"] = tensor.order;
   }
   return tensors;
@@ -271,36 +248,30 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
 }
 
 std::string format_manifest(const Manifest& manifest) {
-  const bool by_rank = manifest.saved.by_rank;
   json fields{{"format", "tessera-checkpoint"},
-              {"version", by_rank ? kFormatVersion : 1},
+              {"version", kFormatVersion},
               {"sequence", manifest.sequence},
               {"id", to_hex(manifest.id)},
               {"world_size", manifest.world_size},
               {"extra", manifest.extra},
               {"block_bytes", manifest.saved.block_bytes},
               {"optimizer", json()},
-              {"tensors", tensors_to_json(manifest.saved)}};
+              {"tensors", tensors_to_json(manifest.saved)},
+              {"rng", manifest.saved.has_rng}};
   const bool are_named = !manifest.optimizers.empty() && !manifest.optimizers.begin()->first.empty();
   fields[are_named ? "optimizers" : "optimizer"] = optimizers_to_json(manifest.optimizers);
   if (!manifest.models.empty()) fields["models"] = manifest.models;
-  if (by_rank) {
-    fields["rng"] = manifest.saved.has_rng;
-    if (!manifest.beside.empty()) fields["beside"] = beside_to_json(manifest.beside);
-    if (!manifest.folder.empty()) fields["folder"] = manifest.folder;
-  } else {
-    fields["files"] = files_to_json(manifest.saved);
-    json& rng = fields["rng"] = json::array();
-    for (const auto& states : manifest.rng) rng.push_back(generators_to_json(states));
-  }
+  if (!manifest.beside.empty()) fields["beside"] = beside_to_json(manifest.beside);
+  if (!manifest.folder.empty()) fields["folder"] = manifest.folder;
   fields["checksum"] = take_sum(fields);
-  // Writes short fields before the fields with one line for each file or tensor, so that people find them easily.
+  // Writes short fields before "tensors", which has one line for each tensor, so that people find them easily.
   std::string text = "{";
-  for (const char* name : {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes",
-                           "extra", "beside", "models", "optimizer", "optimizers", "files", "tensors", "rng"}) {
+  for (const std::string name :
+       {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes", "extra", "beside",
+        "models", "optimizer", "optimizers", "tensors", "rng"}) {
     if (!fields.contains(name)) continue;
     if (text.size() > 1) text += ',';
-    text.append("\n\"").append(name).append("\": ").append(in_lines(fields.at(name), name));
+    text += "\n\"" + name + "\": " + (name == "tensors" ? in_lines(fields[name]) : fields[name].dump());
   }
   return text + "\n}\n";
 }

@@ -56,9 +56,10 @@ std::string why_not_an_option(const std::string& name, const OptimizerOption& op
 // Returns whether the number is a valid block size: a multiple of 16, hence of every element size, up to 1 GiB.
 bool is_block_bytes(int64_t bytes);
 
-// Convert a manifest to and from the text of tessera.json. parse_manifest() makes all checks that need no other file,
-// and leaves saved.directory empty. Its error texts start with `where`. If `is_part` is set, the text may describe one
-// rank's part, so parse_manifest() does not check that the tensors are complete.
+// Convert a manifest to and from the text of tessera.json. format_manifest() writes version 2: saved.by_rank must be
+// true. parse_manifest() makes all checks that need no other file, and leaves saved.directory empty. Its error texts
+// start with `where`. If `is_part` is set, the text may describe one rank's part, so parse_manifest() does not check
+// that the tensors are complete.
 std::string format_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& where, bool is_part = false);
 

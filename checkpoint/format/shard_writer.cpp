@@ -13,16 +13,16 @@ namespace {
 
 constexpr int64_t kWriteBytes = int64_t{8} << 20;  // approximate size of one write
 
-// Writes a slice, several whole blocks at a time. Returns the blocks' checksums, or none if block_bytes is 0.
+// Writes a slice, several whole blocks at a time. Returns the blocks' checksums.
 std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int64_t block_bytes,
-                                  const Progress& progress = {}) {
+                                  const Progress& progress) {
   const char* from = static_cast<const char*>(data.const_data_ptr());
   const auto bytes = static_cast<int64_t>(data.nbytes());
-  const int64_t step = block_bytes == 0 ? kWriteBytes : std::max<int64_t>(1, kWriteBytes / block_bytes) * block_bytes;
+  const int64_t step = std::max<int64_t>(1, kWriteBytes / block_bytes) * block_bytes;
   std::vector<uint64_t> sums;
   for (int64_t begin = 0; begin < bytes; begin += step) {
     const int64_t end = std::min(begin + step, bytes);
-    for (int64_t block = begin; block_bytes > 0 && block < end; block += block_bytes)
+    for (int64_t block = begin; block < end; block += block_bytes)
       sums.push_back(checksum(from + block, std::min(block_bytes, end - block)));
     file.append(from + begin, end - begin);
     if (progress) progress(end - begin);
@@ -30,65 +30,30 @@ std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int6
   return sums;
 }
 
-struct FileEntries {
-  std::vector<SafetensorsEntry> entries;
-  std::map<std::string, std::string> metadata;
-};
-
-FileEntries entries_of(const std::vector<const Piece*>& pieces) {
-  FileEntries file;
-  nlohmann::json offsets = nlohmann::json::object();
-  for (const Piece* piece : pieces) {
-    file.entries.push_back({piece->name, piece->dtype, piece->box.sizes});
-    offsets[piece->name] = {{"saved_offsets", piece->box.offsets}};
-  }
-  file.metadata = {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", offsets.dump()}};
-  return file;
-}
-
-// Returns the length of a file with these entries, whose positions format_safetensors_header() must have set.
-int64_t end_of(const std::string& header, const std::vector<SafetensorsEntry>& entries) {
-  return entries.empty() ? static_cast<int64_t>(header.size()) : entries.back().begin + entries.back().bytes;
-}
-
-std::unique_ptr<OutputFile> create(const std::filesystem::path& path, const std::string& header,
-                                   const std::vector<SafetensorsEntry>& entries) {
-  return storage_of(path).create(path, static_cast<int64_t>(header.size()), end_of(header, entries));
-}
-
-SavedTensors write_safetensors(const std::filesystem::path& path, const std::vector<const Piece*>& pieces,
-                               int64_t block_bytes) {
-  auto [entries, metadata] = entries_of(pieces);
-  const std::string header = format_safetensors_header(entries, metadata);
-
-  SavedTensors saved{.directory = path.parent_path(), .block_bytes = block_bytes};
-  const auto file = create(path, header, entries);
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const Piece& piece = *pieces[i];
-    const auto checksums = write_slice(*file, checked_data(piece), block_bytes);
-    saved.tensors[piece.name] = {
-        piece.dtype, piece.shape, piece.aliases, piece.kind, {{0, entries[i].begin, piece.box, checksums}}};
-  }
-  file->finish(header);
-  saved.files.push_back(
-      {path.filename().string(), end_of(header, entries), static_cast<int64_t>(header.size()), checksum(header)});
-  return saved;
-}
-
+// Includes the metadata that PyTorch's HuggingFaceStorageReader expects.
 void write_rank_file(const std::filesystem::path& path, const RankFileFields& fields,
                      const std::vector<const Piece*>& pieces, bool with_rng, const Progress& progress) {
-  auto [entries, metadata] = entries_of(pieces);
-  std::map<std::string, std::vector<uint64_t>> checksums;
+  std::vector<SafetensorsEntry> entries;
+  nlohmann::json offsets = nlohmann::json::object();
   int64_t digits = 0;
-  for (const Piece* piece : pieces) digits += 16 * (bytes_of(*piece) / fields.block_bytes + 1);
+  for (const Piece* piece : pieces) {
+    entries.push_back({piece->name, piece->dtype, piece->box.sizes});
+    offsets[piece->name] = {{"saved_offsets", piece->box.offsets}};
+    digits += 16 * (bytes_of(*piece) / fields.block_bytes + 1);
+  }
   if (digits > kMaxHeaderBytes)
     throw std::invalid_argument("block_bytes is " + std::to_string(fields.block_bytes) + ": the checksums of " +
                                 path.filename().string() + " would have " + std::to_string(digits) +
                                 " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
                                 " that a header may have; take larger blocks");
+  const std::map<std::string, std::string> metadata = {
+      {"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", offsets.dump()}};
+  std::map<std::string, std::vector<uint64_t>> checksums;
   // A placeholder with the length of the final header, because the checksums are not known before the data is written.
   const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
-  const auto file = create(path, room, entries);
+  const auto start_bytes = static_cast<int64_t>(room.size());
+  const int64_t bytes = entries.empty() ? start_bytes : entries.back().begin + entries.back().bytes;
+  const auto file = storage_of(path).create(path, start_bytes, bytes);
   for (const Piece* piece : pieces)
     checksums[piece->name] = write_slice(*file, checked_data(*piece), fields.block_bytes, progress);
   const std::string header = format_rank_header(entries, metadata, fields, checksums, with_rng);
@@ -124,17 +89,6 @@ at::Tensor checked_data(const Piece& piece) {
   return data;
 }
 
-SavedTensors write_pieces(const std::filesystem::path& directory, const std::string& stem,
-                          const std::vector<Piece>& pieces, int64_t block_bytes) {
-  const auto files = spread_over_files(pieces);
-  SavedTensors saved{.directory = directory, .block_bytes = block_bytes};
-  for (size_t k = 0; k < files.size(); ++k) {
-    append(saved,
-           write_safetensors(directory / (stem + "-" + std::to_string(k) + ".safetensors"), files[k], block_bytes));
-  }
-  return saved;
-}
-
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress) {
   auto files = spread_over_files(pieces);
@@ -156,12 +110,9 @@ SavedTensors write_rank_files(const std::filesystem::path& directory, const Rank
 }
 
 void append(SavedTensors& all, SavedTensors part) {
-  const int first_file = static_cast<int>(all.files.size());
   all.block_bytes = part.block_bytes;
   all.by_rank = part.by_rank;
-  all.files.insert(all.files.end(), part.files.begin(), part.files.end());
   for (auto& [name, tensor] : part.tensors) {
-    for (auto& slice : tensor.slices) slice.file += first_file;
     const auto [found, added] = all.tensors.try_emplace(name, tensor);
     if (added) continue;
     SavedTensor& target = found->second;
@@ -169,7 +120,6 @@ void append(SavedTensors& all, SavedTensors part) {
         target.aliases != tensor.aliases || target.order != tensor.order)
       throw CheckpointError("ranks differ in the shape, dtype, order or names of '" + name +
                             "': " + to_string(target.shape) + " and " + to_string(tensor.shape));
-    target.slices.insert(target.slices.end(), tensor.slices.begin(), tensor.slices.end());
     target.runs.insert(target.runs.end(), tensor.runs.begin(), tensor.runs.end());
   }
 }

@@ -39,19 +39,13 @@ at::Tensor checked_data(const Piece& piece);
 // A callback whose argument is the number of bytes that were read or written since the last call.
 using Progress = std::function<void(int64_t bytes)>;
 
-// Writes the pieces to new files "<stem>-0.safetensors", "<stem>-1.safetensors", ... in the directory and syncs them.
-// Each file contains at most one piece of a tensor, and the metadata that PyTorch's HuggingFaceStorageReader expects.
-// Returns the files and slices for a manifest. If block_bytes is 0, computes no checksums.
-SavedTensors write_pieces(const std::filesystem::path& directory, const std::string& stem,
-                          const std::vector<Piece>& pieces, int64_t block_bytes);
-
 // Writes the pieces to the rank files "rank-00042-0.safetensors", ... (FORMAT.md, "Rank files"), with checksums and
-// generator states. Each piece of a tensor must start where the tensor's previous piece ends. Returns the tensors, each
-// with a run that describes this rank's elements.
+// generator states, and syncs them. Each file contains at most one piece of a tensor. Each piece of a tensor must start
+// where the tensor's previous piece ends. Returns the tensors, each with a run that describes this rank's elements.
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// append() adds one rank's tensors to those of other ranks. join_all() merges the runs after the last append().
+// append() adds one rank's runs to those of other ranks. join_all() merges the runs after the last append().
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

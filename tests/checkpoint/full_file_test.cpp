@@ -11,6 +11,7 @@
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
 #include "tests/checkpoint/replicated.h"
+#include "tests/checkpoint/slice_files.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -211,8 +212,9 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
   const at::Tensor whole = torch::arange(15, at::kFloat).view({5, 3});
   for (int part = 0; part < 2; ++part) {
     const Box box = part == 0 ? Box{{0, 0}, {3, 3}} : Box{{3, 0}, {2, 3}};
-    write_pieces(
-        folder.path(), "shard-" + std::to_string(part),
+    std::vector<SafetensorsEntry> entries;
+    write_slices(
+        folder / ("shard-" + std::to_string(part) + ".safetensors"),
         {{"weight",
           at::kFloat,
           {5, 3},
@@ -221,7 +223,7 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
           box,
           [=] { return whole.narrow(0, box.offsets[0], box.sizes[0]); }},
          {"bias", at::kFloat, {5}, {}, TensorKind::kParameter, whole_box({5}), [] { return torch::ones({5}); }}},
-        0);
+        entries);
   }
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(3, 5)), comm);
@@ -229,7 +231,7 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
     EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["weight"].cpu(), whole));
     comm->barrier();
   });
-  std::filesystem::remove(folder / "shard-0-0.safetensors");
+  std::filesystem::remove(folder / "shard-0.safetensors");
   const auto error = error_of<CheckpointError>([&] { find_full_tensors(folder.path()); });
   expect_contains(error, "tensor 'weight': its slices have 6 of its 15 elements");
 }

@@ -21,8 +21,8 @@ namespace {
 using namespace tessera;
 using namespace tessera::internal;
 
-// Corrects the checksum, so that the code behind it is tested too. An accepted manifest must be unchanged after writing
-// and reading.
+// Corrects the checksum, so that the code behind it is tested too. An accepted manifest of version 2 must be
+// unchanged after writing and reading.
 void read_manifest_text(std::string text) {
   nlohmann::json value = parse_json(text, "m");
   if (value.is_object()) {
@@ -36,7 +36,9 @@ void read_manifest_text(std::string text) {
     value["checksum"] = to_hex(checksum(canonical));
     text = value.dump();
   }
-  const std::string once = format_manifest(parse_manifest(text, "m"));
+  const Manifest manifest = parse_manifest(text, "m");
+  if (!manifest.saved.by_rank) return;  // version 1, which is not written
+  const std::string once = format_manifest(manifest);
   if (format_manifest(parse_manifest(once, "m")) != once) __builtin_trap();
 }
 
