@@ -19,7 +19,6 @@
 #include "exported/archive/weights.h"
 #include "exported/graph/arguments.h"
 #include "exported/graph/compiler.h"
-#include "exported/graph/linear_uses.h"
 #include "exported/module/signature.h"
 
 namespace tessera::internal {
