@@ -74,11 +74,6 @@ ExportedTensor read_tensor(const Archive& archive, const std::string& name, cons
 
 bool ExportedTensor::has_values() const { return storage.bytes > 0 || numel_of(sizes) == 0; }
 
-bool ExportedTensor::is_tied_to(const ExportedTensor& other) const {
-  return storage_name == other.storage_name && dtype == other.dtype && offset == other.offset && sizes == other.sizes &&
-         strides == other.strides;
-}
-
 std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
                                                    const std::string& config, const std::string& folder) {
   const json parsed = parse_archive_json(archive.text(config), config);

@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -30,8 +29,6 @@ struct ExportedTensor {
   std::string storage_name;  // tensors with the same storage name share memory
 
   bool has_values() const;
-  // Returns whether `this` and `other` are the same tensor under two names.
-  bool is_tied_to(const ExportedTensor& other) const;
 };
 
 // Returns the tensors that an archive's configuration lists, by name. Throws ExportedError for a tensor that is

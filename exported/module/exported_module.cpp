@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 #include <stdexcept>
+#include <tuple>
 
 #include "checkpoint/format/box.h"
 #include "core/runtime/warn.h"
@@ -337,18 +338,13 @@ class ProgramBuilder {
 
   // Finds tied tensors, which have several names. Maps the lowest index of each tensor to the indices of all its names.
   std::map<size_t, std::vector<size_t>> find_ties() const {
-    std::map<std::string, std::vector<size_t>> by_storage;
+    using Memory = std::tuple<std::string, at::ScalarType, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+    std::map<Memory, size_t> first;
     std::map<size_t, std::vector<size_t>> ties;
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      auto& sharing = by_storage[tensors_[i].storage_name];
-      const auto first = std::find_if(sharing.begin(), sharing.end(),
-                                      [&](size_t other) { return tensors_[i].is_tied_to(tensors_[other]); });
-      if (first == sharing.end()) {
-        sharing.push_back(i);
-        ties[i].push_back(i);
-      } else {
-        ties[*first].push_back(i);
-      }
+      const ExportedTensor& own = tensors_[i];
+      const Memory memory{own.storage_name, own.dtype, own.offset, own.sizes, own.strides};
+      ties[first.try_emplace(memory, i).first->second].push_back(i);
     }
     return ties;
   }
@@ -431,7 +427,7 @@ class ProgramBuilder {
                                 Kind kind) {
     const OrdinaryScope ordinary;
     const bool is_later = is_deferring() && kind != Kind::kHidden;
-    const bool has_holes = !is_dense(tensor.sizes, tensor.strides);
+    const bool has_holes = !fills_memory(tensor.sizes, tensor.strides);
     const ExportedTensor exported = tensor;
     if (has_holes) tensor.strides = row_major_strides(tensor.sizes);
     if (auto source = find_source(tensor, names)) return tensor_from(*source, tensor, dtype, is_later);
@@ -449,19 +445,6 @@ class ProgramBuilder {
     const at::Tensor values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions(at::kCPU).dtype(dtype));
     if (values.numel() > 0) read({0, values.numel()}, values.mutable_data_ptr());
     return values.to(options_.device);
-  }
-
-  static bool is_dense(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
-    std::vector<size_t> order;
-    for (size_t i = 0; i < sizes.size(); ++i)
-      if (sizes[i] != 1) order.push_back(i);
-    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
-    int64_t expected = 1;
-    for (const size_t i : order) {
-      if (strides[i] != expected) return numel_of(sizes) == 0;
-      expected *= sizes[i];
-    }
-    return true;
   }
 
   void register_tensor(ExportedProgram::StateTensor& own) {
@@ -673,10 +656,8 @@ std::vector<LinearWeight> ExportedModule::linear_weights() {
   for (size_t i = 0; i < program_->state.size(); ++i) {
     ExportedProgram::StateTensor& own = program_->state[i];
     if (!is_weight[i] || own.kind != ExportedProgram::Kind::kParameter) continue;
-    const size_t dot = own.fqn.rfind('.');
-    const bool is_root = dot == std::string::npos;
-    found.push_back({modules.at(is_root ? "" : own.fqn.substr(0, dot)), own.fqn,
-                     is_root ? own.fqn : own.fqn.substr(dot + 1), &own.tensor});
+    const auto [module, name] = split_name(own.fqn);
+    found.push_back({modules.at(module), own.fqn, name, &own.tensor});
   }
   return found;
 }
