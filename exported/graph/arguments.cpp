@@ -1,7 +1,5 @@
 #include "exported/graph/arguments.h"
 
-#include <ATen/ScalarOps.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -72,11 +70,7 @@ Operand number_operand(const Symbolic& number, const c10::TypePtr& type, int len
     return Operand::slot(number.slot);
   }
   const c10::IValue& value = number.constant;
-  if (is_kind(type, TypeKind::TensorType)) {
-    at::Tensor tensor = c10::scalar_to_tensor(value.toScalar());
-    tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return Operand::constant(tensor);
-  }
+  if (is_kind(type, TypeKind::TensorType)) return Operand::constant(wrapped_number(value));
   if (is_float(type) && !value.isComplexDouble()) return Operand::constant(value.toScalar().toDouble());
   if (is_int(type) && value.isBool()) return Operand::constant(int64_t{value.toBool()});
   const bool fits = !type || is_kind(type, TypeKind::NumberType) || (is_int(type) && value.isInt()) ||
@@ -163,13 +157,11 @@ bool is_number(const std::string& kind) {
          kind == "as_sym_float" || kind == "as_sym_bool";
 }
 
-Symbolic read_number(const std::string& kind, const json& value, const FindSlot& find_slot) {
-  if (kind == "as_int") return {kNoSlot, int_of(value)};
-  if (kind == "as_float") return {kNoSlot, double_of(value)};
-  if (kind == "as_bool") return {kNoSlot, bool_of(value)};
+Symbolic read_number(const json& argument, const FindSlot& find_slot) {
+  const auto [kind, value] = alternative_of(argument);
   if (kind == "as_complex")
     return {kNoSlot, c10::complex<double>(double_of(field(value, "real")), double_of(field(value, "imag")))};
-  return read_symbolic(value, find_slot);
+  return read_symbolic(kind.starts_with("as_sym_") ? value : argument, find_slot);
 }
 
 Operand::Kind list_without_type(const std::string& kind) {
@@ -196,7 +188,7 @@ Operand read_argument(const json& argument, const c10::TypePtr& declared, int le
     const int slot = optional_tensor(value, find_slot);
     return slot == kNoSlot ? Operand::constant({}) : Operand::slot(slot);
   }
-  if (is_number(kind)) return number_operand(read_number(kind, value, find_slot), type, length);
+  if (is_number(kind)) return number_operand(read_number(argument, find_slot), type, length);
   if (kind == "as_ints" || kind == "as_floats" || kind == "as_bools" || kind == "as_sym_ints" ||
       kind == "as_sym_floats" || kind == "as_sym_bools")
     return number_list(read_numbers(value, kind, find_slot), type, list_without_type(kind));

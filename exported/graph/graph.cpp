@@ -12,43 +12,16 @@
 namespace tessera::internal {
 namespace {
 
-at::Tensor wrapped_number(const c10::IValue& number) {
-  at::Tensor tensor = c10::scalar_to_tensor(number.toScalar());
-  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return tensor;
-}
-
 double as_float(const c10::IValue& number) { return number.toScalar().toDouble(); }
 
 }  // namespace
 
 // ---- operands -----------------------------------------------------------------------------------
 
-Operand Operand::constant(c10::IValue value) {
-  Operand operand;
-  operand.constant_ = std::move(value);
-  return operand;
-}
-
-Operand Operand::device() {
-  Operand operand;
-  operand.kind_ = Kind::kDevice;
-  return operand;
-}
-
-Operand Operand::slot(int slot, Kind kind) {
-  Operand operand;
-  operand.kind_ = kind;
-  operand.slots_ = {slot};
-  return operand;
-}
-
-Operand Operand::list(Kind kind, std::vector<int> slots, std::vector<c10::IValue> constants) {
-  Operand operand;
-  operand.kind_ = kind;
-  operand.slots_ = std::move(slots);
-  operand.constants_ = std::move(constants);
-  return operand;
+at::Tensor wrapped_number(const c10::IValue& number) {
+  at::Tensor tensor = c10::scalar_to_tensor(number.toScalar());
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
 }
 
 template <class Element, class Get>

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tessera::internal {
@@ -28,6 +29,9 @@ struct Frame {
   const std::shared_ptr<const Execution>& execution;
 };
 
+// Returns a 0-d tensor that, like a Python number, has no effect on dtype promotion.
+at::Tensor wrapped_number(const c10::IValue& number);
+
 // The source of an argument: a constant, the device, a slot, or a list.
 class Operand {
  public:
@@ -35,7 +39,7 @@ class Operand {
     kConstant,
     kDevice,         // the execution's device
     kSlot,           // the value of a slot
-    kWrappedNumber,  // a slot's number as a tensor that, like a Python number, has no effect on dtype promotion
+    kWrappedNumber,  // a slot's number as a wrapped_number()
     kFloat,          // a slot's number as a float
     kTensors,        // this and the next kinds: lists of slot values, with constants where the slot is kNoSlot
     kOptionalTensors,
@@ -44,10 +48,12 @@ class Operand {
     kBools,
   };
 
-  static Operand constant(c10::IValue value);
-  static Operand device();
-  static Operand slot(int slot, Kind kind = Kind::kSlot);
-  static Operand list(Kind kind, std::vector<int> slots, std::vector<c10::IValue> constants);
+  static Operand constant(c10::IValue value) { return {Kind::kConstant, {}, {}, std::move(value)}; }
+  static Operand device() { return {Kind::kDevice}; }
+  static Operand slot(int slot, Kind kind = Kind::kSlot) { return {kind, {slot}}; }
+  static Operand list(Kind kind, std::vector<int> slots, std::vector<c10::IValue> constants) {
+    return {kind, std::move(slots), std::move(constants)};
+  }
 
   c10::IValue get(Frame& frame) const;
 
@@ -62,10 +68,12 @@ class Operand {
   void set_last_use() { is_last_use_ = true; }
 
  private:
+  Operand(Kind kind, std::vector<int> slots = {}, std::vector<c10::IValue> constants = {}, c10::IValue constant = {})
+      : kind_(kind), constant_(std::move(constant)), slots_(std::move(slots)), constants_(std::move(constants)) {}
   template <class Element, class Get>
   c10::IValue list_of(Get get) const;
 
-  Kind kind_ = Kind::kConstant;
+  Kind kind_;
   bool is_last_use_ = false;
   c10::IValue constant_;
   std::vector<int> slots_;
