@@ -61,15 +61,14 @@ c10::IValue negative(const Numbers& n) { return n[0].isDouble() ? c10::IValue(-n
 c10::IValue positive(const Numbers& n) { return n[0].isBool() ? c10::IValue(integer(n[0])) : n[0]; }
 
 template <class Compare>
-bool compare(const Numbers& n, Compare is) {
+bool compare(const Numbers& n) {
+  constexpr Compare is;
   return both_integers(n) ? is(integer(n[0]), integer(n[1])) : is(real(n[0]), real(n[1]));
 }
-c10::IValue equal(const Numbers& n) { return compare(n, std::equal_to<>()); }
-c10::IValue unequal(const Numbers& n) { return compare(n, std::not_equal_to<>()); }
-c10::IValue at_most(const Numbers& n) { return compare(n, std::less_equal<>()); }
-c10::IValue at_least(const Numbers& n) { return compare(n, std::greater_equal<>()); }
-c10::IValue below(const Numbers& n) { return compare(n, std::less<>()); }
-c10::IValue above(const Numbers& n) { return compare(n, std::greater<>()); }
+template <class Compare>
+c10::IValue comparison(const Numbers& n) {
+  return compare<Compare>(n);
+}
 
 c10::IValue both(const Numbers& n) {
   if (n[0].isBool() && n[1].isBool()) return n[0].toBool() && n[1].toBool();
@@ -92,8 +91,8 @@ c10::IValue shift_right(const Numbers& n) {
 
 c10::IValue invert(const Numbers& n) { return !truth(n[0]); }
 c10::IValue choose(const Numbers& n) { return truth(n[0]) ? n[1] : n[2]; }
-c10::IValue largest(const Numbers& n) { return compare(n, std::less<>()) ? n[1] : n[0]; }
-c10::IValue smallest(const Numbers& n) { return compare(n, std::greater<>()) ? n[1] : n[0]; }
+c10::IValue largest(const Numbers& n) { return compare<std::less<>>(n) ? n[1] : n[0]; }
+c10::IValue smallest(const Numbers& n) { return compare<std::greater<>>(n) ? n[1] : n[0]; }
 c10::IValue to_real(const Numbers& n) { return real(n[0]); }
 c10::IValue rounded(double value) {
   TORCH_CHECK(value >= -0x1p63 && value < 0x1p63, value, " does not fit into 64 bit");
@@ -120,12 +119,12 @@ constexpr Named kFunctions[] = {
     {"truediv", 2, &divide},
     {"neg", 1, &negative},
     {"pos", 1, &positive},
-    {"eq", 2, &equal},
-    {"ne", 2, &unequal},
-    {"le", 2, &at_most},
-    {"ge", 2, &at_least},
-    {"lt", 2, &below},
-    {"gt", 2, &above},
+    {"eq", 2, &comparison<std::equal_to<>>},
+    {"ne", 2, &comparison<std::not_equal_to<>>},
+    {"le", 2, &comparison<std::less_equal<>>},
+    {"ge", 2, &comparison<std::greater_equal<>>},
+    {"lt", 2, &comparison<std::less<>>},
+    {"gt", 2, &comparison<std::greater<>>},
     {"and_", 2, &both},
     {"or_", 2, &either},
     {"lshift", 2, &shift_left},
