@@ -91,46 +91,15 @@ Alternative alternative_of(const json& value) {
 }
 
 at::ScalarType dtype_of_export(const json& value) {
-  switch (int_of(value)) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kChar;
-    case 3:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    case 5:
-      return at::kLong;
-    case 6:
-      return at::kHalf;
-    case 7:
-      return at::kFloat;
-    case 8:
-      return at::kDouble;
-    case 9:
-      return at::kComplexHalf;
-    case 10:
-      return at::kComplexFloat;
-    case 11:
-      return at::kComplexDouble;
-    case 12:
-      return at::kBool;
-    case 13:
-      return at::kBFloat16;
-    case 28:
-      return at::kUInt16;
-    case 29:
-      return at::kFloat8_e4m3fn;
-    case 30:
-      return at::kFloat8_e5m2;
-    case 31:
-      return at::kFloat8_e4m3fnuz;
-    case 32:
-      return at::kFloat8_e5m2fnuz;
-    default:
-      throw ExportedError("there is no dtype " + value.dump());
-  }
+  static constexpr at::ScalarType kFrom1[] = {
+      at::kByte,   at::kChar,        at::kShort,        at::kInt,           at::kLong, at::kHalf,    at::kFloat,
+      at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble, at::kBool, at::kBFloat16};
+  static constexpr at::ScalarType kFrom28[] = {at::kUInt16, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz,
+                                               at::kFloat8_e5m2fnuz};
+  const int64_t number = int_of(value);
+  if (number >= 1 && number <= 13) return kFrom1[number - 1];
+  if (number >= 28 && number <= 32) return kFrom28[number - 28];
+  throw ExportedError("there is no dtype " + value.dump());
 }
 
 int64_t layout_of_export(const json& value) {
