@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
-#include <utility>
 
 namespace tessera::internal {
 

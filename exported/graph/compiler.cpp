@@ -242,7 +242,7 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   if (operands[argument->index].kind() != Operand::Kind::kConstant) return;
   const c10::IValue& value = operands[argument->index].constant();
   // Without running statistics, the operator does not depend on the mode: it always uses the statistics of the batch.
-  if (const auto mean = running_mean_argument(schema);
+  if (const auto mean = schema.argumentIndexWithName("running_mean");
       mean && operands[*mean].kind() == Operand::Kind::kConstant && operands[*mean].constant().isNone())
     return;
   const bool trains =

@@ -1,14 +1,11 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "exported/archive/record.h"

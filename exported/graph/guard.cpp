@@ -1,7 +1,5 @@
 #include "exported/graph/guard.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <charconv>
 #include <stdexcept>
 #include <string_view>

@@ -83,9 +83,4 @@ bool evaluates_for_good(const c10::FunctionSchema& schema) {
          schema.name() == "aten::_batch_norm_no_update";
 }
 
-std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema) {
-  const auto index = schema.argumentIndexWithName("running_mean");
-  return index ? std::optional(static_cast<size_t>(*index)) : std::nullopt;
-}
-
 }  // namespace tessera::internal

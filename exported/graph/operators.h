@@ -26,8 +26,4 @@ std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& sch
 // Returns whether the operator is a batch norm of a model decomposed in eval(). It cannot run in training mode.
 bool evaluates_for_good(const c10::FunctionSchema& schema);
 
-// Returns the index of the argument `running_mean`, or nullopt if there is no such argument. If its value is None, the
-// operator normalizes by batch statistics in both modes.
-std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema);
-
 }  // namespace tessera::internal

@@ -267,10 +267,6 @@ class ShapeCheck {
     const Expression* expected;
     int64_t value;
   };
-  struct Bound {
-    int64_t value;
-    std::string label;
-  };
 
   void bind(const std::string& symbol, int64_t value, const std::string& label) {
     const auto [known, is_new] = symbols_.emplace(symbol, value);
