@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 
+#include <initializer_list>
 #include <unordered_map>
 
 namespace tessera::internal {
@@ -106,6 +107,11 @@ Tensors group_norm_backward(const MetaArguments& a) {
                        a[9].toBoolList());
 }
 
+Tensors dropout(const MetaArguments& a) {
+  const at::Tensor self = tensor(a, 0);
+  return {at::empty_like(self), at::empty_like(self, self.options().dtype(at::kBool))};
+}
+
 Tensors index_select(const MetaArguments& a) {
   const at::Tensor self = tensor(a, 0);
   Sizes shape = self.sizes().vec();
@@ -135,12 +141,15 @@ Tensors loss(const MetaArguments& a, size_t reduction) {
   return {a[reduction].toInt() == at::Reduction::None ? each : each.resize_(at::IntArrayRef{})};
 }
 
-Tensors convolution(const at::Tensor& input, const at::Tensor& weight, const Sizes& padding, const Sizes& stride,
-                    const Sizes& dilation) {
+// `padding` and `stride` are the indices of these arguments.
+Tensors convolution(const MetaArguments& a, size_t padding, size_t stride, const Sizes& dilation) {
+  const at::Tensor input = tensor(a, 0), weight = tensor(a, 1);
   Sizes shape{input.size(0), weight.size(0)};
   for (int64_t i = 2; i < input.dim(); ++i) {
     const auto at = [&](const Sizes& list) { return list.size() == 1 ? list[0] : list[static_cast<size_t>(i - 2)]; };
-    shape.push_back((input.size(i) + 2 * at(padding) - at(dilation) * (weight.size(i) - 1) - 1) / at(stride) + 1);
+    shape.push_back((input.size(i) + 2 * at(sizes(a, padding)) - at(dilation) * (weight.size(i) - 1) - 1) /
+                        at(sizes(a, stride)) +
+                    1);
   }
   return {at::empty(shape, input.options(), input.suggest_memory_format())};
 }
@@ -196,109 +205,69 @@ Tensors nll_loss2d(const MetaArguments& a) {
   return {a[3].toInt() == 0 ? of(tensor(a, 1).sizes().vec(), self) : of({}, self), of({}, self)};
 }
 
-// The shape rules. The key is the operator's name, with the overload name if there is one.
-const std::unordered_map<std::string, ShapeRule> kShapeRules = {
-    {"aten::relu", like(0)},
-    {"aten::hardswish", like(0)},
-    {"aten::hardswish_backward", like(0)},
-    {"aten::hardtanh", like(0)},
-    {"aten::hardtanh_backward", like(0)},
-    {"aten::mish_backward", like(0)},
-    {"aten::glu_backward", like(1)},
-    {"aten::logit", like(0)},
-    {"aten::angle", like(0)},
-    {"aten::flip", like(0)},
-    {"aten::roll", like(0)},
-    {"aten::channel_shuffle", like(0)},
-    {"aten::isnan", like(0, at::kBool)},
-    {"aten::_prelu_kernel", like(0)},
-    {"aten::_prelu_kernel_backward", pair_like(1)},
-    {"aten::log_sigmoid_forward", pair_like(0)},
-    {"aten::log_sigmoid_backward", like(0)},
-    {"aten::native_dropout_backward", like(0)},
-    {"aten::native_dropout",
-     [](const MetaArguments& a) {
-       const at::Tensor self = tensor(a, 0);
-       return Tensors{at::empty_like(self), at::empty_like(self, self.options().dtype(at::kBool))};
-     }},
-    {"aten::where.self", both(1, 2)},
-    {"aten::rsub.Tensor", both(0, 1)},
-    {"aten::floor_divide", both(0, 1)},
-    {"aten::mse_loss_backward", both(1, 2)},
-    {"aten::binary_cross_entropy_backward", like(1)},
-    {"aten::huber_loss", loss(2)},
-    {"aten::max", scalar},
-    {"aten::min", scalar},
-    {"aten::median", scalar},
-    {"aten::prod", scalar},
-    {"aten::dot", scalar},
-    {"aten::trace", scalar},
-    {"aten::var.correction", [](const MetaArguments& a) { return reduced(a, false); }},
-    {"aten::std.correction", [](const MetaArguments& a) { return reduced(a, false); }},
-    {"aten::var_mean.correction", [](const MetaArguments& a) { return reduced(a, true); }},
-    {"aten::std_mean.correction", [](const MetaArguments& a) { return reduced(a, true); }},
-    {"aten::index_select", index_select},
-    {"aten::embedding_dense_backward", embedding_backward},
-    {"aten::native_layer_norm", layer_norm},
-    {"aten::native_layer_norm_backward", layer_norm_backward},
-    {"aten::native_batch_norm", batch_norm},
-    {"aten::native_batch_norm_backward", batch_norm_backward},
-    {"aten::native_group_norm", group_norm},
-    {"aten::native_group_norm_backward", group_norm_backward},
-    {"aten::_scaled_dot_product_flash_attention_for_cpu", attention},
-    {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention_backward},
-    {"aten::mkldnn_convolution",
-     [](const MetaArguments& a) {
-       return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 3), sizes(a, 4), sizes(a, 5));
-     }},
-    {"aten::_slow_conv2d_forward",
-     [](const MetaArguments& a) { return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), {1}); }},
-    {"aten::slow_conv3d_forward",
-     [](const MetaArguments& a) { return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), {1}); }},
-    {"aten::slow_conv_dilated2d",
-     [](const MetaArguments& a) {
-       return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), sizes(a, 6));
-     }},
-    {"aten::mse_loss", [](const MetaArguments& a) { return loss(a, 2); }},
-    {"aten::smooth_l1_loss", [](const MetaArguments& a) { return loss(a, 2); }},
-    {"aten::soft_margin_loss", [](const MetaArguments& a) { return loss(a, 2); }},
-    {"aten::binary_cross_entropy", [](const MetaArguments& a) { return loss(a, 3); }},
-    {"aten::_convolution", transposed_convolution},
-    {"aten::convolution_backward", convolution_backward},
-    {"aten::_adaptive_avg_pool2d", adaptive_pool},
-    {"aten::_adaptive_avg_pool3d", adaptive_pool},
-    {"aten::_adaptive_avg_pool2d_backward", like(1)},
-    {"aten::_adaptive_avg_pool3d_backward", like(1)},
-    {"aten::pixel_shuffle", pixel_shuffle},
-    {"aten::reflection_pad2d", reflection_pad2d},
-    {"aten::reflection_pad2d_backward", like(1)},
-    {"aten::nll_loss2d_forward", nll_loss2d},
-    {"aten::nll_loss2d_backward", like(1)},
-    // The rules of operators that write to an argument of the caller (`out`).
-    {"aten::abs.out", like(0)},
-    {"aten::angle.out", like(0)},
-    {"aten::logical_not.out", like(0)},
-    {"aten::nan_to_num.out", like(0)},
-    {"aten::hardtanh.out", like(0)},
-    {"aten::hardswish.out", like(0)},
-    {"aten::logit.out", like(0)},
-    {"aten::logical_and.out", both(0, 1)},
-    {"aten::logical_or.out", both(0, 1)},
-    {"aten::logical_xor.out", both(0, 1)},
-    {"aten::floor_divide.out", both(0, 1)},
-    {"aten::where.self_out", both(1, 2)},
-    {"aten::index_select.out", index_select},
-    {"aten::smooth_l1_loss_backward.grad_input", like(1)},
-    {"aten::huber_loss_backward.out", like(1)},
-    {"aten::mse_loss_backward.grad_input", like(1)},
-    {"aten::adaptive_avg_pool2d.out", adaptive_pool},
-};
+// Returns the shape rule of each operator. The key has the overload name if there is one. An operator with an overload
+// such as "out" writes to an argument of the caller.
+std::unordered_map<std::string, ShapeRule> make_rules() {
+  std::unordered_map<std::string, ShapeRule> rules;
+  const auto add = [&](const ShapeRule& rule, std::initializer_list<const char*> operators) {
+    for (const char* name : operators) rules.emplace(name, rule);
+  };
+  add(like(0), {"aten::relu", "aten::hardswish", "aten::hardswish_backward", "aten::hardtanh",
+                "aten::hardtanh_backward", "aten::mish_backward"});
+  add(like(0), {"aten::_prelu_kernel", "aten::log_sigmoid_backward", "aten::native_dropout_backward", "aten::logit",
+                "aten::angle"});
+  add(like(0), {"aten::flip", "aten::roll", "aten::channel_shuffle"});
+  add(like(0),
+      {"aten::abs.out", "aten::angle.out", "aten::logical_not.out", "aten::nan_to_num.out", "aten::logit.out"});
+  add(like(0), {"aten::hardtanh.out", "aten::hardswish.out"});
+  add(like(1), {"aten::glu_backward", "aten::binary_cross_entropy_backward", "aten::_adaptive_avg_pool2d_backward",
+                "aten::_adaptive_avg_pool3d_backward", "aten::reflection_pad2d_backward", "aten::nll_loss2d_backward",
+                "aten::smooth_l1_loss_backward.grad_input", "aten::huber_loss_backward.out",
+                "aten::mse_loss_backward.grad_input"});
+  add(like(0, at::kBool), {"aten::isnan"});
+  add(pair_like(0), {"aten::log_sigmoid_forward"});
+  add(pair_like(1), {"aten::_prelu_kernel_backward"});
+  add(both(0, 1), {"aten::rsub.Tensor", "aten::floor_divide", "aten::floor_divide.out", "aten::logical_and.out",
+                   "aten::logical_or.out", "aten::logical_xor.out"});
+  add(both(1, 2), {"aten::where.self", "aten::where.self_out", "aten::mse_loss_backward"});
+  add(scalar, {"aten::max", "aten::min", "aten::median", "aten::prod", "aten::dot", "aten::trace"});
+  add([](const MetaArguments& a) { return reduced(a, false); }, {"aten::var.correction", "aten::std.correction"});
+  add([](const MetaArguments& a) { return reduced(a, true); },
+      {"aten::var_mean.correction", "aten::std_mean.correction"});
+  add(dropout, {"aten::native_dropout"});
+  add(index_select, {"aten::index_select", "aten::index_select.out"});
+  add(embedding_backward, {"aten::embedding_dense_backward"});
+  add(layer_norm, {"aten::native_layer_norm"});
+  add(layer_norm_backward, {"aten::native_layer_norm_backward"});
+  add(batch_norm, {"aten::native_batch_norm"});
+  add(batch_norm_backward, {"aten::native_batch_norm_backward"});
+  add(group_norm, {"aten::native_group_norm"});
+  add(group_norm_backward, {"aten::native_group_norm_backward"});
+  add(attention, {"aten::_scaled_dot_product_flash_attention_for_cpu"});
+  add(attention_backward, {"aten::_scaled_dot_product_flash_attention_for_cpu_backward"});
+  add([](const MetaArguments& a) { return convolution(a, 3, 4, sizes(a, 5)); }, {"aten::mkldnn_convolution"});
+  add([](const MetaArguments& a) { return convolution(a, 5, 4, {1}); },
+      {"aten::_slow_conv2d_forward", "aten::slow_conv3d_forward"});
+  add([](const MetaArguments& a) { return convolution(a, 5, 4, sizes(a, 6)); }, {"aten::slow_conv_dilated2d"});
+  add(transposed_convolution, {"aten::_convolution"});
+  add(convolution_backward, {"aten::convolution_backward"});
+  add(loss(2), {"aten::huber_loss"});
+  add([](const MetaArguments& a) { return loss(a, 2); },
+      {"aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss"});
+  add([](const MetaArguments& a) { return loss(a, 3); }, {"aten::binary_cross_entropy"});
+  add(nll_loss2d, {"aten::nll_loss2d_forward"});
+  add(adaptive_pool, {"aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d", "aten::adaptive_avg_pool2d.out"});
+  add(pixel_shuffle, {"aten::pixel_shuffle"});
+  add(reflection_pad2d, {"aten::reflection_pad2d"});
+  return rules;
+}
 
 }  // namespace
 
 const ShapeRule* shape_rule_of(const std::string& name) {
-  const auto rule = kShapeRules.find(name);
-  return rule == kShapeRules.end() ? nullptr : &rule->second;
+  static const std::unordered_map<std::string, ShapeRule> rules = make_rules();
+  const auto rule = rules.find(name);
+  return rule == rules.end() ? nullptr : &rule->second;
 }
 
 at::Tensor meta_of(const at::Tensor& tensor) {

@@ -4,7 +4,6 @@
 #include <ATen/core/stack.h>
 
 #include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
