@@ -1,4 +1,4 @@
-#include "plan/calibrate/calibrate_hosts.h"
+#include "plan/calibrate/calibrate.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/mm.h>

@@ -13,7 +13,7 @@
 #include <tessera/plan/measured_step.h>
 #include <tessera/plan/step_time.h>
 #include <tessera/plan/timeline_page.h>
-#include "plan/calibrate/calibrate_hosts.h"
+#include "plan/calibrate/calibrate.h"
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/simulate/time_lanes.h"
 #include "tests/plan/models.h"

@@ -15,7 +15,6 @@
 #include <tessera/launch.h>
 #include "commands.h"
 #include "gpu_cards.h"
-#include "plan/calibrate/calibrate_hosts.h"
 #include "plan/report/quantity_text.h"
 
 using namespace tessera;
