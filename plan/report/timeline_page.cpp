@@ -7,8 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "plan/report/compare_measured.h"
-#include "plan/simulate/time_lanes.h"
+#include "plan/report/timeline_data.h"
 
 namespace tessera {
 using namespace internal;

@@ -15,7 +15,7 @@
 #include <tessera/plan/timeline_page.h>
 #include "plan/calibrate/calibrate.h"
 #include "plan/calibrate/calibrate_operators.h"
-#include "plan/simulate/time_lanes.h"
+#include "plan/report/timeline_data.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/plan/script.h"

@@ -10,7 +10,11 @@
 
 namespace tessera::internal {
 
-// These functions return JSON for a page that compares a measured run with the predicted run.
+// These functions return JSON for the timeline page.
+
+// Returns a predicted step's lanes: [{"lane", "intervals": [{"name", "begin_ms", "end_ms", "backward", "operators"}]}].
+// Omits empty lanes. Merges consecutive operators of one unit. Keeps only the 2000 longest intervals of a lane.
+nlohmann::json lanes_of(const StepTime& time);
 
 // Returns {"total_ms", "wait_ms", "steps", "lanes", "differences": [{"name", "predicted_ms", "measured_ms",
 // "is_large"}]}. "lanes" has the format of lanes_of(). Compares compute by unit and direction (without waits),

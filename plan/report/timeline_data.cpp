@@ -1,4 +1,4 @@
-#include "plan/report/compare_measured.h"
+#include "plan/report/timeline_data.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,18 +6,53 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
-#include <vector>
-
-#include "plan/simulate/time_lanes.h"
 
 namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
 
+constexpr size_t kMostDrawn = 2000;  // maximum number of intervals of a lane
 constexpr size_t kMostDifferences = 12;
 constexpr size_t kMostStretches = 200;
 constexpr double kLargePart = 0.05;  // a difference above this part of the measured step is large
+
+json interval_of(const std::string& name, double begin_s, double end_s, bool in_backward, int operators) {
+  return {{"name", name},
+          {"begin_ms", begin_s * 1e3},
+          {"end_ms", end_s * 1e3},
+          {"backward", in_backward},
+          {"operators", operators}};
+}
+
+struct DrawnInterval {
+  std::string name;
+  double begin_s, end_s;
+  bool in_backward;
+  int operators;
+};
+
+std::vector<DrawnInterval> joined(const StepTime& time, Lane lane) {
+  std::vector<DrawnInterval> drawn;
+  for (const TimedInterval& each : time.intervals) {
+    if (each.lane != lane) continue;
+    const bool computes = lane == Lane::kCompute;
+    const std::string name = !computes ? each.name : each.unit.empty() ? "outside of units" : each.unit;
+    const bool goes_on = computes && !drawn.empty() && drawn.back().name == name &&
+                         drawn.back().in_backward == each.in_backward && drawn.back().end_s == each.begin_s;
+    if (goes_on) {
+      drawn.back().end_s = each.end_s;
+      ++drawn.back().operators;
+    } else {
+      drawn.push_back({name, each.begin_s, each.end_s, each.in_backward, computes ? 1 : 0});
+    }
+  }
+  if (drawn.size() <= kMostDrawn) return drawn;
+  std::ranges::sort(drawn, std::ranges::greater{}, [](const auto& each) { return each.end_s - each.begin_s; });
+  drawn.resize(kMostDrawn);
+  std::ranges::sort(drawn, {}, &DrawnInterval::begin_s);
+  return drawn;
+}
 
 // The predicted and the measured time of a unit, a collective, the optimizer or waits.
 struct BothTimes {
@@ -74,11 +109,8 @@ json lanes_of_measured(const MeasuredStep& step) {
     json intervals = json::array();
     for (const MeasuredInterval& each : step.intervals)
       if (each.kind == kind && intervals.size() < kMostDrawn)
-        intervals.push_back({{"name", each.name},
-                             {"begin_ms", each.begin_s * 1e3},
-                             {"end_ms", each.end_s * 1e3},
-                             {"backward", each.in_backward},
-                             {"operators", kind == MeasuredInterval::Kind::kCompute ? 1 : 0}});
+        intervals.push_back(interval_of(each.name, each.begin_s, each.end_s, each.in_backward,
+                                        kind == MeasuredInterval::Kind::kCompute ? 1 : 0));
     if (!intervals.empty()) lanes.push_back({{"lane", name}, {"intervals", std::move(intervals)}});
   }
   return lanes;
@@ -97,6 +129,18 @@ std::string difference_of(const BytesByKind& predicted, const BytesByKind& measu
 }
 
 }  // namespace
+
+json lanes_of(const StepTime& time) {
+  json lanes = json::array();
+  for (size_t i = 0; i < kLanes; ++i) {
+    json intervals = json::array();
+    for (const DrawnInterval& each : joined(time, static_cast<Lane>(i)))
+      intervals.push_back(interval_of(each.name, each.begin_s, each.end_s, each.in_backward, each.operators));
+    if (!intervals.empty())
+      lanes.push_back({{"lane", name_of(static_cast<Lane>(i))}, {"intervals", std::move(intervals)}});
+  }
+  return lanes;
+}
 
 json measured_time_of(const StepTime& predicted, const MeasuredStep& measured) {
   TimesByName times;
