@@ -13,7 +13,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -33,10 +32,6 @@
 
 namespace tessera::internal {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 // Runs the measurements on the thread of one rank. All ranks must call the same functions concurrently.
 class Bench {
@@ -179,11 +174,11 @@ class Bench {
     std::vector<double> seconds;
     for (int i = 0; i < (options_.quick ? 20 : 100); ++i) {
       comm_->barrier("calibration");
-      const auto began = Clock::now();
-      while (comm_->rank() == 0 && seconds_since(began) < kLateSeconds) continue;
+      const double began_s = wall_clock_s();
+      while (comm_->rank() == 0 && wall_clock_s() - began_s < kLateSeconds) continue;
       comm_->all_reduce(one).wait();
       // Ranks are threads of one process, so their times are comparable.
-      const double ended_s = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+      const double ended_s = wall_clock_s();
       const at::Tensor others = at::zeros({comm_->size()}, at::kDouble);
       comm_->all_gather(others, at::tensor({ended_s}, at::kDouble)).wait();
       seconds.push_back((others.narrow(0, 1, comm_->size() - 1).min() - others[0]).item<double>());

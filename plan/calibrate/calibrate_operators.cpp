@@ -9,7 +9,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <mutex>
 #include <numeric>
@@ -32,8 +31,6 @@ double median_of(std::vector<double> values) {
   return *middle;
 }
 namespace {
-
-using StepClock = std::chrono::steady_clock;
 
 constexpr int kSteps = 8;
 
@@ -84,11 +81,11 @@ double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicat
   std::vector<double> seconds;
   for (int i = 0; i < 4 * kSteps; ++i) {
     const double waited_s = comm->traffic().wait_s;
-    const auto begin = StepClock::now();
+    const double began_s = wall_clock_s();
     const double processor_began_s = thread_processor_s();
     train_once(timed, training);
     const double processor_s = thread_processor_s() - processor_began_s;
-    const double clock_s = std::chrono::duration<double>(StepClock::now() - begin).count();
+    const double clock_s = wall_clock_s() - began_s;
     seconds.push_back(by_processor ? processor_s : clock_s - (comm->traffic().wait_s - waited_s));
   }
   return median_of(std::move(seconds));

@@ -3,22 +3,12 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 #include <vector>
 
 #include "plan/calibrate/calibrate_operators.h"
 
 namespace tessera::internal {
-namespace {
-
-using TimerClock = std::chrono::steady_clock;
-
-double elapsed_s(TimerClock::time_point begin) {
-  return std::chrono::duration<double>(TimerClock::now() - begin).count();
-}
-
-}  // namespace
 
 RankTimer::RankTimer(std::shared_ptr<Communicator> comm, const CalibrationOptions& options)
     : comm_(std::move(comm)), options_(options), budget_s_(options.quick ? 0.04 : 0.25) {}
@@ -27,37 +17,28 @@ void RankTimer::say(const std::string& what) const {
   if (comm_->rank() == 0 && options_.progress) options_.progress(what);
 }
 
-double RankTimer::slowest(double seconds) const {
-  const at::Tensor most = at::tensor({seconds}, at::kDouble);
-  comm_->all_reduce(most, ReduceOp::kMax, "calibration").wait();
-  return most.item<double>();
-}
-
-double RankTimer::mean(double seconds) const {
+double RankTimer::over_ranks(double seconds, ReduceOp op) const {
   const at::Tensor all = at::tensor({seconds}, at::kDouble);
-  comm_->all_reduce(all, ReduceOp::kAverage, "calibration").wait();
+  comm_->all_reduce(all, op, "calibration").wait();
   return all.item<double>();
 }
 
 double RankTimer::once_s(const std::function<void()>& call) const {
   comm_->barrier("calibration");
-  const auto begin = TimerClock::now();
+  const double began_s = wall_clock_s();
   call();
-  return elapsed_s(begin);
+  return wall_clock_s() - began_s;
 }
 
 double RankTimer::seconds_of(const std::function<void()>& call) const {
   call();
-  comm_->barrier("calibration");
-  const auto probe = TimerClock::now();
-  call();
-  const double once = std::max(slowest(elapsed_s(probe)), 1e-7);
+  const double once = std::max(slowest(once_s(call)), 1e-7);
   const int calls = std::clamp(static_cast<int>(budget_s_ / once), 5, 1000);
   std::vector<double> seconds;
   for (int i = 0; i < calls; ++i) {
-    const auto begin = TimerClock::now();
+    const double began_s = wall_clock_s();
     call();
-    seconds.push_back(elapsed_s(begin));
+    seconds.push_back(wall_clock_s() - began_s);
   }
   return slowest(median_of(std::move(seconds)));
 }

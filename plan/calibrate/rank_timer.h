@@ -30,7 +30,8 @@ class RankTimer {
 
   // Returns this rank's wall-clock time of one call. All ranks start the call at the same time.
   double once_s(const std::function<void()>& call) const;
-  double mean(double seconds) const;  // the mean over all ranks
+  // Returns the mean over all ranks.
+  double mean(double seconds) const { return over_ranks(seconds, ReduceOp::kAverage); }
 
   // Measures a call with `clock`. Returns the mean time over repeated calls and all ranks.
   double processor_seconds_of(const std::function<void()>& call, double (*clock)() = &thread_processor_s) const;
@@ -39,7 +40,8 @@ class RankTimer {
   double work_seconds_of(const std::function<void()>& call) const;
 
  private:
-  double slowest(double seconds) const;
+  double slowest(double seconds) const { return over_ranks(seconds, ReduceOp::kMax); }
+  double over_ranks(double seconds, ReduceOp op) const;
 
   std::shared_ptr<Communicator> comm_;
   const CalibrationOptions& options_;

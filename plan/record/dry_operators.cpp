@@ -8,7 +8,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <chrono>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -362,10 +361,10 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   } end{recorder, touched};
   if (any_void && traits.how == How::kValue) return stand_in(traits, *stack, count, *recorder);
   const double processor_began_s = recorder->has_data() ? thread_processor_s() : 0;
-  const auto begin = std::chrono::steady_clock::now();
+  const double began_s = wall_clock_s();
   any_void ? skip(op, traits, *stack, *recorder) : op.redispatchBoxed(below, stack);
   if (recorder->has_data()) {
-    end.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    end.seconds = wall_clock_s() - began_s;
     end.processor_s = thread_processor_s() - processor_began_s;
   }
   const std::vector<at::Tensor> made = tensors_of(torch::jit::last(*stack, op.schema().returns().size()));
