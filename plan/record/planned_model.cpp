@@ -8,8 +8,8 @@
 #include <map>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
-#include <vector>
 
 #include <tessera/autocast.h>
 #include <tessera/exported.h>
@@ -19,18 +19,17 @@
 #include <tessera/sharded_optimizer.h>
 #include <tessera/visit_tensors.h>
 #include "core/layout/deferred.h"
-
 #include "core/layout/partition.h"
 
 namespace tessera {
 using namespace internal;
 namespace {
 
-// Makes a dry run of a training with the options of `choice`. make() returns the module. run_backward(training) must
-// run forward and backward, and keep the outputs alive until backward has ended.
-template <class Make, class RunBackward>
+// Makes a dry run of a training with the options of `choice`. make() returns the module. forward(training) returns a
+// tuple of the loss, and of the tensors that must stay alive until backward has ended.
+template <class Make, class Forward>
 PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, const WrapPolicy& units, Make make,
-                      RunBackward run_backward) {
+                      Forward forward) {
   PlannedRun result;
   const auto run = [&]<class Optimizer>(std::type_identity<Optimizer>) {
     return dry_run(
@@ -40,7 +39,13 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
         },
         [&](auto& training) {
           training.optimizer().zero_grad();
-          run_backward(training);
+          {
+            std::optional<Autocast> autocast;
+            if (choice.bf16 && choice.stage < 3) autocast.emplace(at::kCPU, at::kBFloat16);
+            const auto results = forward(training);
+            autocast.reset();
+            std::get<0>(results).backward();
+          }
           training.clip_grad_norm_(1.0);
           training.step();
           if (const auto* sharded = dynamic_cast<const ShardedOptimizer*>(&training.optimizer()))
@@ -50,11 +55,6 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
   };
   result.record = choice.offload ? run(std::type_identity<HostAdamW>()) : run(std::type_identity<AdamW>());
   return result;
-}
-
-// Enters libtorch's autocast if `choice` uses bfloat16 in stages 0 to 2. `scope` must cover forward and the loss.
-void enter(std::optional<Autocast>& scope, const TrainingChoice& choice) {
-  if (choice.bf16 && choice.stage < 3) scope.emplace(at::kCPU, at::kBFloat16);
 }
 
 class PlannedDecoder : public PlannedModel {
@@ -70,12 +70,8 @@ class PlannedDecoder : public PlannedModel {
         choice, where, units, [&] { return choice.stage == 3 ? deferred(build) : build(); },
         [&](auto& training) {
           const at::Tensor tokens = at::zeros({options_.batch, options_.sequence}, at::kLong);
-          std::optional<Autocast> autocast;
-          enter(autocast, choice);
           const at::Tensor logits = training(tokens);
-          const at::Tensor loss = at::cross_entropy_loss(logits, tokens.flatten());
-          autocast.reset();
-          loss.backward();
+          return std::tuple(at::cross_entropy_loss(logits, tokens.flatten()), logits, tokens);
         });
   }
 
@@ -166,12 +162,9 @@ class PlannedArchive : public PlannedModel {
                              : choice.units == UnitChoice::kLinears ? wrap_classes({"Linear"})
                                                                     : WrapPolicy();
     return run_choice(choice, where, units, make, [&](auto& training) {
-      std::optional<Autocast> autocast;
-      enter(autocast, choice);
       ExportedValue outputs = training(inputs_);
       const at::Tensor loss = loss_of_outputs(outputs).first;
-      autocast.reset();
-      loss.backward();
+      return std::tuple(loss, std::move(outputs));
     });
   }
 
