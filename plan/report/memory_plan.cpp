@@ -80,6 +80,12 @@ int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, con
   return bytes;
 }
 
+std::string decimal(double number, int digits) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(digits) << number;
+  return text.str();
+}
+
 using Row = std::vector<std::string>;
 
 // Returns a text table. Omits a column if all rows have the column's default value, from `plain`, or "-".
@@ -124,14 +130,9 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   for (const int64_t bytes :
        {plan.peak.tensors(), plan.host_bytes, plan.copies_bytes, plan.collective_bytes, plan.between_bytes})
     row.push_back(text_of(bytes));
-  const auto number = [](double value, int digits) {
-    std::ostringstream text;
-    text << std::fixed << std::setprecision(digits) << value;
-    return text.str();
-  };
-  row.push_back(plan.time ? number(plan.time->total_s * 1e3, 1) : "-");
-  row.push_back(plan.time ? number(plan.time->exposed_s * 1e3, 1) : "-");
-  row.push_back(plan.time ? number(static_cast<double>(plan.tokens) / plan.time->total_s, 0) : "-");
+  row.push_back(plan.time ? decimal(plan.time->total_s * 1e3, 1) : "-");
+  row.push_back(plan.time ? decimal(plan.time->exposed_s * 1e3, 1) : "-");
+  row.push_back(plan.time ? decimal(static_cast<double>(plan.tokens) / plan.time->total_s, 0) : "-");
   row.push_back(std::move(fits));
   return row;
 }
@@ -233,11 +234,7 @@ std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const 
 
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines) {
   const ByteUnit unit = unit_for(machines.memory_bytes);
-  const auto text_of = [&](int64_t bytes) {
-    std::ostringstream text;
-    text << std::fixed << std::setprecision(1) << static_cast<double>(bytes) / unit.bytes;
-    return text.str();
-  };
+  const auto text_of = [&](int64_t bytes) { return decimal(static_cast<double>(bytes) / unit.bytes, 1); };
   const int best = recommended(plans, machines);
   std::vector<Row> rows = {
       {"stage", "reshard", "dtype", "recompute", "units", "a copy", "secondary", "prefetch", "offload"}};
