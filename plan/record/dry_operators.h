@@ -2,8 +2,6 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <memory>
-
 namespace tessera::internal {
 
 // Records the operators of the current thread in its current Recorder, for the lifetime of the object. If the Recorder

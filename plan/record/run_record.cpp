@@ -1,6 +1,5 @@
 #include <tessera/plan/run_record.h>
 
-#include <algorithm>
 #include <iomanip>
 #include <map>
 #include <sstream>
