@@ -1,8 +1,15 @@
 // Replaces nvtx_ranges.cpp in builds without TESSERA_CUDA.
+#include <c10/util/env.h>
+
+#include "core/runtime/warn.h"
 #include "core/trace/ranges.h"
 
 namespace tessera::internal {
 
-RangeSink* nvtx_ranges() { return nullptr; }
+RangeSink* RangeSink::from_environment() noexcept {
+  if (c10::utils::check_env("TESSERA_NVTX") == true)
+    warn("TESSERA_NVTX=1 has no effect: this build has no NVTX; configure with -DTESSERA_CUDA=ON");
+  return nullptr;
+}
 
 }  // namespace tessera::internal

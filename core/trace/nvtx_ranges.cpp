@@ -1,4 +1,5 @@
 // Compiled only with TESSERA_CUDA. NVTX 3 is header-only, and calls the profiler that has started the process.
+#include <c10/util/env.h>
 #include <nvtx3/nvToolsExt.h>
 
 #include "core/trace/ranges.h"
@@ -36,9 +37,9 @@ class NvtxRanges final : public RangeSink {
 
 }  // namespace
 
-RangeSink* nvtx_ranges() {
-  static auto* const ranges = new NvtxRanges;  // never destroyed: destructors of other objects may end ranges
-  return ranges;
+RangeSink* RangeSink::from_environment() noexcept {
+  if (c10::utils::check_env("TESSERA_NVTX") != true) return nullptr;
+  return new NvtxRanges;  // never destroyed: destructors of other objects may end ranges
 }
 
 }  // namespace tessera::internal

@@ -29,11 +29,8 @@ class RangeSink {
     static std::atomic<RangeSink*> sink = from_environment();
     return sink;
   }
-  static RangeSink* from_environment() noexcept;
+  static RangeSink* from_environment() noexcept;  // in nvtx_ranges.cpp or no_nvtx_ranges.cpp
 };
-
-// Returns the sink that passes ranges to NVTX; null in a build without TESSERA_CUDA.
-RangeSink* nvtx_ranges();
 
 // A range of this thread that lasts as long as this object.
 class NestedRange {

@@ -17,7 +17,6 @@
 #include <random>
 #include <sstream>
 #include <system_error>
-#include <utility>
 
 #include "core/runtime/host.h"
 #include "core/trace/trace_file.h"
