@@ -6,26 +6,12 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <string>
 #include <system_error>
-#include <utility>
 
 #include "core/runtime/file.h"
 #include "core/runtime/host.h"
 
 namespace tessera::internal {
-
-FileLock::FileLock(FileLock&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
-
-FileLock& FileLock::operator=(FileLock&& other) noexcept {
-  if (this != &other) {
-    release();
-    descriptor_ = std::exchange(other.descriptor_, -1);
-  }
-  return *this;
-}
-
-FileLock::~FileLock() { release(); }
 
 void FileLock::release() {
   if (descriptor_ >= 0) ::close(descriptor_);

@@ -11,13 +11,13 @@ enum class LockOutcome : uint8_t { kTaken, kHeldByOther, kNoLocks };
 
 // A lock on a file (F_OFD_SETLK), visible to other processes and, on network file systems, to other hosts. NFS sends
 // such locks to its server, but does not send flock() of a directory. The destructor or the end of the process releases
-// the lock. Move-only.
+// the lock.
 class FileLock {
  public:
   FileLock() = default;
-  FileLock(FileLock&& other) noexcept;
-  FileLock& operator=(FileLock&& other) noexcept;
-  ~FileLock();
+  ~FileLock() { release(); }
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
 
   // Release the held lock, if any, then try once to lock `file`. Do not block or throw. The file must be readable for a
   // shared lock, and writable for an exclusive lock.
