@@ -1,7 +1,6 @@
 #include "checkpoint/save/save_coordinator.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <mutex>
@@ -62,14 +61,11 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
       }
     }
   });
-  struct End {
-    std::function<void()> end;
-    ~End() { end(); }
-  } const end{[&] {
+  const std::shared_ptr<void> at_end(nullptr, [&](void*) {
     const std::lock_guard lock(mutex);
     ended = true;
     ended_changed.notify_one();
-  }};
+  });
   return attempt([&] { return part(), std::string(); });
 }
 
