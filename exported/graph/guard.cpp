@@ -1,6 +1,7 @@
 #include "exported/graph/guard.h"
 
 #include <charconv>
+#include <span>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -99,10 +100,10 @@ class Guard::Parser {
   Node comparison() {
     static constexpr Operator kComparisons[] = {{"==", "eq"}, {"!=", "ne"}, {"<=", "le"},
                                                 {">=", "ge"}, {"<", "lt"},  {">", "gt"}};
-    Node left = bits();
+    Node left = binary();
     std::optional<Node> all;
     while (const Operator* sign = next_of(kComparisons)) {
-      Node right = bits();
+      Node right = binary();
       Node own = operation(sign->name, {left, right});
       if (all) {
         Node chain;
@@ -116,8 +117,7 @@ class Guard::Parser {
     return all ? std::move(*all) : std::move(left);
   }
 
-  template <size_t count>
-  const Operator* next_of(const Operator (&operators)[count]) {
+  const Operator* next_of(std::span<const Operator> operators) {
     for (const Operator& each : operators) {
       skip();
       // Does not accept "<" as a part of "<<", or "*" as a part of "**".
@@ -126,34 +126,21 @@ class Guard::Parser {
     }
     return nullptr;
   }
-  template <size_t count>
-  Node binary(const Operator (&operators)[count], Node (Parser::*part)()) {
-    Node node = (this->*part)();
-    while (const Operator* sign = next_of(operators)) {
-      Node right = (this->*part)();
+  // Parses binary operators of the levels of precedence from `level` on.
+  Node binary(size_t level = 0) {
+    static const std::vector<std::vector<Operator>> levels = {
+        {{"|", "or_"}},
+        {{"&", "and_"}},
+        {{"<<", "lshift"}, {">>", "rshift"}},
+        {{"+", "add"}, {"-", "sub"}},
+        {{"//", "floordiv"}, {"*", "mul"}, {"/", "truediv"}, {"%", "mod"}}};
+    if (level == levels.size()) return signed_value();
+    Node node = binary(level + 1);
+    while (const Operator* sign = next_of(levels[level])) {
+      Node right = binary(level + 1);
       node = operation(sign->name, {std::move(node), std::move(right)});
     }
     return node;
-  }
-  Node bits() {
-    static constexpr Operator kOr[] = {{"|", "or_"}};
-    return binary(kOr, &Parser::common_bits);
-  }
-  Node common_bits() {
-    static constexpr Operator kAnd[] = {{"&", "and_"}};
-    return binary(kAnd, &Parser::shifted);
-  }
-  Node shifted() {
-    static constexpr Operator kShifts[] = {{"<<", "lshift"}, {">>", "rshift"}};
-    return binary(kShifts, &Parser::sum);
-  }
-  Node sum() {
-    static constexpr Operator kSums[] = {{"+", "add"}, {"-", "sub"}};
-    return binary(kSums, &Parser::product);
-  }
-  Node product() {
-    static constexpr Operator kProducts[] = {{"//", "floordiv"}, {"*", "mul"}, {"/", "truediv"}, {"%", "mod"}};
-    return binary(kProducts, &Parser::signed_value);
   }
   Node signed_value() {
     if (++depth_ > kMaxDepth) refuse("");
