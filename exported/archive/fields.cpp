@@ -85,6 +85,12 @@ std::string text_of(const json& value) {
   return value.get<std::string>();
 }
 
+std::vector<std::string> texts_of(const json& list) {
+  std::vector<std::string> texts;
+  for (const json& text : list) texts.push_back(text_of(text));
+  return texts;
+}
+
 Alternative alternative_of(const json& value) {
   if (!value.is_object() || value.size() != 1) throw ExportedError("an object of one field, its kind, was expected");
   return {value.begin().key(), value.begin().value()};

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace tessera::internal {
 
@@ -28,6 +29,7 @@ int64_t int_of(const nlohmann::json& value);
 bool bool_of(const nlohmann::json& value);
 double double_of(const nlohmann::json& value);  // also accepts "Infinity", "-Infinity" and "NaN"
 std::string text_of(const nlohmann::json& value);
+std::vector<std::string> texts_of(const nlohmann::json& list);
 
 // A union of the schema. In JSON, a union is an object with one field, whose name is the kind: {"as_int": 3}.
 struct Alternative {

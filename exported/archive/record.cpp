@@ -6,16 +6,6 @@ namespace tessera::internal {
 
 using nlohmann::json;
 
-namespace {
-
-std::vector<std::string> texts_of(const json& list) {
-  std::vector<std::string> texts;
-  for (const json& text : list) texts.push_back(text_of(text));
-  return texts;
-}
-
-}  // namespace
-
 ExportRecord ExportRecord::read(const Archive& archive) {
   constexpr const char* kMember = "extra/tessera.json";
   ExportRecord record;

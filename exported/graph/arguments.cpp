@@ -195,11 +195,7 @@ Operand read_argument(const json& argument, const c10::TypePtr& declared, int le
   if (kind == "as_tensors" || kind == "as_optional_tensors")
     return tensor_list(value, kind == "as_optional_tensors", type, find_slot);
   if (kind == "as_string") return read_text(value, type);
-  if (kind == "as_strings") {
-    c10::List<std::string> texts;
-    for (const json& text : value) texts.push_back(text_of(text));
-    return Operand::constant(texts);
-  }
+  if (kind == "as_strings") return Operand::constant(texts_of(value));
   if (kind == "as_device") return read_device(value);
   // The remaining kinds are enumerations. Operators expect them as integers.
   if (type && !is_int(type)) refuse_argument("of the kind '" + kind + "'", type);

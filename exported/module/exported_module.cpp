@@ -52,8 +52,7 @@ Structure::FieldNames read_named_tuples(const json& graph_module) {
   Structure::FieldNames names;
   const auto found = graph_module.find("treespec_namedtuple_fields");
   if (found == graph_module.end() || !found->is_object()) return names;
-  for (const auto& [type, definition] : found->items())
-    for (const json& name : list_field(definition, "field_names")) names[type].push_back(text_of(name));
+  for (const auto& [type, definition] : found->items()) names[type] = texts_of(list_field(definition, "field_names"));
   return names;
 }
 

@@ -127,7 +127,7 @@ size_t InputSignature::read_parameters(const json& signature, const Structure::F
     throw ExportedError("the inputs are not (args, kwargs)");
   std::vector<std::string> names;
   if (const auto given = signature.find("forward_arg_names"); given != signature.end() && given->is_array())
-    for (const json& name : *given) names.push_back(text_of(name));
+    names = texts_of(*given);
   size_t next = 0;
   for (const Structure& half : whole.children()) {
     for (size_t i = 0; i < half.children().size(); ++i) {
