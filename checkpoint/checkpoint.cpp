@@ -7,7 +7,6 @@
 
 #include <cmath>
 #include <exception>
-#include <optional>
 #include <sstream>
 #include <typeinfo>
 #include <variant>

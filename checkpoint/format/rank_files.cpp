@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
 

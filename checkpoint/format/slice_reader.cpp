@@ -8,7 +8,6 @@
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <utility>
 
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"

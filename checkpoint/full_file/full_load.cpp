@@ -7,7 +7,6 @@
 #include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
-
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/load_state.h"

@@ -7,7 +7,6 @@
 #include <array>
 #include <cstring>
 #include <list>
-#include <map>
 #include <optional>
 #include <ranges>
 #include <set>

@@ -1,7 +1,5 @@
 #include "checkpoint/save/group_saves.h"
 
-#include <c10/util/Exception.h>
-
 #include <cstdlib>
 #include <exception>
 #include <map>

@@ -1,5 +1,4 @@
 // Checkpoints in local folders. A save writes to a temporary folder. A rename to the final name commits the save.
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <chrono>

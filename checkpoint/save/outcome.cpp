@@ -6,14 +6,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <new>
 #include <stdexcept>
 #include <thread>
 
-#include <tessera/errors.h>
 #include <tessera/host_results.h>
 #include "core/comm/agreement.h"
 

@@ -1,7 +1,6 @@
 #include "checkpoint/save/save_job.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <future>

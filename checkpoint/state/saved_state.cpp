@@ -8,7 +8,6 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 
 #include <tessera/detail/parameter_parts.h>

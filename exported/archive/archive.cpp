@@ -4,7 +4,6 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
-#include <vector>
 
 #include <tessera/errors.h>
 #include "core/runtime/crc32.h"

@@ -5,7 +5,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <set>
-#include <utility>
 
 #include <tessera/errors.h>
 #include "checkpoint/format/box.h"

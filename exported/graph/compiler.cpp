@@ -1,7 +1,6 @@
 #include "exported/graph/compiler.h"
 
 #include <algorithm>
-#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>

@@ -14,14 +14,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <memory>
 #include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include <tessera/communicator.h>
 #include <tessera/launch.h>
 #include "core/memory/container_limits.h"
 #include "plan/calibrate/calibrate_operators.h"

@@ -13,7 +13,6 @@
 #include <mutex>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 #include <tessera/optim/fused_optimizers.h>
 #include <tessera/plan/decoder.h>

@@ -15,7 +15,6 @@
 #include <tessera/exported.h>
 #include <tessera/optim/fused_optimizers.h>
 #include <tessera/optim/host_adam.h>
-#include <tessera/plan/dry_run.h>
 #include <tessera/sharded_optimizer.h>
 #include <tessera/visit_tensors.h>
 #include "core/layout/deferred.h"

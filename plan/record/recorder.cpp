@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
-#include <utility>
 
 #include "core/memory/disk_bytes.h"
 #include "core/memory/memory_cache.h"
