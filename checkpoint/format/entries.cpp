@@ -34,12 +34,12 @@ void throw_checkpoint_error(const FileFailure& failure) {
   throw CheckpointError(text);
 }
 
-[[noreturn]] void fail_at(const fs::path& path, const std::string& action) {
+}  // namespace
+
+void fail_at(const fs::path& path, const std::string& action) {
   const int error_number = errno;
   throw CheckpointError(path.string() + ": " + action + ": " + std::generic_category().message(error_number));
 }
-
-}  // namespace
 
 const Storage& storage_of(const fs::path& path) {
   static std::mutex mutex;

@@ -26,6 +26,9 @@ inline void write_text(const std::filesystem::path& path, std::string_view text)
 
 // The functions below support local paths only.
 
+// Throws CheckpointError with the path, the failed action and errno's text.
+[[noreturn]] void fail_at(const std::filesystem::path& path, const std::string& action);
+
 // Creates a file. Throws if the file exists.
 File create_file(const std::filesystem::path& path);
 // Opens an existing file for writing, and keeps its content.

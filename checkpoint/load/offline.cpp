@@ -16,6 +16,7 @@
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/commit.h"
 

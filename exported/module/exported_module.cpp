@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/box.h"
 #include "core/runtime/warn.h"
 #include "exported/archive/archive.h"

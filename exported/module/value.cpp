@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 namespace tessera {
-using namespace internal;
 namespace {
 
 [[noreturn]] void refuse_value(const ExportedValue& value, const std::string& expected) {
