@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <boost/program_options.hpp>
 #include <cmath>
+#include <limits>
 #include <ostream>
 #include <sstream>
 #include <string_view>
@@ -311,6 +312,12 @@ void check_at_least(const char* name, int64_t value, int64_t least) {
                      std::to_string(value));
 }
 
+void check_at_most(const char* name, int64_t value, int64_t most) {
+  if (value <= most) return;
+  throw OptionsError("--" + std::string(name) + " must be at most " + std::to_string(most) + ", got " +
+                     std::to_string(value));
+}
+
 void check_not_negative(const char* name, double value) {
   if (value >= 0.0 && std::isfinite(value)) return;
   throw OptionsError("--" + std::string(name) + " must be a number of at least 0, got " + text_of(value));
@@ -320,6 +327,10 @@ void check_ranges(const TrainOptions& options) {
   if (options.ranks) check_at_least("ranks", *options.ranks, 1);
   check_at_least("prefetch", options.prefetch, 0);
   check_at_least("threads", options.threads, 0);
+  check_at_most("threads", options.threads, 4096);
+  check_at_most("keep", options.keep, std::numeric_limits<int>::max());
+  check_at_most("copy-every", options.copy_every, std::numeric_limits<int>::max());
+  check_at_most("restarts", options.restarts, std::numeric_limits<int>::max());
   check_at_least("layers", options.model.layers, 1);
   check_at_least("width", options.model.width, 1);
   check_at_least("heads", options.model.heads, 1);

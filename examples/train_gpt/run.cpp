@@ -27,7 +27,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kMetricsFile = "metrics.jsonl";
-constexpr const char* kFormerMetricsFile = "metrics.before.jsonl";
 constexpr const char* kPlotFile = "losses.svg";
 constexpr int kMostRanksOfACore = 4;
 
@@ -156,6 +155,25 @@ Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& o
   return {.result = result, .signal = signal};
 }
 
+// Renames a file or folder to the first free name: metrics.before.jsonl, metrics.before-2.jsonl, ...
+void set_aside(const std::filesystem::path& path) {
+  for (int number = 1;; ++number) {
+    const std::string suffix = number == 1 ? ".before" : ".before-" + std::to_string(number);
+    const auto name = path.stem().string() + suffix + path.extension().string();
+    if (std::filesystem::exists(path.parent_path() / name)) continue;
+    std::filesystem::rename(path, path.parent_path() / name);
+    std::cout << "the " << path.stem().string() << " of an earlier run in " << path.parent_path().string() << " are in "
+              << name << " now" << std::endl;
+    return;
+  }
+}
+
+// Whether the options name a checkpoint to continue from.
+bool resumes(const TrainOptions& options) {
+  if (options.resume != "auto") return !options.resume.empty();
+  return tessera::latest_checkpoint(checkpoints_of(options)).has_value();
+}
+
 }  // namespace
 
 Job prepare(TrainOptions options) {
@@ -180,14 +198,11 @@ Job prepare(TrainOptions options) {
 
 tessera::FolderLock prepare_output(const TrainOptions& options, bool continues) try {
   tessera::FolderLock lock(options.out);
-  // A run that does not resume must not destroy the metrics of an earlier run.
+  // A run that does not resume must not destroy the metrics or delete the checkpoints of an earlier run.
   const auto metrics = options.out / kMetricsFile;
   std::error_code none;  // there is no such file
-  if (!continues && std::filesystem::file_size(metrics, none) > 0 && !none) {
-    std::filesystem::rename(metrics, options.out / kFormerMetricsFile);
-    std::cout << "the metrics that were in " << options.out.string() << " are in " << kFormerMetricsFile << " now"
-              << std::endl;
-  }
+  if (!continues && std::filesystem::file_size(metrics, none) > 0 && !none) set_aside(metrics);
+  if (!continues && tessera::latest_checkpoint(checkpoints_of(options))) set_aside(checkpoints_of(options));
   const MetricsLog writable(metrics, continues ? std::numeric_limits<int64_t>::max() : 0);
   return lock;
 } catch (const tessera::CheckpointError& error) {
@@ -205,7 +220,7 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
   check_world(options, first_ranks);
   std::optional<tessera::FolderLock> lock;
   try {
-    if (shows) lock.emplace(prepare_output(options, goes_on || !options.resume.empty()));
+    if (shows) lock.emplace(prepare_output(options, goes_on || resumes(options)));
   } catch (const std::runtime_error&) {
     if (!goes_on) throw;  // else a lost rank 0, which is stopped, may hold this job's lock
   }
@@ -279,7 +294,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
                        std::to_string(kMostRanksOfACore) + " processes a core on " + std::to_string(cores) +
                        " cores; --oversubscribe allows it");
   prepare(options);  // reports a mistake once, not on every rank
-  static_cast<void>(prepare_output(options, !options.resume.empty()));
+  static_cast<void>(prepare_output(options, resumes(options)));
   if (options.elastic) return tessera::spawn_elastic(*options.ranks, argc, argv, {.restarts = options.restarts});
   return tessera::spawn_local(*options.ranks, argc, argv);
 }

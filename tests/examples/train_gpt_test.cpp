@@ -139,10 +139,25 @@ TEST(TrainGpt, LaunchersAgree) {
       losses_of(expected));
 }
 
+TEST(TrainGpt, KeepsTheMetricsAndCheckpointsOfEarlierRuns) {
+  const TemporaryFolder out;
+  const std::string words = kTiny + std::string("--wrapper local --batch 2 --sample 0 --out ") + out.path().string();
+  const auto first = run(words + " --save-every 8"), second = run(words + " --resume auto");
+  ASSERT_EQ(second.exit_code, 0) << second.output;
+  EXPECT_FALSE(std::filesystem::exists(out / "metrics.before.jsonl")) << second.output;  // it has resumed
+  const auto third = run(words + " --save-every 8"), fourth = run(words);
+  ASSERT_EQ(fourth.exit_code, 0) << fourth.output;
+  EXPECT_NE(third.output.find("are in checkpoints.before now"), std::string::npos) << third.output;
+  EXPECT_NE(fourth.output.find("are in checkpoints.before-2 now"), std::string::npos) << fourth.output;
+  EXPECT_NE(fourth.output.find("are in metrics.before-2.jsonl now"), std::string::npos) << fourth.output;
+  for (const char* name : {"checkpoints.before", "checkpoints.before-2"})
+    EXPECT_TRUE(tessera::latest_checkpoint(out / name)) << name;
+}
+
 TEST(TrainGpt, KeepsTheMetricsOfAnEarlierRun) {
   const TemporaryFolder out;
   const std::string words = kTiny + std::string("--wrapper local --batch 2 --sample 0 --out ") + out.path().string();
-  const auto first = run(words), second = run(words);
+  const auto first = run(words + " --resume auto"), second = run(words + " --resume auto");  // there is no checkpoint
   ASSERT_EQ(second.exit_code, 0) << second.output;
   EXPECT_EQ(first.output.find("metrics.before.jsonl"), std::string::npos) << first.output;
   EXPECT_NE(second.output.find("are in metrics.before.jsonl now"), std::string::npos) << second.output;
