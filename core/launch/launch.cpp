@@ -5,8 +5,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <exception>
+#include <future>
 #include <mutex>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -175,8 +177,21 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
       if (comm) comm->abort(text_of(std::current_exception()));
     }
   };
+  // No rank begins before all have threads.
+  std::promise<bool> all_begin;
+  const std::shared_future<bool> begins = all_begin.get_future().share();
   std::vector<std::thread> ranks;
-  for (int rank = 0; rank < world; ++rank) ranks.emplace_back(rank_main, rank);
+  try {
+    for (int rank = 0; rank < world; ++rank)
+      ranks.emplace_back([&rank_main, rank, begins] {
+        if (begins.get()) rank_main(rank);
+      });
+    all_begin.set_value(true);
+  } catch (const std::system_error& error) {
+    first_error = std::make_exception_ptr(std::runtime_error(
+        c10::str("run_ranks: rank ", ranks.size(), " of ", world, " cannot have a thread: ", error.what())));
+    all_begin.set_value(false);
+  }
   for (std::thread& rank : ranks) rank.join();
   if (first_error) std::rethrow_exception(first_error);
 }
