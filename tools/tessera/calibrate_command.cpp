@@ -148,7 +148,7 @@ KnownSpeed speed_of(const Arguments& arguments, Machines& machines) {
     speed.work[static_cast<size_t>(WorkClass::kMemory)] = memory;
   }
   // Speeds of single operators would override the given values.
-  if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();
+  if (!given.flops.empty() || !given.flops_fp32.empty() || !given.bandwidth.empty()) speed.operators.clear();
   if (!given.flops.empty() && given.bandwidth.empty() && given.gpu.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
   set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32,
