@@ -79,7 +79,7 @@ SavePlan internal::plan_save(const StateObjects& state, const json& extra, const
   const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` as the argument is a JSON null
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // a caller's `{}` becomes a JSON null
   plan.models = state.models;
   NamedOptimizers named = named_optimizers(shards, state.optimizers);
   bool all_count_writes = !named.empty();

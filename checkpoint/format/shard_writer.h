@@ -45,7 +45,7 @@ using Progress = std::function<void(int64_t bytes)>;
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// append() adds one rank's runs to those of other ranks. join_all() merges the runs after the last append().
+// append() adds one rank's tensors to `all`. join_all() merges adjacent runs; must be called after the last append().
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kPageBytes = 4096;                   // block size for reads from files without checksums
 constexpr size_t kOpenFiles = 16;                      // maximum number of files kept open between reads
-constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // one thread is as fast as several for fewer bytes
+constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this, several threads read no faster than one
 
 // Copies the run's elements that are in `data` to the target. `data` contains the elements `read` of the slice.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {

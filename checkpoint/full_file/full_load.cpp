@@ -20,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns an entry's offsets in its tensor, from PyTorch's {"<name>": {"saved_offsets": [...]}}; zeros if that is null.
+// Returns an entry's offsets from PyTorch's {"<name>": {"saved_offsets": [...]}}; zeros if `sharding` is null.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))

@@ -51,7 +51,7 @@ class PartialCheckpoint {
 
 constexpr char kDraftName[] = ".manifest";  // file of a save in flight; the first line names the saving process
 // Parts of the names of local temporary directories, which begin with a dot.
-constexpr char kSaving[] = ".saving-";  // part of the name after the directory was locked
+constexpr char kSaving[] = ".saving-";  // part of the name once the directory is locked
 constexpr char kMaking[] = ".making-";  // part of the name until the directory is locked
 
 // Removes all complete checkpoints of a folder except the newest `keep`, checkpoints with damaged manifests, and the

@@ -14,7 +14,7 @@ namespace tessera::internal {
 struct ExportedModes {
   bool training = true;
   std::set<std::string> always;              // modules that apply dropout in both modes
-  std::map<std::string, bool> pinned;        // modules that stay in one mode in Python; true for train()
+  std::map<std::string, bool> pinned;        // modules that skip train() and eval() in Python; true: training mode
   std::map<std::string, std::string> fixed;  // modules whose mode cannot be changed, with the reason; "" is the root
 };
 

@@ -16,7 +16,7 @@ namespace tessera::internal {
 
 constexpr int kNoSlot = -1;
 
-// The inputs of a forward pass other than the caller's. Recomputation in backward keeps this object alive.
+// The state that a forward pass reads besides its arguments. Recomputation in backward keeps this object alive.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
   std::vector<uint8_t> training;  // one entry for each module that depends on the mode: 1 if it is in train()

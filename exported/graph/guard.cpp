@@ -210,7 +210,7 @@ class Guard::Parser {
     return node;
   }
 
-  // Parses a reference to an input after its "L": L['d']['ids'].size()[0], L['data'].ids.stride()[1], L['n'].
+  // Parses the rest of an input reference, after its L: ['d']['ids'].size()[0], ['data'].ids.stride()[1], ['n'].
   Node input() {
     expect("['");
     std::string label = until("'");
