@@ -8,7 +8,7 @@
 # the libtorch that an installed Tessera was built with, or the wheel that tools/setup.sh unpacks in .deps/.
 
 if(NOT TESSERA_TORCH_DEFAULT_DIR)
-  set(TESSERA_TORCH_DEFAULT_DIR "${CMAKE_CURRENT_LIST_DIR}/../.deps/torch-2.11.0/torch")
+  set(TESSERA_TORCH_DEFAULT_DIR "${CMAKE_CURRENT_LIST_DIR}/../../.deps/torch-2.11.0/torch")
 endif()
 # A build tree configured with another CMAKE_PREFIX_PATH must search again.
 if(DEFINED TESSERA_TORCH_PREFIX_PATH AND NOT TESSERA_TORCH_PREFIX_PATH STREQUAL "${CMAKE_PREFIX_PATH}")
