@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
@@ -35,19 +34,6 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
     offset += padded(bytes_of(piece));
   }
   return room;
-}
-
-// Returns a copy-on-write clone of the view, which keeps the current elements: a later write to the live tensor first
-// copies the live tensor's memory. Returns an undefined tensor for empty, device or paged tensors, or if libtorch does
-// not support copy-on-write for the memory. Callers must not keep raw pointers to the live tensor longer than a step.
-at::Tensor frozen(const at::Tensor& view) {
-  if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
-  auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
-  if (!memory) return {};
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(memory)), c10::DispatchKeySet(c10::DispatchKey::CPU), view.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
-  return tensor;
 }
 
 bool is_watched(const Piece& piece) { return piece.kind == TensorKind::kParameter || piece.kind == TensorKind::kState; }
@@ -100,12 +86,9 @@ void HostCopies::begin(SavePlan& plan, at::Device device) {
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];
-    const bool may_freeze =
-        piece.view != nullptr && (piece.kind == TensorKind::kState || piece.kind == TensorKind::kBeside);
+    // [Note: no copy on write] libtorch's copy-on-write storages could delay other copies until end(). But in libtorch
+    // 2.11 to 2.15 a thread that drops a clone may lock a counter that a writing thread has just freed.
     if (!plan.watched.empty() && is_watched(piece) && piece.view) {
-      later_.push_back(i);
-    } else if (at::Tensor elements = may_freeze ? frozen(piece.view()) : at::Tensor(); elements.defined()) {
-      piece.view = [elements] { return elements; };
       later_.push_back(i);
     } else {
       copy(piece, room_[i]);

@@ -52,9 +52,8 @@ class HostCopies {
   // Returns the bytes of host memory that these pieces need.
   static int64_t bytes_for(const std::vector<Piece>& pieces);
 
-  // Copies all pieces except those that end() copies: watched tensors, and optimizer state and Stateful tensors in host
-  // memory. Copy-on-write protects the latter until end(). Copies from the model's device run on the current stream,
-  // after earlier and before later work.
+  // Copies all pieces except watched tensors, which end() copies. Copies from the model's device run on the current
+  // stream, after earlier and before later work.
   void begin(SavePlan& plan, at::Device device);
   // Copies the remaining pieces and blocks until all copies have completed. May be called on any thread. Throws
   // std::invalid_argument if a watched tensor was modified since begin(). Calls `progress` after each copy.

@@ -1,4 +1,5 @@
 // A state saved with one layout and number of ranks is equal when loaded with another.
+#include <c10/core/impl/COW.h>
 #include <atomic>
 #include <chrono>
 #include <fstream>
@@ -1236,7 +1237,7 @@ TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
   expect_same(contents(folder / "a"), contents(folder / "b"), "");
 }
 
-// The thread copies the optimizer's state while the optimizer continues.
+// The call copies all tensors, and puts none under copy on write: see [Note: no copy on write].
 TEST(CheckpointAsync, AStepRightAfterTheCallChangesNothingOfWhatIsSaved) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -1248,6 +1249,9 @@ TEST(CheckpointAsync, AStepRightAfterTheCallChangesNothingOfWhatIsSaved) {
       Ema ema(fsdp, {.decay = 0.5});
       for (const char* further : {"-b", "-c"}) {
         auto pending = save_checkpoint_async(folder / (name + further), {fsdp, optimizer, ema});
+        for (auto& [key, state] : optimizer.state())
+          for (const auto& [what, tensor] : read_state(*state).tensors)
+            EXPECT_FALSE(c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr())) << name << " " << what;
         optimizer.step();
         ema.update();
         pending.wait();
