@@ -120,6 +120,7 @@ struct Training {
 Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, tessera::Communicator& comm,
                const tessera::ElasticRun* elastic) {
   const bool shows = comm.rank() == 0;
+  checkpoints.require_equal_options(comm);
   const auto resumed = checkpoints.resume();
   const int64_t first_step = resumed.step;
   trainer.set_warmup(resumed.warmup);

@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "checkpoint/format/checksum.h"
+#include "core/comm/agreement.h"
 
 namespace train_gpt {
 namespace {
@@ -214,6 +215,18 @@ nlohmann::json Checkpoints::description() const {
             {"clip", options_.clip},
             {"ema", options_.ema},
             {"steps", options_.steps}}}};
+}
+
+void Checkpoints::require_equal_options(tessera::Communicator& comm) const {
+  auto all = description();
+  all["intervals"] = {{"val-every", options_.validation_interval()},
+                      {"val-batches", options_.val_batches},
+                      {"save-every", options_.save_every},
+                      {"report-every", options_.report_interval()}};
+  std::vector<std::string> lines;
+  for (const auto& group : all)
+    for (const auto& [name, value] : group.items()) lines.push_back(name + " " + value.dump());
+  tessera::internal::require_agreement(comm, "the options of train_gpt", lines);
 }
 
 Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohmann::json& extra) const {

@@ -107,6 +107,10 @@ class Checkpoints {
   Checkpoints(const TrainOptions& options, const Corpus& corpus, WindowSampler& sampler, int first_ranks,
               Trainable& model, tessera::ElasticRun* elastic);
 
+  // Throws std::invalid_argument, with the first differing option, if ranks have different ones that decide what they
+  // compute. Must be called before resume(). Collective.
+  void require_equal_options(tessera::Communicator& comm) const;
+
   struct Resumed {
     int64_t step = 0;  // steps that are done: 0 without a checkpoint
     int64_t warmup = 0;

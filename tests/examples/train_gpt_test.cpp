@@ -139,6 +139,23 @@ TEST(TrainGpt, LaunchersAgree) {
       losses_of(expected));
 }
 
+// Command lines of two hosts, say.
+TEST(TrainGpt, RanksWithOtherOptionsAreRefusedByName) {
+  const TemporaryFolder folder;
+  const std::string program = tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + kTiny + "--batch 2 --sample 0 ";
+  for (const char* option : {"weight-decay", "val-batches"}) {
+    const std::string environment =
+        "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(tessera::testing_support::free_port()) + " WORLD_SIZE=2 ";
+    const std::string out = "--out " + (folder / option).string();
+    tessera::testing::ChildProcess run({"sh", "-c",
+                                        "export " + environment + "; RANK=1 " + program + out + "1 --" + option +
+                                            " 3 & RANK=0 " + program + out + "0; wait"});
+    run.wait();
+    for (const std::string& text : {std::string("the options of train_gpt"), option + std::string(" 3")})
+      EXPECT_NE(run.output().find(text), std::string::npos) << run.output();
+  }
+}
+
 TEST(TrainGpt, KeepsTheMetricsAndCheckpointsOfEarlierRuns) {
   const TemporaryFolder out;
   const std::string words = kTiny + std::string("--wrapper local --batch 2 --sample 0 --out ") + out.path().string();
