@@ -20,9 +20,9 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Encodes the two messages of a scalar in Protocol Buffers' wire format (tensorflow/core/util/event.proto,
-// framework/summary.proto). The messages have five fields, none of them repeated. Does not use libprotobuf: every
-// program with Tessera would have to link it, in addition to the copy inside libtorch.
+// The functions below encode a scalar as an Event message in Protocol Buffers' wire format
+// (tensorflow/core/util/event.proto, framework/summary.proto). Libprotobuf is not used for these few fields, because
+// every program with Tessera would have to link it, in addition to the copy inside libtorch.
 enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 std::string varint(uint64_t value) {
@@ -51,15 +51,15 @@ std::string bytes_of(uint32_t field, std::string_view bytes) {
 
 std::string event(int64_t step, const std::string& what) {
   const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
-  return real(1, now.count()) + integer(2, step) + what;  // wall_time in seconds, step
+  return real(1, now.count()) + integer(2, step) + what;  // the fields wall_time (in seconds) and step
 }
-std::string version_event() { return event(0, bytes_of(3, "brain.Event:2")); }  // file_version
+std::string version_event() { return event(0, bytes_of(3, "brain.Event:2")); }  // the field file_version
 std::string scalar_event(std::string_view tag, double value, int64_t step) {
-  const auto point = bytes_of(1, tag) + real(2, static_cast<float>(value));  // Summary.Value: tag, simple_value
-  return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
+  const auto point = bytes_of(1, tag) + real(2, static_cast<float>(value));  // a Summary.Value: tag, simple_value
+  return event(step, bytes_of(5, bytes_of(1, point)));                       // the field summary, with one value
 }
 
-// Masks the checksum as TensorFlow's record_writer.h does: a checksum of data that contains plain checksums is weak.
+// Masks the checksum, as TensorFlow's record_writer.h does, because a CRC of data that contains CRCs is weak.
 uint32_t masked_checksum(std::string_view bytes) {
   const uint32_t crc = crc32c(bytes);
   return std::rotr(crc, 15) + 0xa282ead8U;
@@ -123,7 +123,7 @@ int64_t EventWriter::dropped() const {
 
 bool EventWriter::write() {
   flushed_ = Clock::now();
-  // Appends whole records only: an incomplete record would hide all later ones from readers.
+  // Appends only whole records, because an incomplete record would hide all later records from readers.
   const auto [error_number, is_whole] = append_all(descriptor_, kept_, written_bytes_);
   if (error_number == 0) {
     written_bytes_ += std::ssize(kept_);

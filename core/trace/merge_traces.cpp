@@ -32,17 +32,17 @@ template <class... Parts>
   throw std::runtime_error(c10::str(why...));
 }
 
-// A rank of a run, as described by its "tessera_trace".
+// A rank of a run, as described by the rank's "tessera_trace" event.
 struct TracedRank {
   std::string run, host, clock;
   int rank = 0;
   int64_t offset_ns = 0, error_ns = 0;
-  int64_t unix_minus_steady_ns = 0;  // difference of the clocks of the rank's host
+  int64_t unix_minus_steady_ns = 0;  // the host's Unix clock minus the host's steady clock
 };
 
 struct Input {
   fs::path path;
-  std::map<int64_t, TracedRank> sources;  // indexed by the "pid" of the events
+  std::map<int64_t, TracedRank> sources;  // the key is the "pid" of the rank's events
 };
 
 TracedRank source_of(const ordered_json& event) {
@@ -118,7 +118,7 @@ class Merge {
  private:
   using RankOfRun = std::pair<std::string, int>;
 
-  // Lists the ranks in the file, and checks that it can be read.
+  // Adds the ranks in the file to `input`, and checks that every event of the file can be read.
   void read(Input& input) {
     const std::string path = input.path.string();
     if (!fs::is_regular_file(input.path))
@@ -132,7 +132,7 @@ class Merge {
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("name") == "tessera_trace") {
         const auto source = source_of(event);
-        // Each rank of a run has one such line in all inputs, even if ranks share a file.
+        // All inputs together may have only one such event for each rank of a run, even if ranks share a file.
         const auto [holder, is_new] = holders_.try_emplace({source.run, source.rank}, path);
         if (!is_new) refuse_trace("rank ", source.rank, " of the same run is in ", holder->second, " already");
         input.sources[event.at("pid").get<int64_t>()] = source;
@@ -145,7 +145,7 @@ class Merge {
     if (is_cut) merged.notes.push_back(path + ": ends in a part of an event, which is left out");
   }
 
-  // Finds the Unix time of each run's reference clock, using the rank whose clock has the smallest error.
+  // Finds the offset of Unix time to each run's reference clock, from the rank whose clock has the smallest error.
   void find_unix_offsets() {
     std::map<std::string, int64_t> errors;
     for (const Input& input : inputs_)
@@ -180,7 +180,7 @@ class Merge {
   }
 
   void describe(const Input& input) {
-    std::map<std::tuple<int64_t, std::string, int64_t>, MergedClock> clocks;  // indexed by run and clock
+    std::map<std::tuple<int64_t, std::string, int64_t>, MergedClock> clocks;  // the key is {run, clock, offset}
     for (const auto& [pid, source] : input.sources) {
       const int64_t run = number_of(source.run);
       auto& clock = clocks[{run, source.clock, source.offset_ns}];
@@ -206,7 +206,7 @@ class Merge {
   }
 
   std::vector<Input> inputs_;
-  std::map<RankOfRun, std::string> holders_;  // the file that contains each rank
+  std::map<RankOfRun, std::string> holders_;  // the file that contains each rank's events
   std::map<std::string, int64_t> unix_minus_reference_ns_, begin_of_run_;
   int64_t begin_ns_ = std::numeric_limits<int64_t>::max();
   bool is_first_ = true;

@@ -12,10 +12,10 @@ namespace tessera::internal {
 struct MergedClock {
   std::string host;
   std::filesystem::path file;
-  int64_t run = 0;        // number of the run, in the order of their starts
-  std::set<int> ranks;    // ranks of that run that use this clock
+  int64_t run = 0;        // number of the run; runs are numbered from 0 by start time
+  std::set<int> ranks;    // ranks of the run that use this clock
   int64_t offset_ns = 0;  // to be added to the host's steady clock to get the reference rank's clock
-  int64_t error_ns = 0;   // bound of the error of offset_ns at the start of the run; 0 for the reference's clock
+  int64_t error_ns = 0;   // bound on the error of offset_ns at the start of the run; 0 for the reference clock
 };
 
 // The result of merge_traces().
@@ -25,13 +25,13 @@ struct MergedTrace {
   std::vector<std::string> notes;   // remarks on the inputs, such as "a.json: ends in a part of an event"
 };
 
-// Merges traces that TESSERA_TRACE wrote on several hosts into one: JSON for Perfetto and chrome://tracing, with times
-// on one clock from 0, and a process for each rank and run. Aligns clocks of one run by the offsets that init()
-// measured, and runs by the Unix clocks of their reference ranks. Reads the inputs three times, line by line.
+// Merges traces that TESSERA_TRACE wrote on several hosts into one JSON file for Perfetto and chrome://tracing. The
+// file has one process for each rank of each run. Aligns clocks within a run by the offsets that init() measured, and
+// runs by their reference ranks' Unix clocks. Merged times start at 0. Reads each input three times, line by line.
 //
-// Writes `out` atomically at the end; an existing file must be a merged trace, and is replaced. Throws
-// std::runtime_error, with file and line, if an input cannot be read, is no trace, or is damaged (except for a missing
-// end). Also throws if two inputs have one rank of a run, or if `out` is another kind of file or cannot be written.
+// Writes `out` atomically at the end. An existing `out` must be a merged trace, which is then replaced. Throws
+// std::runtime_error, with file and line, if an input is unreadable, not a trace or damaged (a missing end is allowed).
+// Also throws if two inputs contain the same rank of a run, or if `out` is another file or not writable.
 MergedTrace merge_traces(const std::filesystem::path& out, const std::vector<std::filesystem::path>& in);
 
 }  // namespace tessera::internal

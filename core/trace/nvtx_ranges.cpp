@@ -1,4 +1,4 @@
-// Compiled only with TESSERA_CUDA. NVTX 3 is header-only, and calls the profiler that has started the process.
+// Compiled only with TESSERA_CUDA. NVTX 3 is header-only, and calls the profiler under which the process runs, if any.
 #include <c10/util/env.h>
 #include <nvtx3/nvToolsExt.h>
 
@@ -22,7 +22,7 @@ class NvtxRanges final : public RangeSink {
   void end(uint64_t id) override { nvtxDomainRangeEnd(domain_, id); }
 
  private:
-  // The profiler copies the name.
+  // Returns the attributes of a range. They borrow `name`, which the profiler copies when it receives them.
   static nvtxEventAttributes_t named(const std::string& name) {
     nvtxEventAttributes_t attributes{};
     attributes.version = NVTX_VERSION;
@@ -39,7 +39,7 @@ class NvtxRanges final : public RangeSink {
 
 RangeSink* RangeSink::from_environment() noexcept {
   if (c10::utils::check_env("TESSERA_NVTX") != true) return nullptr;
-  return new NvtxRanges;  // never destroyed: destructors of other objects may end ranges
+  return new NvtxRanges;  // never destroyed, because destructors of static objects may end ranges
 }
 
 }  // namespace tessera::internal

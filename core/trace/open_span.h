@@ -8,19 +8,19 @@
 
 namespace tessera::internal {
 
-// A trace span and its profiler range, which begin and end in different calls. The destructor ends an open range.
+// A trace span with its profiler range, from a call of begin() to a call of end(). The destructor ends an open range.
 class OpenSpan {
  public:
   // Returns whether a trace or a profiler is active.
   static bool is_recorded() noexcept { return Trace::active() != nullptr || RangeSink::active() != nullptr; }
 
-  // The range is named after `operation`, a literal such as "forward".
+  // Begins a span. `operation` is a literal such as "forward". The range is named "<operation> of <name>".
   void begin(std::string name, const char* operation) {
     name_ = std::move(name);
     since_ = Trace::Clock::now();
     range_.begin([&] { return std::string(operation) + " of " + name_; });
   }
-  // Ends and adds the span. A no-op if none has begun.
+  // Ends the span, and adds it to the trace if one is active. A no-op if no span is open.
   void end(SpanKind kind, const char* operation) {
     if (name_.empty()) return;
     range_.end();

@@ -7,19 +7,19 @@
 
 namespace tessera::internal {
 
-// Receives ranges of time for a profiler, which draws them on a timeline. Thread-safe.
+// Receives ranges of time for a profiler, which shows them on a timeline. Thread-safe.
 class RangeSink {
  public:
   virtual ~RangeSink() = default;
-  // Begins a range of this thread. The ranges of a thread nest: pop() ends the newest.
+  // push() begins a range of the calling thread. The ranges of a thread nest, so pop() ends the newest open range.
   virtual void push(const std::string& name) = 0;
   virtual void pop() = 0;
-  // Begins a range that may overlap others, and may end on another thread. Returns its id.
+  // Begins a range that may overlap others and may end on another thread. Returns the id to pass to end().
   virtual uint64_t start(const std::string& name) = 0;
   virtual void end(uint64_t id) = 0;
 
-  // Returns the sink of the process: NVTX if TESSERA_NVTX=1 in a build with TESSERA_CUDA, otherwise null. If it is
-  // null, a range costs one comparison.
+  // Returns the process's sink: NVTX if TESSERA_NVTX=1 in a build with TESSERA_CUDA, otherwise null. Without a sink, a
+  // range costs only one comparison.
   static RangeSink* active() noexcept { return current().load(std::memory_order_relaxed); }
   // Replaces the sink, for tests. Returns the previous sink. Must not be called while a range is open.
   static RangeSink* exchange(RangeSink* sink) noexcept { return current().exchange(sink); }
@@ -35,7 +35,7 @@ class RangeSink {
 // A range of this thread that lasts as long as this object.
 class NestedRange {
  public:
-  // Calls name() if there is a sink.
+  // Begins the range. Calls name() only if there is a sink.
   template <class Name>
   explicit NestedRange(Name name) : sink_(RangeSink::active()) {
     if (sink_ != nullptr) sink_->push(name());
@@ -50,7 +50,7 @@ class NestedRange {
   RangeSink* const sink_;
 };
 
-// A range that begins and ends in different calls, at the latest when this object is destroyed.
+// A range from a call of begin() to a call of end(). The destructor also ends an open range.
 class OpenRange {
  public:
   OpenRange() = default;
@@ -58,7 +58,7 @@ class OpenRange {
   OpenRange(const OpenRange&) = delete;
   OpenRange& operator=(const OpenRange&) = delete;
 
-  // Ends the open range, if any. Calls name() if there is a sink.
+  // Ends the open range, if any, and begins a new one. Calls name() only if there is a sink.
   template <class Name>
   void begin(Name name) {
     end();
@@ -67,13 +67,13 @@ class OpenRange {
       sink_ = sink;
     }
   }
-  // A no-op if no range is open.
+  // Ends the open range. A no-op if no range is open.
   void end() {
     if (RangeSink* const sink = std::exchange(sink_, nullptr)) sink->end(id_);
   }
 
  private:
-  RangeSink* sink_ = nullptr;  // null: no range is open
+  RangeSink* sink_ = nullptr;  // null if no range is open
   uint64_t id_ = 0;
 };
 

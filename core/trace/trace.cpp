@@ -33,8 +33,8 @@ constexpr std::array<const char*, 5> kCategories = {"compute", "gather", "reduce
 std::atomic<int> rank_of_process = 0;
 thread_local int traced_rank = -1;
 
-// Concurrent operations would overlap on one line of the display. So each kind of operation gets as many lines
-// ("threads") as it needs, numbered from these constants.
+// Concurrent operations would overlap on one line of the display. So each kind of operation gets as many lines (the
+// "threads" of the viewer) as necessary, numbered from these constants.
 constexpr int kGatherLines = 100, kReduceLines = 200;
 
 bool is_in_flight(SpanKind kind) { return kind == SpanKind::kGather || kind == SpanKind::kReduce; }
@@ -67,7 +67,7 @@ std::string line_of(const ordered_json& event) {
   return line += '\n';
 }
 
-// Returns the first event of a rank, with the offset of its clock and the Unix and steady times of one moment.
+// Returns a rank's first event, with the rank's clock offset and the current time by the Unix and the steady clock.
 ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
   const auto unix_time = std::chrono::system_clock::now().time_since_epoch();
   return mark("tessera_trace", pid,
@@ -85,7 +85,7 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
 std::string make_clock_id() {
   const std::string boot = boot_id();
   if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // without a boot id, assumes one clock per process
-  // A container may have its own steady clock.
+  // Adds the time namespace, because a container may have its own steady clock.
   std::error_code error;
   const auto space = std::filesystem::read_symlink("/proc/self/ns/time", error);
   return boot + "/" + (error ? "" : space.string());
@@ -94,7 +94,7 @@ std::string make_clock_id() {
 }  // namespace
 
 const std::string& Trace::clock_id() {
-  static const auto* const id = new std::string(make_clock_id());  // read even after statics are destroyed
+  static const auto* const id = new std::string(make_clock_id());  // never destroyed: the exit handler reads it
   return *id;
 }
 
@@ -123,7 +123,7 @@ Trace* Trace::make() noexcept {
       std::cerr << "TESSERA_TRACE: " << path << " is not a trace; it is left as it is, and none is written\n";
       return nullptr;
     }
-    static auto* const trace = new Trace(path);  // never destroyed: destructors of other objects may still add spans
+    static auto* const trace = new Trace(path);  // never destroyed: destructors of statics may add spans
     std::atexit([] { trace->finish(); });
     return trace;
   } catch (const std::exception& error) {
@@ -197,7 +197,7 @@ std::string Trace::text_of(const std::vector<Span>& spans, int64_t dropped, cons
       text += line_of(name_event("process_name", pid, 0, c10::str(of_run, "rank ", span.rank)));
     }
     int line = 0;
-    // An earlier call may have used this line for a span that begins later. Then the line is not free.
+    // Uses the first line that is free when the span begins. An earlier call may have put a later span on a line.
     if (is_in_flight(span.kind)) {
       line = span.kind == SpanKind::kGather ? kGatherLines : kReduceLines;
       for (auto used = written.lines.find({span.rank, line}); used != written.lines.end() && used->second > span.begin;)
@@ -232,7 +232,7 @@ void Trace::write() {
     run = run_;
   }
   try {
-    // Sorts a nested span after its parent.
+    // Sorts by start time. If two spans start together, the longer one, the parent, precedes the nested one.
     std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
       return std::pair(a.begin, b.end) < std::pair(b.begin, a.end);
     });

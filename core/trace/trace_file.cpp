@@ -22,7 +22,7 @@ namespace {
 
 std::string error_text(int error_number) { return std::generic_category().message(error_number); }
 
-// Accepts a prefix of the beginning, too, because a kill may have truncated the first line.
+// Also accepts a prefix of kTraceBegin, because a killed process may have left an incomplete first line.
 bool is_begin_of_trace(std::string_view text) { return text == kTraceBegin.substr(0, text.size()); }
 
 }  // namespace
@@ -82,7 +82,7 @@ TraceAppender::~TraceAppender() { ::close(descriptor_); }
 
 void TraceAppender::fail(const std::string& why) const { throw std::runtime_error("TESSERA_TRACE: " + why); }
 
-// Returns the end of the last complete line.
+// Returns the end of the last complete line in the first `bytes` bytes of the file.
 int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   std::string block(size_t{1} << 12, '\0');
   while (bytes > 0) {
@@ -97,7 +97,7 @@ int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   return 0;
 }
 
-// Returns the end of the last event, before the line kTraceEnd.
+// Returns the end of the last event in the first `bytes` bytes, without the line kTraceEnd that may follow.
 int64_t TraceAppender::end_of_events(int64_t bytes) const {
   std::string expected = "\n";
   expected += kTraceEnd;
@@ -118,7 +118,7 @@ int64_t TraceAppender::number_of(const std::string& run) const {
   for (std::string line; std::getline(file, line);) {
     if (line.compare(1, kRankBegin.size(), kRankBegin) != 0) continue;
     const auto event = nlohmann::json::parse(line.substr(1), nullptr, /*allow_exceptions=*/false);
-    if (event.is_discarded() || !event.contains("args")) continue;  // a modified file: the merge reports it
+    if (event.is_discarded() || !event.contains("args")) continue;  // the file was edited, which merge_traces() reports
     const auto id = event["args"].value("run", "");
     if (std::find(runs.begin(), runs.end(), id) == runs.end()) runs.push_back(id);
   }
@@ -130,7 +130,7 @@ void TraceAppender::append(std::string lines) {
   if (is_empty()) lines.front() = '[';
   lines += kTraceEnd;
   truncate(bytes_);
-  // If truncating fails as well, the next appender removes the incomplete line.
+  // If append_all() can neither write nor truncate, the next appender removes the incomplete line.
   const auto [error_number, is_whole] = append_all(descriptor_, lines, bytes_);
   if (error_number != 0) {
     if (is_whole && has_end_) append_all(descriptor_, kTraceEnd, bytes_);
