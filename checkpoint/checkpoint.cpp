@@ -51,7 +51,7 @@ State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr)
   return without_averages(std::move(state));
 }
 
-// Returns whether every write to a tensor in the optimizer's step() increments the tensor's autograd version counter.
+// Returns whether each write to a tensor in the optimizer's step() increments the tensor's autograd version counter.
 bool counts_writes(const torch::optim::Optimizer& optimizer) {
   const auto* shards = dynamic_cast<const OptimizerShards*>(&optimizer);
   const torch::optim::Optimizer& local = shards == nullptr ? optimizer : shards->local();
@@ -79,7 +79,7 @@ SavePlan internal::plan_save(const StateObjects& state, const json& extra, const
   const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // a caller's `{}` becomes a JSON null
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // if the caller passes `{}`, `extra` is null
   plan.models = state.models;
   NamedOptimizers named = named_optimizers(shards, state.optimizers);
   bool all_count_writes = !named.empty();
@@ -114,7 +114,7 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// After a failed load, returns the path to load again, or "" if a retry cannot help. If another job replaced
+// After a failed load, returns the path from which to load again, or "" if a retry cannot help. If another job replaced
 // the checkpoint during the load, the ranks may have read parts of two checkpoints. As long as rank 0 holds `lock`, a
 // replaced local checkpoint stays available under another path. Collective. Returns the same path on all ranks.
 fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std::string& manifest_text,
@@ -169,8 +169,8 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   }
 }
 
-// Lists the checkpoints of a folder as "name/sequence/name/sequence/...", newest first. Damaged checkpoints, of unknown
-// age, precede all others, with an empty sequence. Rank 0 lists for all ranks, because the folder may change.
+// Lists a folder's checkpoints as "name/sequence/name/sequence/...", newest first. Damaged checkpoints, whose age is
+// unknown, come first and have an empty sequence. Only rank 0 lists the folder, which may change at any time.
 std::string list_newest_first(Communicator& comm, const fs::path& folder) {
   const auto names = attempt([&] {
     std::string all;
@@ -201,7 +201,7 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
     } catch (const CheckpointMismatch&) {
       throw;
     } catch (const StorageUnavailable&) {
-      throw;  // does not try older checkpoints, which would lose progress
+      throw;  // does not load an older checkpoint, because that would lose progress
     } catch (const OtherFailure&) {
       throw;
     } catch (const CheckpointError& error) {

@@ -7,7 +7,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns "[first, second, ...]" with text_of(d) for each dimension.
+// Returns the texts text_of(d) of all dimensions d, separated by commas and in brackets: "[first, second, ...]".
 template <class TextOf>
 std::string in_brackets(size_t dimensions, TextOf text_of) {
   std::string text = "[";
@@ -15,7 +15,7 @@ std::string in_brackets(size_t dimensions, TextOf text_of) {
   return text + "]";
 }
 
-// Returns the dimensions of size other than 1, by descending stride.
+// Returns the dimensions whose size is not 1, sorted by descending stride.
 std::vector<int64_t> longer_dimensions(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   std::vector<int64_t> longer;
   for (size_t d = 0; d < sizes.size(); ++d)
@@ -66,7 +66,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   const auto strides = row_major_strides(sizes);
   std::vector<Box> boxes;
   for (int64_t begin = range.begin; begin < range.end; begin += boxes.back().numel()) {
-    // Finds the outermost dimension in which a whole row starts at `begin` and fits. The box has as many rows as fit.
+    // Finds the outermost dimension with a row that starts at `begin` and fits in the range. Adds all rows that fit.
     Box& box = boxes.emplace_back(whole_box(sizes));
     for (size_t d = 0; d < sizes.size(); ++d) {
       box.offsets[d] = begin / strides[d] % sizes[d];
@@ -130,7 +130,7 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
   };
   const auto source_strides = row_major_strides(source.sizes);
   Run run{.target = -target_origin};
-  std::vector<Dimension> dimensions;  // from outer to inner; merges neighbors that are contiguous in both arrays
+  std::vector<Dimension> dimensions;  // from outer to inner; dimensions contiguous in both arrays are merged
   for (size_t d = 0; d < part.sizes.size(); ++d) {
     run.source += (part.offsets[d] - source.offsets[d]) * source_strides[d];
     run.target += part.offsets[d] * target_strides[d];

@@ -27,14 +27,14 @@ std::string to_string(const Box& box);                       // returns "[0:2, 3
 // Returns the elements that two boxes of one tensor share, or nullopt if there are none.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
-// Splits a range of a row-major N-d tensor's elements into boxes, in order. Returns at most max(1, 2 N - 1) boxes.
+// Splits a range of a row-major N-d tensor's elements into consecutive boxes. Returns at most max(1, 2 N - 1) boxes.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 
-// Returns whether a tensor with these strides occupies contiguous memory, without holes or overlaps.
+// Returns whether a tensor with these sizes and strides fills contiguous memory, without holes or overlaps.
 bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // Returns the dimensions, sorted by descending stride. Dimensions of size 1, and all dimensions of empty tensors, keep
-// their positions. Throws std::invalid_argument if the strides have holes or overlaps.
+// their positions. Throws std::invalid_argument if fills_memory() is false for these sizes and strides.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // A box whose elements are contiguous in memory.
@@ -43,7 +43,7 @@ struct Segment {
   Range memory;  // positions of the box's elements in the tensor's memory order
 };
 
-// Splits `held`, a range of a tensor's elements in memory order, into segments. Throws the errors of memory_order().
+// Splits `held`, a range of a tensor's elements in memory order, into segments. Throws if memory_order() throws.
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
 // Consecutive elements of a row-major source array, to be copied to a target in which they are `target_step` apart.

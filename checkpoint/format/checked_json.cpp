@@ -15,8 +15,8 @@ using nlohmann::json;
 
 namespace {
 
-// Builds a JSON value from the parser's events. Replaces nlohmann's callback parser, whose cost is quadratic in the
-// number of members: at the end of each member, it scans all earlier members.
+// Builds a JSON value from the parser's events. Replaces nlohmann's callback parser, which scans all earlier members at
+// the end of each member. So that parser's cost is quadratic in the number of members.
 class TreeBuilder : public nlohmann::json_sax<json> {
  public:
   TreeBuilder(const std::string& where, int max_depth, const MemberVisitor* visit = nullptr)
@@ -47,7 +47,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   }
 
  private:
-  // Pointers to open values stay valid, because only the innermost open value grows.
+  // Adds a value to the innermost open value. Only that value grows, so pointers to all open values stay valid.
   json& place(json value) {
     if (std::ssize(open_) > max_depth_)
       throw CheckpointError(where_ + ": JSON nested deeper than " + std::to_string(max_depth_) + " levels");
@@ -74,7 +74,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   const MemberVisitor* const visit_;
   std::unordered_set<std::string> visited_;
   json root_;
-  std::vector<json*> open_;  // objects and arrays, from the root to the innermost
+  std::vector<json*> open_;  // unfinished objects and arrays, from the root to the innermost
   json* member_ = nullptr;   // the value for the key that was read last
 };
 

@@ -11,7 +11,7 @@
 namespace tessera::internal {
 
 // These functions parse JSON from files that may be damaged or hostile. On failure, they throw CheckpointError with a
-// text that starts with `where` ("step-200/tessera.json").
+// text that starts with `where`, for example "step-200/tessera.json".
 
 constexpr int kMaxJsonDepth = 64;
 
@@ -34,7 +34,7 @@ class JsonObject {
  public:
   static constexpr int64_t kMost = int64_t{1} << 62;
 
-  // Throws if `value` is not an object, lacks a `required` field, or has a field that is in neither list.
+  // Throws if `value` is not an object, lacks a `required` field, or has a field that is in neither of the two lists.
   JsonObject(const nlohmann::json& value, std::string where, std::initializer_list<const char*> required,
              std::initializer_list<const char*> optional = {});
 

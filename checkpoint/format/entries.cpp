@@ -43,7 +43,7 @@ void fail_at(const fs::path& path, const std::string& action) {
 
 const Storage& storage_of(const fs::path& path) {
   static std::mutex mutex;
-  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // not destroyed, as threads outlive main()
+  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // not destroyed: threads may outlive main()
   const std::string scheme = scheme_of(path);
   const std::lock_guard lock(mutex);
   auto& storage = all[scheme];

@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Functions for the files and directories of checkpoints. On failure, they throw CheckpointError with path and reason.
+// File and directory functions for checkpoints. On failure, they throw CheckpointError with the path and the reason.
 
 // Returns the storage of a path. Each scheme has one instance, which is never destroyed.
 const Storage& storage_of(const std::filesystem::path& path);
@@ -34,20 +34,20 @@ File create_file(const std::filesystem::path& path);
 // Opens an existing file for writing, and keeps its content.
 File open_file_to_write(const std::filesystem::path& path);
 
-// Creates a directory and its missing parents, which are durable on return. The path must be absolute.
+// Creates a directory and its missing parents. All of these are durable on return. The path must be absolute.
 void make_directories(const std::filesystem::path& directory);
 // Makes the entries of a directory durable with fsync().
 void sync_directory(const std::filesystem::path& directory);
 
-// Returns the first line of a file, cut to 4096 bytes. Returns "" if the file is empty or not readable.
+// Returns the first line of a file, truncated to 4096 bytes. Returns "" if the file is empty or not readable.
 std::string first_line(const std::filesystem::path& path);
 
-// Renames a file or directory. If the target exists, replaces the target if `replace` is set, and otherwise throws.
+// Renames a file or directory. If the target exists, replaces it if `replace` is true, and throws otherwise.
 void rename_entry(const std::filesystem::path& from, const std::filesystem::path& to, bool replace);
 // Exchanges two directory entries atomically. Throws if the file system does not support an exchange.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);
 
-// Formats a number for a file name with at least five digits: 42 becomes "00042".
+// Formats a number with at least five digits, for use in file names: 42 becomes "00042".
 std::string five_digits(int64_t number);
 
 }  // namespace tessera::internal

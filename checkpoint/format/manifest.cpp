@@ -30,7 +30,7 @@ SavedSlice slice_from_json(const json& entry, const std::string& where) {
           checksums_from_hex(slice.text("checksums"), slice.where())};
 }
 
-// Parses a run from the JSON array [rank, rank_step, count, begin, numel].
+// Parses a RankRun from the JSON array [rank, rank_step, count, begin, numel].
 RankRun run_from_json(const json& entry, const JsonObject& tensor) {
   const bool fits = entry.is_array() && entry.size() == 5 && std::all_of(entry.begin(), entry.end(), is_count);
   if (!fits) tensor.refuse("a run of ranks is not five numbers");
@@ -239,7 +239,7 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
   GeneratorStates states;
   try {
     for (const auto& [device, bytes] : value.items()) states[device] = bytes_from_hex(bytes.get<std::string>());
-  } catch (const std::bad_alloc&) {  // is not reported as a damaged file
+  } catch (const std::bad_alloc&) {  // lack of memory does not mean that the file is damaged
     throw;
   } catch (const std::exception&) {
     throw CheckpointError(where + ": 'rng' has an entry that is not hex digits");
@@ -264,7 +264,7 @@ std::string format_manifest(const Manifest& manifest) {
   if (!manifest.beside.empty()) fields["beside"] = beside_to_json(manifest.beside);
   if (!manifest.folder.empty()) fields["folder"] = manifest.folder;
   fields["checksum"] = take_sum(fields);
-  // Writes short fields before "tensors", which has one line for each tensor, so that people find them easily.
+  // Most short fields precede "tensors", which has one line for each tensor. So people find the short fields easily.
   std::string text = "{";
   for (const std::string name :
        {"format", "version", "sequence", "id", "folder", "world_size", "checksum", "block_bytes", "extra", "beside",

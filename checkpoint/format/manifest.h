@@ -25,16 +25,16 @@ struct SavedGroup {
   std::vector<std::string> parameters;
 };
 
-// An optimizer's algorithm, groups and step counts, without its tensors.
+// An optimizer's algorithm, groups and step counts, without its state tensors.
 struct SavedOptimizer {
   std::string kind;
   std::vector<SavedGroup> groups;
-  std::map<std::string, std::map<std::string, int64_t>> numbers;  // {key, number} of each parameter: {"step", 7}
+  std::map<std::string, std::map<std::string, int64_t>> numbers;  // from parameter name and key ("step") to number
 };
 
-using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // the key is the optimizer's name, or "" without a name
+using SavedOptimizers = std::map<std::string, SavedOptimizer>;  // the key is the optimizer's name, or "" if unnamed
 
-using GeneratorStates = std::map<std::string, std::string>;  // from device types ("cpu") to the bytes of states
+using GeneratorStates = std::map<std::string, std::string>;  // from device types ("cpu") to generator states
 
 // The content of a checkpoint's tessera.json, which FORMAT.md describes.
 struct Manifest {
@@ -53,29 +53,29 @@ struct Manifest {
 // Returns the reason why an option is invalid, such as "is not finite", or "" if the option is valid.
 std::string why_not_an_option(const std::string& name, const OptimizerOption& option);
 
-// Returns whether the number is a valid block size: a multiple of 16, hence of every element size, up to 1 GiB.
+// Returns whether the number is a valid block size: a multiple of 16 (and so of every element size) up to 1 GiB.
 bool is_block_bytes(int64_t bytes);
 
-// Convert a manifest to and from the text of tessera.json. format_manifest() writes version 2: saved.by_rank must be
+// Convert a manifest to and from the text of tessera.json. format_manifest() writes version 2, so saved.by_rank must be
 // true. parse_manifest() makes all checks that need no other file, and leaves saved.directory empty. Its error texts
-// start with `where`. If `is_part` is set, the text may describe one rank's part, so parse_manifest() does not check
-// that the tensors are complete.
+// start with `where`. If `is_part` is true, the text may describe only one rank's part of the tensors, so
+// parse_manifest() does not check that the tensors are complete.
 std::string format_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& where, bool is_part = false);
 
-// Returns a manifest's sequence number, or nullopt if the text is damaged. Does not check manifests of later versions.
+// Returns a manifest's sequence number, or nullopt if the text is damaged. Does not verify later format versions.
 std::optional<int64_t> sequence_of(std::string_view text);
 
-// Convert parts of a manifest to and from JSON. SavedPart also uses them to describe the files of some ranks. The
+// Convert parts of a manifest to and from JSON. SavedPart also uses these functions, to describe some ranks' files. The
 // functions that read JSON check each entry, but do not check that a tensor's slices cover the whole tensor.
 nlohmann::json tensors_to_json(const SavedTensors& saved);
 void tensors_from_json(const nlohmann::json& tensors, const std::string& where, SavedTensors& saved);
 nlohmann::json optimizer_to_json(const SavedOptimizer& optimizer);
-nlohmann::json optimizers_to_json(const SavedOptimizers& optimizers);  // JSON null if there are no optimizers
+nlohmann::json optimizers_to_json(const SavedOptimizers& optimizers);  // returns JSON null for an empty map
 nlohmann::json generators_to_json(const GeneratorStates& states);
 GeneratorStates generators_from_json(const nlohmann::json& value, const std::string& where);
 
-// Convert block checksums to and from one text, with 16 hex digits for each. Throws CheckpointError for invalid text.
+// Convert checksums to and from a text with 16 hex digits each. Throws CheckpointError for invalid text.
 std::string checksums_to_hex(const std::vector<uint64_t>& checksums);
 std::vector<uint64_t> checksums_from_hex(const std::string& text, const std::string& where);
 

@@ -13,8 +13,8 @@
 
 namespace tessera::internal {
 
-// These functions find the rank and the file that hold each part of a tensor (FORMAT.md, "Rank files"). The manifest
-// lists each rank's elements. Fixed rules define boxes and file names. File headers contain positions and checksums.
+// These functions find the rank and the file of each part of a tensor (FORMAT.md, "Rank files"). The manifest lists
+// each rank's elements. Boxes and file names follow from fixed rules. File headers contain positions and checksums.
 
 std::string rank_file_name(int64_t rank, size_t number);  // returns "rank-00042-0.safetensors"
 
@@ -24,36 +24,36 @@ std::vector<int64_t> memory_strides(const SavedTensor& tensor);
 // Splits `held`, one rank's elements in memory order, into boxes. The rank stores box k in its file number k.
 std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held);
 
-// Calls `visit` for each rank that holds elements of `range`. `held` is all that the rank holds of the tensor, and may
-// exceed `range`. For an empty tensor, visits one rank with an empty range.
+// Calls `visit` for each rank that holds elements of `range`. `held` is the range of all elements of the tensor that
+// the rank holds, and may exceed `range`. For an empty tensor, visits one rank with an empty range.
 void for_each_holder(const SavedTensor& tensor, Range range,
                      const std::function<void(int64_t rank, Range held)>& visit);
 // Returns the smallest range in memory order that contains the box. For an empty box, returns an empty range.
 Range range_of_box(const SavedTensor& tensor, const Box& box);
 
-// Sorts runs by `begin`, and merges adjacent runs of equal size and rank step. For an empty tensor, keeps one run.
+// Sorts runs by `begin`. Merges adjacent runs of equal `numel` and `rank_step`. For an empty tensor, keeps one run.
 void join_runs(std::vector<RankRun>& runs);
 
-// The checked header of one file of a rank.
+// The verified header of a rank file.
 struct RankFile {
   std::map<std::string, SafetensorsEntry> entries;
   std::map<std::string, std::vector<uint64_t>> checksums;  // block checksums of each entry
   GeneratorStates rng;                                     // set only in file 0 of a save with generator states
   int64_t header_bytes = 0;
 
-  // Returns the tensor's slice in this file. Throws CheckpointError if it is missing, or has another shape or dtype.
+  // Returns the tensor's slice. Throws CheckpointError if this file lacks the slice or contradicts the manifest.
   SavedSlice slice(const std::string& name, const SavedTensor& tensor, const Box& box, int64_t block_bytes,
                    const std::string& where) const;
 };
-// Reads the header of a rank file. Throws CheckpointError if it is damaged, or belongs to another checkpoint or rank.
+// Reads a rank file's header. Throws CheckpointError if the file is damaged, or belongs to another checkpoint or rank.
 RankFile read_rank_file(const InputFile& file, const SavedTensors& saved, int64_t rank);
 
-// Returns the generator states that a rank saved, or an empty map.
+// Returns the generator states that a rank saved, or an empty map if the rank saved none.
 GeneratorStates generators_of(const Manifest& manifest, int64_t rank);
 
 // Returns `saved` with a list of all files and slices, for programs that read a whole checkpoint. Reads the header of
-// one file after the other. Returns `saved` unchanged if the list is complete already. If a file is damaged, throws the
-// error. With `on_damage`, passes the error to `on_damage` instead, and omits the file.
+// each rank file. If saved.by_rank is false, returns `saved` unchanged, because it has the list already. For a damaged
+// file, throws an error. If `on_damage` is set, calls it with the error instead, and omits the file.
 SavedTensors with_every_slice(const SavedTensors& saved,
                               const std::function<void(const CheckpointError&)>& on_damage = {});
 
@@ -64,7 +64,7 @@ struct RankFileFields {
   GeneratorStates rng;
 };
 
-// Returns the header of a rank file, which includes its own checksum. `checksums` does not affect the header's length.
+// Returns a rank file's header with its own checksum. Missing `checksums` become zeros and do not change the length.
 std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
                                const std::map<std::string, std::string>& metadata, const RankFileFields& fields,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng);

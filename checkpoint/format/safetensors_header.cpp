@@ -161,7 +161,7 @@ SafetensorsHeader read_safetensors_header(const InputFile& file) {
 
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
                                       const std::map<std::string, std::string>& metadata) {
-  // Builds the text directly. An ordered_json object would compare each new name with all earlier names.
+  // Builds the text directly, because ordered_json would compare each new name with all earlier names.
   std::string text = "{";
   auto add = [&](const std::string& name, const std::string& value) {
     text.append(text.size() > 1 ? "," : "").append(json(name).dump()).append(":").append(value);

@@ -27,8 +27,8 @@ void check_dtype(const std::string& tensor, at::ScalarType dtype);
 
 bool is_utf8(const std::string& text);
 
-// Throws CheckpointError if a name is empty, "__metadata__" or above 4096 bytes. Also throws if the name is not UTF-8
-// or has control characters.
+// Throws CheckpointError if a name is empty, is "__metadata__" or has more than 4096 bytes. Also throws if the name is
+// not UTF-8 or has control characters.
 void check_tensor_name(const std::string& name, const std::string& where);
 
 // One tensor of a safetensors file.
@@ -43,21 +43,21 @@ struct SafetensorsEntry {
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;        // sorted by the position of their data
   std::map<std::string, std::string> metadata;  // content of the member "__metadata__"
-  int64_t header_bytes = 0;                     // bytes before the data: length, JSON and padding
+  int64_t header_bytes = 0;                     // number of bytes before the data: length, JSON and padding
 };
 
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // equals the limit of the safetensors library
 
-// Parses a file header's JSON `text`. Checks that byte counts match shapes, and that the tensors fill the rest of the
-// file (of file_bytes bytes) without overlaps or holes. Throws CheckpointError; `where` names the file.
+// Parses the JSON `text` of a file's header. The file has file_bytes bytes. Checks that byte counts match shapes, and
+// that the tensors fill the rest of the file without overlaps or holes. Throws CheckpointError; `where` names the file.
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where);
 
-// Reads the bytes before the data: length, JSON and padding. Throws CheckpointError if the length is impossible.
+// Reads the bytes before the data (length, JSON and padding). Throws CheckpointError if the length is impossible.
 std::string read_header_bytes(const InputFile& file);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 
-// Returns the bytes before the data for a file with these entries in this order. Their number is a multiple of 64. Sets
-// `begin` and `bytes` of each entry.
+// Returns the header (length, JSON and padding) of a file that stores these entries in this order. The size of the
+// header is a multiple of 64 bytes. Sets `begin` and `bytes` of each entry.
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
                                       const std::map<std::string, std::string>& metadata);
 

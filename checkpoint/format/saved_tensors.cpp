@@ -81,7 +81,7 @@ class Checker {
       refuse("its ranks have " + std::to_string(covered) + " of its " + std::to_string(numel) + " elements");
   }
 
-  // Checks that the slices cover the tensor: they do not overlap, and have as many elements as the tensor.
+  // Checks that the slices cover the tensor: no two overlap, and all together have as many elements as the tensor.
   void check_cover(const SavedTensor& tensor) const {
     int64_t covered = 0;
     std::vector<const Box*> boxes;

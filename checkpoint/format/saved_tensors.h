@@ -29,8 +29,8 @@ struct SavedSlice {
 
 enum class TensorKind { kParameter, kBuffer, kState, kBeside };  // kBeside: a tensor of a Stateful object
 
-// Parts of equal size of a tensor on several ranks. The `count` ranks rank, rank + rank_step, ... hold `numel` elements
-// each. Their parts are adjacent in memory order, and the first part begins at element `begin`.
+// Parts of a tensor on several ranks, all of equal size. The `count` ranks rank, rank + rank_step, ... hold `numel`
+// elements each. Their parts are adjacent in memory order. The first part begins at element `begin`.
 struct RankRun {
   int64_t rank = 0;
   int64_t rank_step = 0;
@@ -46,8 +46,8 @@ struct SavedTensor {
   std::vector<std::string> aliases;
   TensorKind kind = TensorKind::kParameter;
   std::vector<SavedSlice> slices;  // empty if SavedTensors::by_rank is true
-  // Used if SavedTensors::by_rank is true: rank_files.h computes the slices from these fields. `order` lists the
-  // dimensions by descending stride, or is empty for row-major order. `runs` lists the ranks' elements in memory order.
+  // Used if SavedTensors::by_rank is true: the functions of rank_files.h compute the slices from these fields. `order`
+  // lists the dimensions by descending stride; empty means row-major. `runs` lists the ranks' elements in memory order.
   std::vector<int64_t> order;
   std::vector<RankRun> runs;
 };
@@ -58,7 +58,7 @@ struct SavedTensors {
   std::vector<SavedFile> files;
   std::map<std::string, SavedTensor> tensors;
   int64_t block_bytes = 0;  // number of bytes that one checksum covers; 0 if there are no checksums
-  // True for rank files, whose names follow from `world_size` and whose headers contain `id`. `files` is then empty.
+  // If true, the data is in rank files, whose headers contain `id`. `files` is empty, because ranks define file names.
   bool by_rank = false;
   int64_t world_size = 0;
   uint64_t id = 0;

@@ -30,7 +30,7 @@ std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int6
   return sums;
 }
 
-// Includes the metadata that PyTorch's HuggingFaceStorageReader expects.
+// Writes the pieces to one rank file. Adds the metadata that PyTorch's HuggingFaceStorageReader expects.
 void write_rank_file(const std::filesystem::path& path, const RankFileFields& fields,
                      const std::vector<const Piece*>& pieces, bool with_rng, const Progress& progress) {
   std::vector<SafetensorsEntry> entries;
@@ -49,7 +49,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", offsets.dump()}};
   std::map<std::string, std::vector<uint64_t>> checksums;
-  // A placeholder with the length of the final header, because the checksums are not known before the data is written.
+  // A placeholder with the length of the final header. The checksums are known only after the data was written.
   const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
   const auto start_bytes = static_cast<int64_t>(room.size());
   const int64_t bytes = entries.empty() ? start_bytes : entries.back().begin + entries.back().bytes;

@@ -14,7 +14,7 @@
 
 namespace tessera::internal {
 
-// A box of a tensor that is to be written.
+// A box of a tensor, to be written to a file.
 struct Piece {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -23,29 +23,29 @@ struct Piece {
   TensorKind kind = TensorKind::kParameter;
   Box box;
   // Returns the box's elements, row-major and contiguous in host memory. The writer calls data() once for each piece.
-  // It frees the result before the next piece, so that only one result is in memory at a time.
+  // It frees each result before the next call, so only one result is in memory at a time.
   std::function<at::Tensor()> data;
-  // write_rank_files() uses these fields. `memory` has the positions of the box's elements in memory order. `order`
-  // lists the tensor's dimensions by descending stride, or is empty for row-major order.
+  // Only write_rank_files() needs these fields. `memory` is the range of the box's elements in the tensor's memory
+  // order. `order` lists the tensor's dimensions by descending stride, or is empty for row-major order.
   Range memory;
   std::vector<int64_t> order;
-  // Returns a view of the box's elements in the live tensor, on any device and with any strides. Null if there is none.
+  // Returns a view of the live tensor's elements in the box, on any device, with any strides. Null if no view exists.
   std::function<at::Tensor()> view = nullptr;
 };
 int64_t bytes_of(const Piece& piece);
-// Returns piece.data(). Throws std::logic_error if the tensor does not match the piece.
+// Returns piece.data(). Throws std::logic_error if the returned tensor does not match the piece.
 at::Tensor checked_data(const Piece& piece);
 
 // A callback whose argument is the number of bytes that were read or written since the last call.
 using Progress = std::function<void(int64_t bytes)>;
 
-// Writes the pieces to the rank files "rank-00042-0.safetensors", ... (FORMAT.md, "Rank files"), with checksums and
-// generator states, and syncs them. Each file contains at most one piece of a tensor. Each piece of a tensor must start
-// where the tensor's previous piece ends. Returns the tensors, each with a run that describes this rank's elements.
+// Writes the pieces, checksums and generator states to the rank files "rank-00042-0.safetensors", ... (FORMAT.md, "Rank
+// files"), and syncs the files. Each file has at most one piece of a tensor. In memory order, each piece of a tensor
+// must start where the previous piece ends. Returns the tensors, each with a run that describes this rank's elements.
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// append() adds one rank's tensors to `all`. join_all() merges adjacent runs; must be called after the last append().
+// append() adds one rank's tensors to `all`. After all ranks were added, join_all() must be called to merge runs.
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

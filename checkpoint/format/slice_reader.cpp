@@ -17,9 +17,9 @@ namespace {
 
 constexpr int64_t kPageBytes = 4096;                   // block size for reads from files without checksums
 constexpr size_t kOpenFiles = 16;                      // maximum number of files kept open between reads
-constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this, several threads read no faster than one
+constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this size, several threads read no faster than one
 
-// Copies the run's elements that are in `data` to the target. `data` contains the elements `read` of the slice.
+// Copies elements of the run from `data`, which holds the elements `read` of the slice, to the target.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
   const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
   const char* from = data + (begin - read.begin) * element_bytes;
@@ -134,8 +134,8 @@ void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& par
   if (progress_) progress_(bytes);
 }
 
-// Each thread reads its own section of the file sequentially, because interleaved reads would stop the system's
-// read-ahead. One thread computes checksums while another waits for the disk. Threads write to disjoint target memory.
+// Each thread reads its own section of the file sequentially, because interleaved reads would defeat the system's
+// read-ahead. Some threads compute checksums while others wait for the disk. All write to disjoint target memory.
 void SliceReader::read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes) {
   std::atomic<bool> failed = false;
   std::mutex mutex;

@@ -33,13 +33,13 @@ class SliceReader {
 
   // Schedules a box with want(), and calls fetch().
   void read(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
-  // Returns the box as a new row-major tensor.
+  // Reads the box into a new row-major tensor in host memory.
   at::Tensor read(const std::string& name, const Box& box);
 
-  // Opens the file with this index in SavedTensors::files, if the file is not open, and verifies its size and header.
+  // Opens the file with this index in SavedTensors::files, and verifies its size and header. A no-op for an open file.
   void open(int file) { listed_file(file); }
 
-  // Returns the bytes read from files so far.
+  // Returns the number of bytes read from files so far.
   int64_t bytes_read() const { return bytes_read_; }
 
  private:
@@ -47,7 +47,7 @@ class SliceReader {
   struct Wanted {
     const std::string* name;
     const SavedTensor* tensor;
-    const SavedSlice* slice;  // null in a rank file; fetch_file() then finds the slice in the file's header
+    const SavedSlice* slice;  // null for a rank file, in whose header fetch_file() finds the slice
     Box box;                  // the slice's box
     Box part;
     char* target;
@@ -70,7 +70,7 @@ class SliceReader {
   void read_parts(const InputFile& file, const std::vector<Part>& parts);
   void read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes);
   void read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer);
-  // Returns the byte ranges of a slice to read for the runs: whole blocks, at most window_bytes_ (or one block) each.
+  // Returns the slice's byte ranges that cover the runs: whole blocks, at most window_bytes_ (or one block) per range.
   std::vector<Range> intervals_of(const std::vector<Run>& runs, int64_t element_bytes, int64_t slice_bytes) const;
   void verify(const InputFile& file, const Part& part, Range interval, const char* data) const;
 

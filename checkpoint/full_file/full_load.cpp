@@ -20,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns an entry's offsets from PyTorch's {"<name>": {"saved_offsets": [...]}}; zeros if `sharding` is null.
+// Returns an entry's offsets in `sharding`, {"<name>": {"saved_offsets": [...]}}, or zeros if `sharding` is null.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -80,7 +80,7 @@ void add_file(const fs::path& path, SavedTensors& saved, const std::function<boo
       saved.tensors[name].aliases.push_back(alias);
 }
 
-// Reads an index, a map from tensors to file names. Throws CheckpointError for a file outside the index's folder.
+// Reads an index, which maps tensor names to file names. Throws CheckpointError for a file outside the index's folder.
 std::map<std::string, std::string> read_index(const fs::path& path) {
   const json index = parse_json(read_text(followed(path), int64_t{1} << 30), path.string());
   const JsonObject fields(index, path.string(), {"weight_map"}, {"metadata"});
@@ -94,7 +94,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return places;
 }
 
-// Returns whether the path names an index. save_full() appends ".index.json" to the file's path with its extension.
+// Returns whether the path names an index, such as the "model.safetensors.index.json" that save_full() writes.
 bool is_index(const fs::path& path) { return path.filename().string().ends_with(".index.json"); }
 
 // Returns the path of the directory's safetensors index, or "" if there is none. If there are several indices, chooses
@@ -110,7 +110,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// For a model hub's cache ("models--gpt2"), returns the snapshot in refs/main, or the only snapshot; else `path`.
+// For the cache of a model hub ("models--gpt2"), returns the snapshot in refs/main or the only snapshot. Else, `path`.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;
@@ -150,7 +150,7 @@ SavedTensors internal::find_full_tensors(const fs::path& given) {
   SavedTensors saved{.directory = directory ? path : path.parent_path()};
   if (saved.directory.empty()) saved.directory = ".";
   fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
-  // Prefers an index beside the path. save_full() writes it with several files; a file at `path` is from an older save.
+  // Prefers an index beside the path. If save_full() wrote an index, a file at `path` can only be from an older save.
   if (const fs::path beside = path.string() + ".index.json";
       !directory && index.empty() && storage_of(path).exists(beside))
     index = beside;

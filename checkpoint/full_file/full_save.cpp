@@ -39,7 +39,7 @@ struct FullLayout {
   std::map<std::string, Position> positions;
 };
 
-// Splits the tensors, in order, into groups of at most max_bytes. A larger tensor forms its own group. 0: no limit.
+// Splits the tensors, in order, into groups of at most max_bytes (0: no limit). A larger tensor forms its own group.
 std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
   std::vector<std::vector<const FullTensor*>> groups(1);
   int64_t bytes = 0;
@@ -115,7 +115,7 @@ FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& 
 // Returns the hidden path under which a file is written until it is renamed to `path`.
 fs::path draft_of(const fs::path& path) { return path.parent_path() / ("." + path.filename().string() + ".draft"); }
 
-// Lists existing files of older saves to `file`: the file, its index, and the files in the index that have its stem.
+// Lists the files of older saves to `file`: the file, its index, and files in the index that have the same stem.
 std::vector<fs::path> files_before(const fs::path& file) {
   std::vector<fs::path> files;
   std::error_code ignored;
@@ -203,7 +203,7 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // number of drafts that were renamed to their final names, without the last one
+  size_t named_ = 0;  // number of drafts, except the last, that have their final names
   bool is_visible_ = false;
 };
 
@@ -223,7 +223,7 @@ void write_box(const File& file, const Piece& piece, int64_t begin) {
   });
 }
 
-// Writes the pieces of one file after the other, so that only one file is open at a time.
+// Writes all pieces, one file after the other, so that only one file is open at a time.
 void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
   std::map<size_t, std::vector<const Piece*>> by_file;
   for (const Piece& piece : pieces) by_file[layout.positions.at(piece.name).file].push_back(&piece);
@@ -253,7 +253,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   FullLayout layout;
   std::optional<Drafts> drafts;  // set only on rank 0
   std::vector<LocalTensor> tensors;
-  // Runs in three stages: create drafts, write parts, publish files. A stage starts after all ranks ended the previous.
+  // Runs in three stages: create drafts, write parts, publish files. All ranks end a stage before the next one begins.
   Heartbeat heartbeat;
   auto stage = [&](const std::function<void()>& part) {
     on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);

@@ -69,7 +69,7 @@ std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   return "";
 }
 
-// Repeats a listing that found nothing. While one checkpoint replaces another, a listing may miss both.
+// Repeats a listing that finds nothing, because a listing may miss both checkpoints while one replaces the other.
 std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
   constexpr int kMostListings = 3;
   std::vector<fs::path> found;

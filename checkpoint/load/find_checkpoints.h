@@ -18,20 +18,20 @@ bool is_checkpoint(const std::filesystem::path& path);
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
 // The checkpoints in a folder. `whole` lists the checkpoints with a valid manifest, oldest first. `damaged` lists the
-// checkpoints with a damaged manifest. Neither lists a subfolder with an unrelated tessera.json among other files.
+// checkpoints with a damaged manifest. A folder of other files with an unrelated tessera.json is in neither list.
 struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
   std::vector<int64_t> sequences;  // sequence number of each checkpoint in `whole`
 };
-// Finds the checkpoints in a folder. Other jobs may save to the folder and remove old checkpoints meanwhile. The search
-// finds at least one checkpoint if the folder contains a whole checkpoint at every moment.
+// Finds the checkpoints in a folder. Other jobs may save to the folder and remove old checkpoints during the search.
+// The search finds at least one checkpoint if the folder contains a whole checkpoint at every moment.
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
-// Throws CheckpointError if the path is itself a checkpoint, a file or a dangling link. Must be called after a search
-// found no checkpoint. Otherwise, a wrong path would silently restart the training from the beginning.
+// Throws CheckpointError if the path is itself a checkpoint, a file or a dangling link. Must be called if a search
+// found no checkpoint, because a wrong path would otherwise silently restart the training from the beginning.
 void require_folder_of_checkpoints(const std::filesystem::path& folder);
 
-// If `listed` (an entry of Storage::list()) is a data folder of a remote save, returns its name without the last '/'.
-// Otherwise returns "". The name of a data folder is the save's id, in 16 hex digits.
+// If `listed` (an entry of Storage::list()) is a data folder of a remote save, returns the folder's name without the
+// last '/'. Otherwise returns "". The name of a data folder is the save's id, in 16 hex digits.
 std::string save_folder(const std::string& listed);
 // Returns whether an entry of a checkpoint's directory belongs to a save, judged by its name. The temporary files that
 // NFS creates for deleted open files (".nfs...") count as a save's files. All other files are the user's.

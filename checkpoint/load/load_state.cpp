@@ -45,7 +45,7 @@ Values reversed(Values values) {
   return values;
 }
 
-// Throws the error that libtorch throws for a write to `target`, without changing any value.
+// Throws libtorch's error if a write to `target` would fail. Does not change any value.
 void write_nothing(const at::Tensor& target) {
   const WritesTo scope(target);
   target.as_strided({0}, {1}).fill_(0);
@@ -107,7 +107,7 @@ class Loader {
     reader_.fetch();
     check_tied();
     check_states();
-    // With a sharded optimizer, ranks that do not own a parameter may hold rounded values. Rounds loaded values, too.
+    // Rounds the loaded values of parameters that another rank owns, as a step of a sharded optimizer does.
     for (auto& [target, value] : tensors_)
       for (const LoadedOptimizer& optimizer : optimizers_) value = optimizer.named.as_kept(target, value);
   }
@@ -249,8 +249,8 @@ class Loader {
     }
   }
 
-  // Returns the checkpoint's name for a tensor of the model. If the checkpoint lacks the tensor, returns `name`. With
-  // LoadOptions::rename, returns "" instead, because `name` may belong to an unrelated saved tensor.
+  // Returns the checkpoint's name for a tensor of the model. If the checkpoint lacks the tensor, returns `name`. If
+  // LoadOptions::rename is set, returns "" instead, because `name` may belong to an unrelated saved tensor.
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
     if (found != saved_names_.end()) return found->second;
@@ -300,7 +300,7 @@ class Loader {
     match_states(optimized);
   }
 
-  // Adds the checkpoint's names of the optimizer's parameters to `optimized`. Returns false if states are incomparable.
+  // Adds the saved names of the optimizer's parameters to `optimized`. Returns false if states cannot be compared.
   bool match_optimizer(LoadedOptimizer& optimizer, std::set<std::string>& optimized) {
     const SavedOptimizer& saved = *optimizer.saved;
     const std::string whose = optimizer.name.empty() ? "" : "'" + optimizer.name + "': ";
@@ -446,8 +446,8 @@ class Loader {
     bool transposed = false;
   };
 
-  // Returns the checkpoint's name for a tensor of a Stateful object. If the tensor has the name of a parameter, as an
-  // average does, LoadOptions rename, transpose or skip the tensor like the parameter.
+  // Returns the checkpoint's name for a tensor of a Stateful object. If the tensor has a parameter's name, as averages
+  // have, the tensor is renamed, transposed or skipped like the parameter (LoadOptions).
   SavedBeside saved_beside(const std::string& own) const {
     const auto dot = own.find('.', std::string_view("beside.").size());  // `own` is "beside.<state_name>.<fqn>"
     const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
@@ -537,7 +537,7 @@ class Loader {
     for (const NamedShard& shard : shards_) {
       if (!optimizer.named.keeps(shard)) continue;
       const std::string name = saved_name(shard.fqn);
-      if (!optimizer.saved_parameters.contains(name)) continue;  // the state stays unchanged; only if not strict
+      if (!optimizer.saved_parameters.contains(name)) continue;  // not strict: the state stays unchanged
       ReadState& state = states_.emplace_back(ReadState{&optimizer.named, &shard, name, {}});
       const auto numbers = optimizer.saved->numbers.find(name);
       if (numbers != optimizer.saved->numbers.end())
@@ -566,7 +566,7 @@ class Loader {
       }
   }
 
-  // Adds the state tensors that the current options of a parameter's group require, but the loaded state lacks.
+  // Adds state tensors that the current options of a parameter's group require and that the loaded state lacks.
   static void complete_states(torch::optim::Optimizer& optimizer) {
     auto& states = optimizer.state();
     for (auto& group : optimizer.param_groups())
@@ -630,7 +630,7 @@ void load_state(const Manifest& manifest, const StateObjects& objects, const Loa
   Communicator& comm = *objects.model.comm();
   on_all_ranks(comm, what, [&] { loader.emplace(manifest, objects, options).read(); });
   loader->apply();
-  // Ranks that are threads share generators. The barrier prevents a slow rank from resetting a generator in use.
+  // Ranks that are threads share generators. The barrier prevents a slow rank from resetting generators in use.
   comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();

@@ -17,13 +17,13 @@ namespace tessera::internal {
 
 // The objects to save or load: those of a TrainingState, or a model and optimizer that the caller passed directly.
 struct StateObjects {
-  ModelShards& model;  // one model, or all named models as one
+  ModelShards& model;  // one model, or all named models combined
   std::vector<std::string> models{};
   std::map<std::string, torch::optim::Optimizer*> optimizers{};
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
 
-// Throws std::invalid_argument while the model's parameters are swapped for averages. `state` must outlive the result.
+// Returns the objects of `state`, which must outlive them. Throws std::invalid_argument while averages are swapped in.
 StateObjects state_objects_of(const TrainingState& state);
 
 // Loads a checkpoint's state into the objects. Collective. Reads and verifies this rank's part in host memory, and

@@ -12,8 +12,8 @@ namespace tessera::internal {
 // Operations on checkpoints for the `tessera` command, which need no model and no ranks. All operations verify the data
 // that they read. They throw CheckpointError for bad files, and std::invalid_argument for bad arguments.
 
-// Writes a checkpoint's parameters and buffers to full files (save_full()) outside the checkpoint. If `state`, also
-// writes the tensors of optimizers and Stateful objects. Holds one tensor in memory at a time.
+// Writes a checkpoint's parameters and buffers to full files, as save_full() does, outside the checkpoint. If `state`
+// is true, also writes the tensors of optimizers and Stateful objects. Holds one tensor in memory at a time.
 void consolidate_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to, bool state,
                             const SaveFullOptions& options = {}, const Progress& progress = {});
 
@@ -22,9 +22,9 @@ void consolidate_checkpoint(const std::filesystem::path& from, const std::filesy
 void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to, int ranks,
                         const Progress& progress = {});
 
-// Compares the files of a checkpoint with its manifest. Checks file sizes, headers, the position and checksums of every
-// slice, and looks for surplus files. Returns one line for each problem, so the list of an intact checkpoint is empty.
-// Throws CheckpointError if the manifest is damaged or missing.
+// Compares the files of a checkpoint with its manifest. Checks file sizes and headers, and the position and checksums
+// of every slice. Also looks for surplus files. Returns one line for each problem, so the result for an intact
+// checkpoint is empty. Throws CheckpointError if the manifest is damaged or missing.
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& directory, const Progress& progress = {});
 
 // The difference of two tensors with equal name, shape and dtype, or the reason why the tensors cannot be compared.
@@ -36,7 +36,7 @@ struct TensorDifference {
 };
 
 struct DiffOptions {
-  double tolerance = 0;          // largest difference that counts as equal; 0: bits must be equal, so 0 differs from -0
+  double tolerance = 0;          // largest difference that counts as equal; if 0, compares bits, so 0 differs from -0
   bool only_parameters = false;  // if true, ignores buffers, optimizers, Stateful objects and `extra`
 };
 

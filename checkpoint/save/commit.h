@@ -19,11 +19,11 @@ class PartialCheckpoint {
  public:
   // Creates the folder for the ranks' files: beside a local target (with missing parents), or inside a remote target.
   // Removes leftovers of killed saves to this target, and calls `progress` for each removed file. Throws if the target
-  // exists and is neither empty nor a checkpoint, which may be damaged. Also throws if a local file system cannot
-  // replace the target atomically.
+  // exists and is neither empty nor a (possibly damaged) checkpoint. Also throws if a local file system cannot replace
+  // the target atomically.
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
-  // After commit(), removes the replaced checkpoint unless a reader has locked it. Without commit(), removes the save.
+  // After commit(), removes the replaced checkpoint unless a reader locked it. Without commit(), removes the new files.
   virtual ~PartialCheckpoint() = default;
   PartialCheckpoint(const PartialCheckpoint&) = delete;
   PartialCheckpoint& operator=(const PartialCheckpoint&) = delete;
@@ -34,8 +34,8 @@ class PartialCheckpoint {
   uint64_t id() const { return id_; }
 
   // Sets the manifest's id and sequence, checks that the slices cover every tensor, and writes the manifest. The new
-  // checkpoint then appears atomically at the target. If it replaces a checkpoint, moves the user's own files from the
-  // old to the new one. The destructor removes the old checkpoint.
+  // checkpoint then appears atomically at the target. If there was a checkpoint at the target, commit() moves the
+  // user's own files from the old checkpoint to the new one. The destructor removes the old checkpoint.
   virtual void commit(Manifest manifest) = 0;
 
  protected:
@@ -54,13 +54,13 @@ constexpr char kDraftName[] = ".manifest";  // file of a save in flight; the fir
 constexpr char kSaving[] = ".saving-";  // part of the name once the directory is locked
 constexpr char kMaking[] = ".making-";  // part of the name until the directory is locked
 
-// Removes all complete checkpoints of a folder except the newest `keep`, checkpoints with damaged manifests, and the
-// leftovers of killed saves. Skips a local checkpoint while a reader has locked it. Never removes files that no save
-// wrote.
+// Removes three kinds of entries of a folder: complete checkpoints except the newest `keep`, checkpoints with damaged
+// manifests, and leftovers of killed saves. Skips a local checkpoint while a reader has locked it. Never removes files
+// that no save wrote.
 void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
 
-// Prevents the removal of a checkpoint while it is read, by keep_last or by a save that replaces it. A no-op on storage
-// without locks, and if another process holds the lock for more than a second.
+// While a checkpoint is read, prevents its removal by keep_last or by a save that replaces the checkpoint. A no-op on
+// storage without locks, and if another process holds the lock for more than a second.
 class ReadLock {
  public:
   explicit ReadLock(const std::filesystem::path& checkpoint);

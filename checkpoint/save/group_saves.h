@@ -16,8 +16,8 @@ namespace tessera::internal {
 
 class SaveJob;
 
-// Removes superseded files on a background thread. The end of the program waits for the thread, and so does the next
-// save if its target exists. A failed removal only prints a warning, because the next removal retries.
+// Removes superseded files on a background thread. An exit handler waits for the thread. The next save also waits for
+// the thread if the save's target exists. A failure only prints a warning, because the next removal tries again.
 class Removal {
  public:
   // Starts the thread, which runs `remove` after the removal `before` has ended. `before` may be null.

@@ -22,7 +22,7 @@ constexpr auto kMakingTakes = std::chrono::minutes(5);
 // On a file system without locks, a directory counts as abandoned after this time without a change.
 constexpr auto kWithoutLocks = std::chrono::hours(24);
 
-// Returns the common prefix of the names of a target's temporary directories, hidden directories beside the target.
+// Returns the common prefix of the names of a target's temporary directories, which are hidden and beside the target.
 std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
 fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
@@ -33,7 +33,7 @@ bool is_gone(const fs::path& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::not_found;
 }
 
-// Returns whether a directory's last change is older than `age`, by the clock of the file system, not of this host.
+// Returns whether a directory's last change is older than `age` by the file system's clock instead of this host's.
 bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   std::error_code error, ignored;
   const auto written = fs::last_write_time(directory, error);
@@ -52,10 +52,10 @@ bool is_left_in_the_making(const fs::path& directory) {
          is_older_than(directory, kMakingTakes);
 }
 
-// Returns whether no process writes or reads the hidden directory. If true, `lock` locks the directory where possible.
+// Returns whether no process uses the hidden directory. If so, `lock` locks the directory unless locks are unsupported.
 bool is_abandoned(const fs::path& directory, FileLock& lock) {
   std::error_code error;
-  // Looks for the draft before the manifest. A save may rename the draft to the manifest between the two checks.
+  // Looks for the draft first, because a save may rename the draft to the manifest between the two checks.
   const bool is_draft = fs::exists(directory / kDraftName, error);
   const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
   if (!fs::exists(manifest, error)) return !is_draft;
@@ -98,8 +98,8 @@ void bring_back_own(const fs::path& hidden) {
 }
 
 // Removes the files of saves from a superseded hidden directory, then the directory. Other processes may remove the
-// directory at the same time. Returns "", or the reason if the directory still exists. Unlocks the manifest before its
-// removal, because NFS renames an open file instead of removing it.
+// directory at the same time. Returns "" on success, or the reason why the directory still exists. Unlocks the manifest
+// before its removal, because NFS renames an open file instead of removing it.
 std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
@@ -132,7 +132,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
   }
 }
 
-// Throws if the file system cannot exchange directories. Called before any data is written.
+// Throws if the file system cannot exchange directories. Is called before any data is written, to fail early.
 void require_exchange(const fs::path& directory) {
   const fs::path a = directory / ".part-a", b = directory / ".part-b";
   std::error_code error;
@@ -142,7 +142,7 @@ void require_exchange(const fs::path& directory) {
   for (const auto& each : {a, b}) fs::remove(each, error);
 }
 
-// A save to a local folder. Holds a lock on the draft, so that the cleanup of other saves skips the directory.
+// A save to a local folder. Holds a lock on the draft, so that cleanups by other saves skip the directory.
 class LocalPartial : public PartialCheckpoint {
  public:
   LocalPartial(const fs::path& target, const std::function<void()>& progress);
@@ -186,7 +186,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
 LocalPartial::~LocalPartial() {
   FileLock replaced;
   if (is_committed_ && !is_abandoned(path_, replaced)) return;
-  remove_hidden(path_, is_committed_ ? replaced : lock_);  // after a failure, the next save to this target retries
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // if the removal fails, the next save to this target retries
 }
 
 void LocalPartial::commit(Manifest manifest) {

@@ -12,14 +12,14 @@
 
 namespace tessera::internal {
 
-// A failure of another kind, such as lack of memory, that was caught and rethrown on all ranks. Does not mean that a
+// A failure that no other class describes, such as lack of memory, rethrown on all ranks. Does not mean that a
 // checkpoint is damaged.
 class OtherFailure : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
-// The time of the last progress of a long operation. The working thread calls beat(). Thread-safe.
+// Stores the time of the last progress of a long operation. The thread that makes progress calls beat(). Thread-safe.
 class Heartbeat {
  public:
   // A rank counts as stuck if one step (an fsync or a rename) takes longer than this multiple of the group's timeout.
@@ -38,7 +38,7 @@ class Heartbeat {
 
 // The result of one rank's part of a collective function. Ranks exchange outcomes as text. `error` is "" on success.
 struct Outcome {
-  // The exception type: CheckpointError, CheckpointMismatch, StorageUnavailable, OtherFailure or std::invalid_argument.
+  // The exception types are CheckpointError, CheckpointMismatch, StorageUnavailable, OtherFailure and invalid_argument.
   enum Kind : char { kFailure = 'F', kMismatch = 'X', kUnavailable = 'U', kOther = 'O', kMisuse = 'M' };
   Kind kind = kFailure;
   std::string error;
@@ -55,7 +55,7 @@ Outcome attempt(const std::function<std::string()>& part);
 // the lowest failed rank, with the rank's number, on all ranks. Collective.
 std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what);
 
-// Throws like gather_results() if any rank failed. Cheaper, because it gathers texts only after a failure. Collective.
+// Like gather_results(), but returns no results. Cheaper, because it gathers texts only after a failure. Collective.
 void require_success(Communicator& comm, const Outcome& own, const std::string& what);
 
 // Runs `part` on each rank. If `part` fails on any rank, throws the error on all ranks. Collective.
@@ -63,8 +63,8 @@ void on_all_ranks(Communicator& comm, const std::string& what, const std::functi
 
 // Like on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs `part` on a thread
 // while the ranks exchange heartbeats. `part` must not call collectives. If a rank is lost, each other rank throws
-// CommError after its own part has ended. If a rank calls no beat() for kMostTimeouts times the group's timeout, all
-// ranks throw a CheckpointError that names this rank. The stuck rank throws only after its part has ended.
+// CommError after its own part has ended. If a rank does not call beat() for kMostTimeouts times the group's timeout,
+// all ranks throw a CheckpointError that names this rank. The stuck rank throws only after its part has ended.
 void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 

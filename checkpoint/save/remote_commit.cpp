@@ -23,7 +23,7 @@ int64_t now_seconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Returns whether no save still writes to the folder. A draft has two lines: the saving process, and the start time.
+// Returns whether the save to this folder has ended or was abandoned. A draft has two lines: process and start time.
 bool is_abandoned(const fs::path& save) {
   const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);
   if (draft.empty()) return true;
@@ -41,7 +41,7 @@ std::string named_folder(const fs::path& target) {
   }
 }
 
-// Removes abandoned saves. Reads drafts before the manifest. Saves write the manifest before they remove the draft.
+// Removes abandoned saves. Reads drafts first, because saves write the manifest before they remove the draft.
 void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;
@@ -97,8 +97,8 @@ class RemotePartial : public PartialCheckpoint {
   }
 
  private:
-  // Lists the files of the checkpoint that this save replaces: its data folder, or its rank files if it was uploaded
-  // from a local folder. Never lists files that no save wrote.
+  // Lists the files of the replaced checkpoint: the data folder, or the rank files if the checkpoint was uploaded from
+  // a local folder. Never lists files that no save wrote.
   void find_replaced() {
     const std::string named = named_folder(target_);
     if (!named.empty()) return replaced_.push_back(named + "/");
@@ -106,7 +106,7 @@ class RemotePartial : public PartialCheckpoint {
       if (is_of_save(listed) && listed.ends_with(".safetensors")) replaced_.push_back(listed);
   }
 
-  bool has_asked_ = false;  // whether commit() has requested the write of the manifest
+  bool has_asked_ = false;  // whether commit() has begun to write the manifest
   std::vector<std::string> replaced_;
 };
 

@@ -15,8 +15,8 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kSmallWorld = 4;     // up to this world size, all ranks are in one subgroup
-constexpr int kMostMissed = 5;     // missed beats until await() checks for ended ranks, or gives up after hurry()
-constexpr double kLateBeat = 1.2;  // the same for the check after hurry(), and for giving up if all ranks leave
+constexpr int kMostMissed = 5;     // number of missed beats before a check for ended ranks, or before await() gives up
+constexpr double kLateBeat = 1.2;  // shorter limit, for the check after hurry() and for giving up if all ranks leave
 
 }  // namespace
 

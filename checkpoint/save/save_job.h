@@ -51,7 +51,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void hurry(bool all_ranks_leave = false) {
     if (coordinator_) coordinator_->hurry(all_ranks_leave);
   }
-  // Calls hurry() for a group's save in flight. Must be called when all ranks leave a broken group.
+  // Calls hurry(true) for the group's save in flight, if any. Must be called when all ranks leave a broken group.
   static void hurry_save_of(const std::shared_ptr<Communicator>& comm);
 
  private:

@@ -82,7 +82,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
-  const NoGradNoInferenceGuard quiet;  // another thread and the next save write to the memory, so no inference tensors
+  const NoGradNoInferenceGuard quiet;  // makes normal tensors, to which another thread and the next save can write
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];

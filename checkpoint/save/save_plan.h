@@ -24,7 +24,7 @@ struct SavePlan {
   GeneratorStates rng;
   nlohmann::json extra;  // only rank 0 writes `extra`, `models` and `beside`
   std::map<std::string, StateValues> beside;
-  // A tensor that is copied in the background. `writes` is its write count at the start, so that a write is detectable.
+  // A tensor that is copied in the background. `writes` is the write count at the start, to detect later writes.
   struct Watched {
     std::string fqn;
     at::Tensor tensor;
@@ -37,7 +37,7 @@ struct StateObjects;
 // Plans the save of this rank's part of a state. Throws std::invalid_argument for values that a manifest cannot store.
 SavePlan plan_save(const StateObjects& state, const nlohmann::json& extra, const SaveOptions& options);
 
-// Returns a tensor's write count: autograd's version, plus the writes through data() if the tensor is a page.
+// Returns a tensor's write count: its autograd version counter, plus Page::writes() if the tensor is a page.
 int64_t writes_to(const at::Tensor& tensor);
 
 // Throws std::invalid_argument if `extra` is nested too deeply, or has binary data, non-finite numbers or bad UTF-8.
@@ -49,7 +49,7 @@ class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
 
-  // Returns the bytes of host memory that these pieces need.
+  // Returns the number of bytes of host memory that these pieces need.
   static int64_t bytes_for(const std::vector<Piece>& pieces);
 
   // Copies all pieces except watched tensors, which end() copies. Copies from the model's device run on the current
@@ -59,7 +59,7 @@ class HostCopies {
   // std::invalid_argument if a watched tensor was modified since begin(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
-  // Returns the memory for reuse by the next save. Must be called after end(), or in its place if the save failed.
+  // Returns the memory for reuse by the next save. Must be called after end(), or instead of end() if the save failed.
   at::Tensor take_memory();
 
  private:

@@ -11,7 +11,7 @@ namespace {
 
 using nlohmann::json;
 
-// Returns a hash of the optimizers without their numbers. Ranks compare hashes, which are shorter than all names.
+// Returns a hash of the optimizers without their numbers. Ranks compare hashes, because lists of all names are long.
 std::string fingerprint(SavedOptimizers optimizers) {
   for (auto& [name, optimizer] : optimizers) optimizer.numbers.clear();
   return to_hex(checksum(optimizers_to_json(optimizers).dump()));

@@ -9,22 +9,22 @@
 
 namespace tessera::internal {
 
-// A description of the files that one rank, a subgroup or all ranks wrote, in the form that ranks exchange. Merges the
-// runs of ranks, so the text is hardly longer for many ranks. A value type.
+// Describes the files that one rank, a subgroup or all ranks wrote. Ranks exchange the description as text. Merges runs
+// of ranks, so the text for many ranks is hardly longer than the text for one rank. A value type.
 class SavedPart {
  public:
   explicit SavedPart(int64_t world_size);
 
-  // Adds the files that this rank wrote, and its optimizers. The optimizers of ranks may differ only in `numbers`.
+  // Adds this rank's files and optimizers. The optimizers of two ranks may differ only in `numbers`.
   void set(SavedTensors saved, const SavedOptimizers& optimizers);
-  // Adds the description `text` of other ranks, which error texts call `who`. Throws CheckpointError if ranks differ in
-  // a tensor's shape or dtype, in an optimizer's groups or options, or in a number that both have.
+  // Adds `text`, which text() returned on other ranks. `who` names these ranks in errors. Throws CheckpointError if
+  // ranks differ in tensor shapes or dtypes, in optimizer groups or options, or in a number that both ranks have.
   void add(const std::string& text, const std::string& who);
 
   std::string text() const;
 
-  // Returns the manifest. Must be called after all ranks were added. `optimizers` must be those of rank 0. The caller
-  // must set the other fields, such as id, sequence and extra.
+  // Returns the manifest. Must be called after all ranks were added. `optimizers` must be rank 0's optimizers. The
+  // caller must set the manifest's other fields, such as id, sequence and extra.
   Manifest manifest(SavedOptimizers optimizers) &&;
 
  private:

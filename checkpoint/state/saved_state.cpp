@@ -21,7 +21,7 @@
 namespace tessera::internal {
 namespace {
 
-// One replica writes a tensor with fewer bytes than this. Larger tensors are split among their replicas.
+// One replica writes a tensor of fewer than kSplitBytes bytes. A larger tensor is split among its replicas.
 constexpr int64_t kSplitBytes = int64_t{4} << 20;
 
 // Returns a 1-D view of a dense tensor's elements in memory order.
@@ -29,7 +29,7 @@ at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
 
-// Returns the tensor, or a copy if the values in memory differ from the tensor's (lazy conjugation, negation or zeros).
+// Returns the tensor, or a copy if its memory does not hold its values (lazy conjugation, negation or zeros).
 at::Tensor with_values_in_memory(const at::Tensor& tensor) {
   return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
 }
@@ -338,7 +338,7 @@ void set_generator_states(const GeneratorStates& states, at::Device device) {
     const auto& bytes = found->second;
     const std::lock_guard lock(generator.mutex());
     const at::Tensor state = generator.get_state();
-    // Skips a state of another length, which another version of libtorch saved. set_state() would abort the program.
+    // Skips a state of another length, which another libtorch saved, because set_state() would abort the program.
     if (state.nbytes() != bytes.size()) continue;
     std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
     generator.set_state(state);

@@ -23,14 +23,14 @@ struct LocalTensor : NamedShard {
   TensorKind kind = TensorKind::kParameter;
 };
 
-// An optimizer with the model's name of each of its parameters.
+// An optimizer, with the names that its parameters have in the model.
 class NamedOptimizer {
  public:
   // `optimizer` must outlive this object. Throws std::invalid_argument for a parameter outside the model, and for an
   // optimizer class that optim/state/optimizer_state.h does not support.
   NamedOptimizer(const std::vector<NamedShard>& shards, torch::optim::Optimizer& optimizer);
 
-  // Return the optimizer's algorithm, and the algorithm whose form of state the optimizer uses (AdamW's for Lamb).
+  // kind() returns the algorithm. state_kind() returns the algorithm whose state format is used (AdamW for Lamb).
   const std::string& kind() const { return kind_; }
   const std::string& state_kind() const { return state_kind_; }
   torch::optim::Optimizer& whole() { return whole_; }
@@ -38,7 +38,7 @@ class NamedOptimizer {
   bool sharded() const { return shards_ != nullptr; }
   bool has(const std::string& fqn) const { return names_.contains(fqn); }
   const std::set<std::string>& names() const { return names_; }
-  // Returns whether this rank keeps the parameter's state. With a sharded optimizer, only the parameter's owner does.
+  // Returns whether this rank keeps the parameter's state. With a sharded optimizer, only the owner keeps it.
   bool keeps(const NamedShard& shard) const {
     return has(shard.fqn) && (shards_ == nullptr || shards_->owns(shard.tensor));
   }
@@ -61,7 +61,7 @@ class NamedOptimizer {
 
 // The optimizers of a training state. The key is the optimizer's name.
 using NamedOptimizers = std::map<std::string, NamedOptimizer>;
-// Throws std::invalid_argument if a parameter is in two optimizers, and in the cases of NamedOptimizer's constructor.
+// Throws std::invalid_argument if a parameter is in two optimizers, or if NamedOptimizer's constructor throws.
 NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
                                  const std::map<std::string, torch::optim::Optimizer*>& optimizers);
 
@@ -71,8 +71,8 @@ std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarT
 
 std::string state_name(const std::string& key, const std::string& fqn);  // returns "optim.exp_avg.blocks.0.weight"
 
-// Returns the shards, but replaces strides with holes or overlaps by row-major strides. Such strides occur in a column
-// of a table or an expanded tensor, which is then saved as a dense copy.
+// Returns the shards, but replaces strides with holes or overlaps by row-major strides. Column views and expanded
+// tensors have such strides, and are saved as dense copies.
 std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards);
 
 // Returns the model's buffers, each tensor once. `fqn` is the tensor's first name. `aliases` lists its other names.
@@ -84,7 +84,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
                                        const std::vector<std::shared_ptr<Stateful>>& beside = {});
 // Returns the tensors of the Stateful objects under their names in the checkpoint: "beside.<state_name>.<fqn>".
 std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful>>& beside);
-// Returns the optimizer without its tensors. `numbers` contains only parameters whose state is on this rank.
+// Returns the optimizer without state tensors. `numbers` contains only parameters whose state is on this rank.
 SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptimizer& optimizer);
 
 // Returns the pieces that this rank must write. Exactly one replica writes each element, and replicas share the work.

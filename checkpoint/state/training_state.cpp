@@ -65,7 +65,7 @@ class EmaState : public Stateful {
     return {{"updates", ema_.updates()}};
   }
   void check_state_values(const StateValues& values) const override {
-    // Refuses, because the end of the swap would overwrite the loaded values.
+    // Refuses the load, because the end of the swap would overwrite the loaded values.
     if (ema_.is_swapped_in()) throw std::invalid_argument(kSwapped);
     require_same_form(values, {{"updates", int64_t{0}}}, "averages");
     if (std::get<int64_t>(values.at("updates")) < 0)

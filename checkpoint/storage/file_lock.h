@@ -9,9 +9,9 @@ namespace tessera::internal {
 // The result of a lock request. kNoLocks means that the file system has no locks, or that the file could not be opened.
 enum class LockOutcome : uint8_t { kTaken, kHeldByOther, kNoLocks };
 
-// A lock on a file (F_OFD_SETLK), visible to other processes and, on network file systems, to other hosts. NFS sends
-// such locks to its server, but does not send flock() of a directory. The destructor or the end of the process releases
-// the lock.
+// A lock on a file (F_OFD_SETLK), visible to other processes and, on network file systems, to other hosts. A file is
+// locked instead of its directory, because NFS does not send flock() of a directory to the server. The destructor or
+// the end of the process releases the lock.
 class FileLock {
  public:
   FileLock() = default;

@@ -27,8 +27,8 @@ class LocalInput : public InputFile {
 };
 
 // Writes a file in large blocks. Starts the write-back of each block at once, so that the disk works while the next
-// block is copied and hashed. Allocates the disk space of a large file in advance. Otherwise, writing takes a third
-// longer, and a full disk is reported late.
+// block is copied and hashed. Allocates the disk space of a large file in advance. Without this allocation, writing
+// takes a third longer, and a full disk is reported late.
 class LocalOutput : public OutputFile {
  public:
   LocalOutput(File file, int64_t start_bytes, int64_t bytes)

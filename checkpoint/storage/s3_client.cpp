@@ -233,7 +233,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, 15L);
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
-  // Allows more time for a POST, because the service may need long to assemble a large file from its parts.
+  // Allows more time for a POST, because the service may need minutes to assemble a large file from its parts.
   curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, request.method == "POST" ? 10 * stall_seconds_ : stall_seconds_);
   curl_easy_setopt(handle, CURLOPT_BUFFERSIZE, 512L << 10);
   curl_easy_setopt(handle, CURLOPT_AWS_SIGV4, ("aws:amz:" + region_ + ":s3").c_str());
@@ -255,7 +255,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);
 }
 
-// Makes one attempt to send a request. If the attempt fails and the failure may be transient, sets `fault`.
+// Makes one attempt to send a request. If it fails for a reason that may be transient, sets `fault` to the reason.
 S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
   Connection own(*connections_);
   CURL* const handle = own.handle;

@@ -25,7 +25,7 @@ struct S3Request {
   std::vector<std::pair<std::string, std::string>> query;  // sorted by name
   std::string range;                                       // byte range of a GET ("0-1023"); "" for the whole object
   std::string_view body;                                   // body of a PUT or POST
-  // The memory, of target_bytes bytes, to which the body of a 206 answer is written. If null, S3Response::body is used.
+  // Memory of target_bytes bytes for the body of a 206 answer. If null, the body is stored in S3Response::body.
   char* target = nullptr;
   int64_t target_bytes = 0;
 };
@@ -55,10 +55,10 @@ class S3Unanswered : public S3Error {
 
 // Sends signed requests over persistent connections. Thread-safe. Retries transient failures: connections that fail,
 // break or stall, truncated answers, and the statuses 408, 429 and 5xx. Makes at most AWS_MAX_ATTEMPTS attempts, by
-// default 10. The pause between attempts doubles from 0.1 s to 20 s, minus a random part.
+// default 10. The pause between attempts doubles from 0.1 s up to 20 s, and is shortened by a random part.
 class S3Client {
  public:
-  // Reads environment variables. Throws std::invalid_argument for a missing credential or an invalid number.
+  // Reads settings from environment variables. Throws std::invalid_argument for a missing credential or invalid number.
   S3Client();
   ~S3Client();
   S3Client(const S3Client&) = delete;

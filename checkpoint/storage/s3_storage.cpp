@@ -231,7 +231,7 @@ class S3Output : public OutputFile {
   const S3Location location_;
   const ThrowFailure fail_;
   int64_t part_bytes_ = 0;
-  std::string part_;   // the part to which append() adds
+  std::string part_;   // the part to which append() adds data
   std::string first_;  // the first part; empty until a second part begins
   std::string upload_id_;
   std::vector<std::string> tags_;

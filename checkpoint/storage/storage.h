@@ -30,7 +30,7 @@ class InputFile {
   const std::filesystem::path path_;
 };
 
-// A new file. Is written sequentially, except for its first bytes, which are written last. Must be used by one thread.
+// A new file, written sequentially except for its first bytes, which are written last. Must be used by one thread.
 class OutputFile {
  public:
   virtual ~OutputFile() = default;
@@ -54,19 +54,19 @@ class Storage {
   // storage fails, and other storage replaces the file.
   virtual std::unique_ptr<OutputFile> create(const std::filesystem::path& path, int64_t start_bytes,
                                              int64_t bytes) const = 0;
-  // Writes a small file; treats an existing file like create(). A power cut may destroy a local file unless `durable`.
+  // Writes a small file. Treats an existing file like create(). If not `durable`, a power cut may destroy a local file.
   virtual void put(const std::filesystem::path& path, std::string_view text, bool durable) const = 0;
   // Returns at most max_bytes bytes from the start of a file, or "" if the file does not exist.
   virtual std::string beginning(const std::filesystem::path& path, int64_t max_bytes) const = 0;
   virtual bool exists(const std::filesystem::path& file) const = 0;
-  // Returns the sorted names of a folder's entries, with '/' after subfolders. The list is empty if the folder does not
-  // exist. exists(), beginning() and list() fail if the storage does not answer.
+  // Returns the sorted names of a folder's entries, with '/' appended to the names of subfolders. The list is empty if
+  // the folder does not exist. exists(), beginning() and list() fail if the storage does not answer.
   virtual std::vector<std::string> list(const std::filesystem::path& folder) const = 0;
   // Removes a file. A no-op if the file does not exist.
   virtual void remove(const std::filesystem::path& file) const = 0;
   virtual void remove_all(const std::filesystem::path& folder) const = 0;
 
-  // Return the number of threads and the size of each read with which one file is read fastest.
+  // Return the number of threads, and the number of bytes per read, that read one file fastest.
   virtual int reading_threads() const = 0;
   virtual int64_t reading_bytes() const { return int64_t{2} << 20; }
 
