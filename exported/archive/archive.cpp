@@ -97,7 +97,7 @@ struct CentralEntry {
   uint32_t crc32 = 0;
 };
 
-// Replaces each number of `entry` that exceeds 32 bits by the next 64-bit number in the extra field.
+// Replaces each number of `entry` that does not fit 32 bits (UINT32_MAX) by the next 64-bit number in the extra field.
 void read_zip64(ZipReader& zip, std::string_view extra, CentralEntry& entry) {
   while (extra.size() >= 4) {
     const auto id = ZipReader::little_endian<uint16_t>(extra);
@@ -173,7 +173,7 @@ File open_archive(const std::filesystem::path& path) {
   });
 }
 
-constexpr int64_t kReadAtOnce = 1 << 18;  // small enough that a piece is still in the cache for its checksum
+constexpr int64_t kReadAtOnce = 1 << 18;  // small enough to stay in the cache until the checksum is computed
 
 // Reads a member in pieces, and returns its CRC-32. Writes the piece at `offset` of the member to place_of(offset).
 template <class PlaceOf>
@@ -219,7 +219,7 @@ Archive::Archive(const std::filesystem::path& path)
     throw ExportedError(where_ + ": " + problem);
   const auto members = read_zip([this](void* to, int64_t bytes, int64_t position) { file_->read(to, bytes, position); },
                                 file_->bytes(), where_);
-  // Removes the top folder from all names. Its name is the file's name at the time of the export.
+  // Removes the top folder from all names. The folder is named after the file that torch.export.save() wrote.
   const std::string_view first = members.empty() ? std::string_view() : std::string_view(members.begin()->first);
   const std::string folder(first.substr(0, first.find('/') + 1));
   for (const auto& [name, member] : members)

@@ -26,14 +26,14 @@ using ReadBytes = std::function<void(void* to, int64_t bytes, int64_t position)>
 
 // Returns the members of a zip or zip64 archive. Members must be uncompressed and unencrypted, as torch.save and
 // torch.export write them. They must have unique names, be inside the archive, and not overlap. If a member violates
-// this, throws ExportedError with a text that starts with `where`.
+// these rules, throws ExportedError with a text that starts with `where`.
 std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t archive_bytes, const std::string& where);
 
 // An open archive file. Thread-safe. A read either completes or throws ExportedError that names the file. Does not map
 // the file into memory, because SIGBUS would end this process if another process truncated the file.
 class ArchiveFile {
  public:
-  // Opens a regular file. Follows symbolic links, which model hubs use in caches. Throws ExportedError on failure.
+  // Opens a regular file. Follows symbolic links, because caches of model hubs use them. Throws ExportedError on error.
   explicit ArchiveFile(const std::filesystem::path& path);
 
   int64_t bytes() const { return file_.bytes(); }
@@ -41,7 +41,7 @@ class ArchiveFile {
   // Reads a whole member. If `is_checked` is set, verifies its CRC-32. If the member is damaged, throws ExportedError
   // that names the member.
   void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
-  // Verifies the CRC-32 of a whole member, but only once. Throws ExportedError if the member is damaged.
+  // Verifies the CRC-32 of a whole member, unless an earlier call has. Throws ExportedError if the member is damaged.
   void check_member(const ArchiveMember& member, const std::string& name);
 
  private:
@@ -59,7 +59,7 @@ class Archive {
 
   const std::string& where() const { return where_; }  // the file's path, for messages
   bool has(const std::string& name) const { return members_.contains(name); }
-  // Returns a member by its name without the archive's top folder. Throws ExportedError if there is no such member.
+  // Returns the member with this name, which omits the top folder. Throws ExportedError if there is no such member.
   const ArchiveMember& member(const std::string& name) const;
   // Returns the bytes of a member. Throws ExportedError if the CRC-32 does not match.
   std::string text(const std::string& name) const;

@@ -14,7 +14,7 @@ namespace tessera::internal {
 struct ExportedModes {
   bool training = true;
   std::set<std::string> always;              // modules that apply dropout in both modes
-  std::map<std::string, bool> pinned;        // modules that skip train() and eval() in Python; true: training mode
+  std::map<std::string, bool> pinned;        // modules that ignore train() and eval() in Python; true: training mode
   std::map<std::string, std::string> fixed;  // modules whose mode cannot be changed, with the reason; "" is the root
 };
 
@@ -30,7 +30,7 @@ struct ExportRecord {
 
   std::optional<ExportedModes> modes;
 
-  // Reads extra/tessera.json. If it is missing, returns a default record. Throws ExportedError if it is damaged.
+  // Reads extra/tessera.json. Returns a default record if this file is missing. Throws ExportedError if it is damaged.
   static ExportRecord read(const Archive& archive);
 };
 

@@ -79,7 +79,7 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
   std::map<std::string, ExportedTensor> tensors;
   for (const auto& [name, entry] : object_field(parsed, "config").items())
     tensors.emplace(name, read_tensor(archive, name, entry, folder));
-  // Gives tied tensors without values the same storage name. Only the export record lists such ties.
+  // Gives tied tensors that have no values the same storage name. Only the export record lists ties of such tensors.
   std::map<std::string, std::string> tied;
   if (record.ties)
     for (const auto& names : *record.ties)

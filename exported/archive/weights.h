@@ -38,12 +38,12 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
 
 // A function that reads any part of a tensor's values, in memory order.
 struct WeightSource {
-  at::ScalarType dtype;  // dtype of the values that `read` returns
+  at::ScalarType dtype;  // dtype of the values that `read` writes
   ReadElements read;
 };
 
-// Returns a source that reads from the archive. The tensor must have values and no holes. If `is_checked`, only a
-// read of the first element verifies the checksum of the whole storage. So one of several ranks verifies it.
+// Returns a source that reads from the archive. The tensor must have values and no holes. If `is_checked`, the read of
+// the first element also verifies the storage's checksum, so that only one of several ranks verifies the checksum.
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read);
 
@@ -67,9 +67,9 @@ class WeightFiles {
   WeightFiles(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> bytes_read);
   ~WeightFiles();
 
-  // Returns a source for the first name that is in the files, or nullopt if none is. Throws if the sizes differ.
+  // Returns a source for the first of `names` in the files, or nullopt. Throws if the sizes differ from the tensor's.
   std::optional<WeightSource> find(const std::vector<std::string>& names, const ExportedTensor& tensor);
-  // Returns the names of those tensors in the files that no call of find() asked for.
+  // Returns the names of the tensors in the files that no call of find() has requested.
   std::vector<std::string> unused() const;
 
  private:

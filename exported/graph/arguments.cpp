@@ -25,7 +25,7 @@ c10::TypePtr element_type(const c10::TypePtr& list) {
 }
 
 bool is_kind(const c10::TypePtr& type, TypeKind kind) { return type && kind_of(type) == kind; }
-// Returns whether a type is an integer in operator schemas, where SymInt and int are equivalent.
+// Returns whether the type is int or SymInt. Operator schemas use either type for an integer parameter.
 bool is_int(const c10::TypePtr& type) {
   return is_kind(type, TypeKind::IntType) || is_kind(type, TypeKind::SymIntType);
 }
@@ -53,7 +53,7 @@ Symbolic read_symbolic(const json& value, const FindSlot& find_slot) {
 
 Operand number_operand(const Symbolic& number, const c10::TypePtr& type, int length);
 
-// Returns a list of `length` (1 to 8) copies of a number, for a list parameter.
+// Returns a list of `length` copies of a number, for a parameter of a list type. Clamps `length` to the range 1 to 8.
 Operand repeated(const Symbolic& number, const c10::TypePtr& type, int length) {
   const auto kind = is_int(element_type(type))     ? Operand::Kind::kInts
                     : is_float(element_type(type)) ? Operand::Kind::kFloats
@@ -122,7 +122,7 @@ std::vector<Symbolic> read_numbers(const json& list, const std::string& kind, co
   return numbers;
 }
 
-// Returns the slot for {"as_tensor": {"name": ...}}, and kNoSlot for {"as_none": true}.
+// Reads an optional tensor. Returns the slot of {"as_tensor": {"name": ...}}, and kNoSlot for {"as_none": true}.
 int optional_tensor(const json& value, const FindSlot& find_slot) {
   const auto [kind, inner] = alternative_of(value);
   if (kind == "as_none") return kNoSlot;
@@ -197,7 +197,7 @@ Operand read_argument(const json& argument, const c10::TypePtr& declared, int le
   if (kind == "as_string") return read_text(value, type);
   if (kind == "as_strings") return Operand::constant(texts_of(value));
   if (kind == "as_device") return read_device(value);
-  // The remaining kinds are enumerations. Operators expect them as integers.
+  // The remaining kinds are enumerations, whose values operators expect as integers.
   if (type && !is_int(type)) refuse_argument("of the kind '" + kind + "'", type);
   if (kind == "as_scalar_type") return Operand::constant(static_cast<int64_t>(dtype_of_export(value)));
   if (kind == "as_layout") return Operand::constant(layout_of_export(value));

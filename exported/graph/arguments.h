@@ -22,10 +22,10 @@ Operand read_argument(const nlohmann::json& argument, const c10::TypePtr& type, 
 // Reads an argument without a declared type, such as a graph output or an argument of a higher-order operator.
 Operand read_argument(const nlohmann::json& argument, const FindSlot& find_slot);
 
-// Like read_argument() without a type, but returns an operand for each element of a list, such as (x, y).
+// Like read_argument() without a type. However, for a list such as (x, y), returns one operand for each element.
 std::vector<Operand> read_arguments(const nlohmann::json& argument, const FindSlot& find_slot);
 
-// Returns the name of a node's result or a graph's input, or "" for a constant. Throws for values of other kinds.
+// Returns the name of a node's result or a graph's input, or "" for a constant. Throws ExportedError for other kinds.
 std::string name_of_value(const nlohmann::json& argument);
 
 }  // namespace tessera::internal

@@ -26,7 +26,7 @@ std::string metadata_of(const json& node, const char* name) {
   return found != metadata->end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-// Formats the last frame of a Python stack trace: ", model.py:12: return self.fc(x)". Returns "" without a frame.
+// Formats the last frame of a Python stack trace: ", model.py:12: return self.fc(x)". Returns "" if there is no frame.
 std::string line_of(const std::string& stack) {
   const size_t file = stack.rfind("File \"");
   if (file == std::string::npos) return "";
@@ -50,7 +50,7 @@ void for_each_inner_graph(const json& node, Visit visit) {
 
 }  // namespace
 
-// Parses the text "key,path,class;key,path,class". From a module's second call on, the key ends with a number ("@1").
+// Parses nn_module_stack: "key,path,class;key,path,class". The key of a module's second call ends with "@1".
 std::vector<ModuleCall> module_calls(const json& node) {
   const std::string stack = metadata_of(node, "nn_module_stack");
   std::vector<ModuleCall> calls;
@@ -83,7 +83,7 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 
 struct Compiler::Scope {
   std::map<std::string, int> slots;
-  std::map<int, size_t> state;  // from slots to indices in Execution::state, even if a calling graph passes the state
+  std::map<int, size_t> state;  // maps slots to indices in Execution::state; includes state passed by a calling graph
   Graph& graph;
 
   int add(const std::string& name) {
@@ -144,8 +144,8 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
   Description description{
       "node " + (own.empty() ? "" : "'" + own + "' ") + "(" + target + ")" + line_of(metadata_of(node, "stack_trace")),
       calls.empty() ? "" : calls.back().fqn};
-  // Skips this operator, which asserts the dtype and device of the export. Mixed precision or another device would fail
-  // the assertion. Operators check their arguments themselves.
+  // Skips assertions of the dtypes and devices of the export, because the assertions would fail under mixed precision
+  // or on another device. Operators check their arguments themselves.
   if (target == "torch.ops.aten._assert_tensor_metadata.default") return nullptr;
   const std::string where = description.text;
   try {
@@ -170,7 +170,7 @@ std::unique_ptr<Step> Compiler::compile_node(const json& node, Scope& scope) {
 
 namespace {
 
-// Returns a node's arguments in the order of the schema. Fills in the defaults of missing arguments.
+// Returns a node's arguments in the order of the schema. Uses the schema's default for a missing argument.
 std::vector<Operand> read_operands(const json& node, const c10::FunctionSchema& schema, const FindSlot& find_slot) {
   std::vector<const json*> given(schema.arguments().size());
   for (const json& input : list_field(node, "inputs")) {
@@ -240,7 +240,7 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   if (!argument) return note_mode(step);
   if (operands[argument->index].kind() != Operand::Kind::kConstant) return;
   const c10::IValue& value = operands[argument->index].constant();
-  // Without running statistics, the operator does not depend on the mode: it always uses the statistics of the batch.
+  // Without running statistics, a norm does not depend on the mode: it always uses the statistics of the batch.
   if (const auto mean = schema.argumentIndexWithName("running_mean");
       mean && operands[*mean].kind() == Operand::Kind::kConstant && operands[*mean].constant().isNone())
     return;
@@ -263,7 +263,7 @@ size_t Compiler::trained_module(const std::string& fqn) {
   return trained_.size() - 1;
 }
 
-// For an operator without an argument for the mode, records whether it is fixed to eval() and draws random numbers.
+// Records whether an operator without a mode argument is fixed to eval(), and whether it draws random numbers.
 void Compiler::note_mode(const OperatorStep& step) {
   const std::string& name = step.op().schema().name();
   if (evaluates_for_good(step.op().schema()))
@@ -343,7 +343,7 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
   return step;
 }
 
-// Reads the arguments of a node for a higher-order operator, and collects them as operands and graphs in `call`.
+// Reads the arguments of a higher-order operator's node, and collects them as operands and graphs in `call`.
 struct Compiler::CallReader {
   Compiler& compiler;
   HigherOrderArguments& arguments;
@@ -351,14 +351,14 @@ struct Compiler::CallReader {
   GraphStep::Call call;
   std::shared_ptr<Graph> last_graph;
 
-  // Reads a graph and returns its number of results. take_operands() returns the number of operands read so far.
+  // Reads the next graph, and returns its number of results. take_operands() returns the total number of operands read.
   size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
   size_t take_graph(const json& graph, const StateNames& state) {
     last_graph = compiler.compile_graph(graph, state, false);
     call.graphs.push_back(last_graph);
     return last_graph->outputs.size();
   }
-  // Reads a graph and all remaining operands. Marks those inputs of the graph that receive state (see StateNames).
+  // Reads a graph and all remaining operands. Marks the graph's inputs that receive state (see StateNames).
   void take_graph_and_rest(const Scope& scope) {
     const json& graph = arguments.next_graph();
     add(arguments.rest(find_slot));
@@ -376,7 +376,7 @@ struct Compiler::CallReader {
     add(read_arguments(arguments.next_any(), find_slot));
     return call.operands.size();
   }
-  // Reads the remaining operands. Without the first `first`, their number must equal each graph's number of inputs.
+  // Reads the remaining operands. Operands from index `first` on are inputs of each graph: throws if the counts differ.
   void take_rest(size_t first = 0) {
     add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)
@@ -446,12 +446,12 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   if (const json* dtype = arguments.next_if("as_scalar_type")) mode.dtype = dtype_of_export(*dtype);
   mode.enabled = bool_of(arguments.next("as_bool"));
   if (const json* cache = arguments.next_if("as_bool")) mode.cache_enabled = bool_of(*cache);
-  // Autocast for the device type of the export applies to the execution's device. For another type, it is a no-op.
+  // Autocast for the device type of the export applies to the execution's device. Autocast for other types is a no-op.
   if (device != options_.device_type) mode.enabled = false;
   return mode;
 }
 
-// Turns inputs of a nested graph that receive state into the graph's own state, because a checkpoint saves its inputs.
+// Makes a checkpointed graph read its state from Execution::state, because a checkpoint saves the graph's inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;

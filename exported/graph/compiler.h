@@ -25,16 +25,16 @@ struct ModuleCall {
 // Returns the module calls that contain a node, outermost first. The list is empty for nodes that torch.export added.
 std::vector<ModuleCall> module_calls(const nlohmann::json& node);
 
-// Adds the class name of each module that calls an operator to `classes`. The key is the FQN. Includes nested graphs.
+// For each module that calls an operator, also in a nested graph, adds the FQN and the class name to `classes`.
 void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
 
-// Compiles a graph's JSON into a Graph. Throws ExportedError with node, operator and line for unsupported features.
+// Compiles a graph's JSON into a Graph. For unsupported features, throws ExportedError that names the node and line.
 class Compiler {
  public:
   struct Options {
     std::vector<std::string> namespaces;  // allowed operator namespaces besides ATen
-    std::map<std::string, size_t> state;  // from names of graph inputs to indices in Execution::state
-    // From the index of a buffer num_batches_tracked in Execution::state to the FQN of its module.
+    std::map<std::string, size_t> state;  // maps names of graph inputs to indices in Execution::state
+    // Maps the index in Execution::state of each buffer num_batches_tracked to the FQN of its module.
     std::map<size_t, std::string> batch_counters;
     std::string device_type = "cpu";                              // device type of the export
     std::optional<ExportedModes> modes;                           // effects of train() and eval(), if known
@@ -49,10 +49,10 @@ class Compiler {
   struct TrainedModule {
     std::string fqn;
     bool was_training;
-    std::string why_fixed;  // the reason why the module's mode cannot be changed; "" if it can
+    std::string why_fixed;  // why the module's mode cannot be changed; "" if the mode can be changed
   };
   const std::vector<TrainedModule>& trained_modules() const { return trained_; }
-  // Returns the FQNs of modules that draw random numbers in both modes, each with the name of one such operator.
+  // Returns each module whose operators draw random numbers in both modes: its FQN, and the name of one operator.
   const std::map<std::string, std::string>& random_modules() const { return random_; }
 
  private:

@@ -17,11 +17,11 @@ class Expression {
   using Symbols = std::map<std::string, int64_t>;
 
   // Parses an expression of Integer, Symbol, Add, Mul, Pow, FloorDiv, CleanDiv, Mod, PythonMod, Max and Min. Throws
-  // ExportedError for a syntax error or another function.
+  // ExportedError for a syntax error or any other function.
   static Expression parse(std::string_view text);
   static Expression constant(int64_t value);
 
-  // Returns the value, or nullopt for a symbol without a value, division by zero or 64-bit overflow.
+  // Returns the value. Returns nullopt for a symbol without a value, division by zero, a negative exponent or overflow.
   std::optional<int64_t> evaluate(const Symbols& symbols) const;
 
   // If the expression is a single symbol, returns the symbol. Otherwise returns nullopt.

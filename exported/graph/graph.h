@@ -12,15 +12,15 @@
 
 namespace tessera::internal {
 
-// An executable graph of operators. Values are in numbered slots instead of under names; operators are resolved.
+// An executable graph of operators. Values have numbered slots instead of names, and operators are already resolved.
 
 constexpr int kNoSlot = -1;
 
-// The state that a forward pass reads besides its arguments. Recomputation in backward keeps this object alive.
+// The state that a forward pass reads besides its arguments. Checkpoints keep this object alive for recomputation.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
-  std::vector<uint8_t> training;  // one entry for each module that depends on the mode: 1 if it is in train()
-  at::Device device = at::kCPU;   // used instead of every device in the archive
+  std::vector<uint8_t> training;  // one entry for each module that depends on the mode: 1 if in train(), else 0
+  at::Device device = at::kCPU;   // replaces every device in the archive
 };
 
 // The values of one run of a graph.
@@ -41,7 +41,7 @@ class Operand {
     kSlot,           // the value of a slot
     kWrappedNumber,  // a slot's number as a wrapped_number()
     kFloat,          // a slot's number as a float
-    kTensors,        // this and the next kinds: lists of slot values, with constants where the slot is kNoSlot
+    kTensors,        // this and all later kinds are lists of slot values, with constants where the slot is kNoSlot
     kOptionalTensors,
     kInts,
     kFloats,
@@ -80,7 +80,7 @@ class Operand {
   std::vector<c10::IValue> constants_;  // list elements, used where the slot is kNoSlot
 };
 
-// One node of a graph. Is immutable and thread-safe after the graph is complete.
+// One node of a graph. After the graph is complete, its steps are immutable and thread-safe.
 class Step {
  public:
   Step(std::string description, std::string module, std::vector<Operand> operands)
@@ -93,14 +93,14 @@ class Step {
 
   // Returns a text for messages: "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)".
   const std::string& description() const { return description_; }
-  // Returns the FQN of the innermost module that contains the node. A CheckpointStep has the name of a call: "head@1".
+  // Returns the FQN of the node's innermost module. A step of Compiler::fold() has a call's name instead: "head@1".
   const std::string& module() const { return module_; }
   std::vector<Operand>& operands() { return operands_; }
   const std::vector<Operand>& operands() const { return operands_; }
   // The slot of each result, or kNoSlot for an unused result.
   std::vector<int>& results() { return results_; }
   const std::vector<int>& results() const { return results_; }
-  // The slots to free after this step, their last user. Excludes values that Operand::get() has moved out of slots.
+  // The slots to free after this step, which is their last user. Excludes slots whose values Operand::get() moves out.
   std::vector<int>& frees() { return frees_; }
   const std::vector<int>& frees() const { return frees_; }
 
@@ -129,7 +129,7 @@ class Graph {
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<Operand> outputs;
 
-  // Finds unused values and the last use of each other value. Must be called once, after the last step was added.
+  // Finds unused values, and the last use of each used value. Must be called once, after all steps have been added.
   void plan_lifetimes();
 
   // Runs the steps and returns the outputs. Frees each value after its last use. Errors of operators name the node.

@@ -126,7 +126,7 @@ class Guard::Parser {
     }
     return nullptr;
   }
-  // Parses binary operators of the levels of precedence from `level` on.
+  // Parses an expression whose binary operators have the precedence `level` (an index in `levels`) or a higher one.
   Node binary(size_t level = 0) {
     static const std::vector<std::vector<Operator>> levels = {
         {{"|", "or_"}},

@@ -9,13 +9,13 @@
 
 namespace tessera::internal {
 
-// A condition on the inputs that held during export and that Python's control flow relied on. The graph itself does not
-// check the condition. A guard is a Python expression over sizes and strides of tensors, and numbers:
+// A condition on a model's inputs on which Python's control flow relied during the export. The graph itself does not
+// check the condition. A guard is a Python expression over numbers, and over sizes, strides and offsets of tensors:
 //
 //   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
 class Guard {
  public:
-  // An input to which a guard refers ("x", "d['ids']", "xs[0]"). `index` is its index in the inputs of a call.
+  // An input to which a guard refers by a label ("x", "d['ids']", "xs[0]"). `index` is the index in a call's inputs.
   struct Input {
     size_t index = 0;
     std::optional<int64_t> dimensions;    // number of dimensions; set only for a tensor

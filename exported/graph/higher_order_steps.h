@@ -37,14 +37,14 @@ class AutocastStep : public GraphStep {
   const Mode mode_;
 };
 
-// Implements torch.cond. Operand 0 selects the graph to run. The other operands are the inputs of this graph.
+// Implements torch.cond. Operand 0 selects the graph to run. The other operands are inputs of the selected graph.
 class ConditionStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-// Implements torch.while_loop. While graph 0 returns true, the results of graph 1 replace the first operands.
+// Implements torch.while_loop. While graph 0 returns true, runs graph 1, whose results replace the first operands.
 class LoopStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
@@ -52,8 +52,8 @@ class LoopStep : public GraphStep {
 };
 
 // Implements torch's map and scan. The operands are `carried` values, then `scanned` values, then constant values.
-// Runs the graph for each slice of the scanned operands along their first dimension. The first results of a run replace
-// the carried operands for the next run. Further results are stacked.
+// Runs the graph once for each slice of the scanned operands along their first dimension. The first results of a run
+// replace the carried operands of the next run. Stacks the other results of all runs.
 class ScanStep : public GraphStep {
  public:
   ScanStep(Call call, size_t carried, size_t scanned)

@@ -1,4 +1,4 @@
-// Implements NumberStep, which is Python's arithmetic on integers, floats and bools.
+// Implements NumberStep: Python's arithmetic on integers, floats and bools.
 
 #include <c10/util/Exception.h>
 

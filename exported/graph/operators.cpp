@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::string_view kPrefix = "torch.ops.";
 
-// Returns true for from_file, which maps any file, and for operators that do not check their sizes, strides or indices.
+// Returns whether to refuse the operator. from_file maps any file; the others do not check sizes, strides or indices.
 bool is_refused(std::string_view name) {
   static constexpr std::string_view kNames[] = {"from_file", "_print",      "_reshape_alias", "_dimI",
                                                 "_dimV",     "_coalesced_", "record_stream",  "_dim_arange"};

@@ -9,13 +9,13 @@
 namespace tessera::internal {
 
 // Returns the operator for a node's target ("torch.ops.aten.linear.default"). Throws ExportedError if no loaded
-// library has the operator, or if its namespace is neither aten nor in `namespaces`. For security, also throws for
-// operators that open files, and for operators that check neither geometry nor indices, because these could read any
-// memory.
+// library has the operator, or if its namespace is neither aten nor in `namespaces`. Also throws for operators that are
+// unsafe in an untrusted archive. These open files, or could read any memory because they check neither geometry nor
+// indices.
 c10::OperatorHandle find_operator(const std::string& target, const std::vector<std::string>& namespaces);
 
-// An operator argument whose value depends on Module::train() and eval(). It is a training flag, or the dropout
-// probability, which is 0 in eval().
+// An operator argument whose value depends on Module::train() and eval(). The argument is either a training flag or
+// the dropout probability, which is 0 in eval().
 struct TrainingArgument {
   size_t index = 0;
   bool is_probability = false;
@@ -23,7 +23,7 @@ struct TrainingArgument {
 // Returns the operator's argument that depends on the mode, or nullopt if there is none.
 std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& schema);
 
-// Returns whether the operator is a batch norm of a model decomposed in eval(). It cannot run in training mode.
+// Returns whether the operator is the batch norm of models decomposed in eval(). This batch norm has no training mode.
 bool evaluates_for_good(const c10::FunctionSchema& schema);
 
 }  // namespace tessera::internal

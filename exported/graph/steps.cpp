@@ -46,8 +46,8 @@ void OperatorStep::call(torch::jit::Stack& stack) const {
   stack = {output, saved_mean, saved_scale, mean, variance};
 }
 
-// Sets the argument for the module's current mode. In the mode of the export, keeps the exported argument, which may
-// contradict the mode, because a Python model may apply dropout in eval().
+// Sets the argument for the module's current mode. If the mode is that of the export, keeps the exported argument.
+// This argument need not match the mode: a Python model may apply dropout in eval().
 void OperatorStep::apply_switch(torch::jit::Stack& stack, const Execution& execution) const {
   const bool is_training = execution.training[switch_->module] != 0;
   if (is_training == switch_->module_was_training) return;

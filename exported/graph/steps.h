@@ -18,7 +18,7 @@ using ReturnLengths = std::vector<int>;
 // A node that calls an operator through the dispatcher.
 class OperatorStep : public Step {
  public:
-  // The argument whose value depends on train() and eval(), and its module.
+  // The argument whose value depends on train() and eval(), and the module whose mode selects the value.
   struct Switch {
     TrainingArgument argument;
     size_t module = 0;         // index in Execution::training
@@ -43,8 +43,8 @@ class OperatorStep : public Step {
   void call(torch::jit::Stack& stack) const;
 
   const c10::OperatorHandle op_;
-  // True for the batch norm of decomposed programs, which returns new running statistics instead of changing them.
-  // libtorch cannot differentiate this operator, so call() uses another operator.
+  // True if the operator is the batch norm that returns new running statistics instead of updating its arguments.
+  // Decomposed programs use this operator. libtorch cannot differentiate it, so call() uses another operator.
   const bool is_functional_batch_norm_ = op_.schema().name() == "aten::_native_batch_norm_legit_functional";
   const ReturnLengths returns_;
   std::optional<Switch> switch_;

@@ -31,7 +31,7 @@ namespace {
 
 constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // supports schema 8 of torch 2.9 to 2.15
 
-// A module whose name is the name of its Python class.
+// A module whose name() is the name of its Python class.
 class NamedModule : public torch::nn::Module {
  public:
   explicit NamedModule(const std::string& class_name) : torch::nn::Module(class_name) {}
@@ -86,7 +86,7 @@ class ExportedProgram {
   enum class OutputKind : uint8_t { kResult, kState, kInput };
   struct Output {
     OutputKind kind = OutputKind::kResult;
-    size_t index = 0;                               // index of the written tensor in `state`, or in the graph's inputs
+    size_t index = 0;                               // index of the written tensor in `state`, or in the user inputs
     torch::nn::Module* only_in_training = nullptr;  // set only for a batch counter: its module
   };
 
@@ -146,7 +146,7 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   execution->state.reserve(state.size());
   for (const StateTensor& own : state) execution->state.push_back(own.tensor);
   for (const torch::nn::Module* module : trained_modules) execution->training.push_back(module->is_training() ? 1 : 0);
-  // The graph reads state from `execution`, so its first inputs, for state, stay empty. The caller's inputs follow.
+  // The first inputs are for state, and are empty because the graph reads state from `execution`. User inputs follow.
   std::vector<c10::IValue> graph_inputs(state.size());
   for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
   std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);
@@ -229,7 +229,7 @@ class ProgramBuilder {
     return program;
   }
 
-  // Warns about a decomposed program, which lacks no_grad() and detach(). Throws if it has alias(), a lost detach().
+  // Warns about a decomposed program, because decomposition drops no_grad(). Throws if alias() nodes replace detach().
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
@@ -336,7 +336,7 @@ class ProgramBuilder {
 
   // ---- values
 
-  // Finds tied tensors, which have several names. Maps the lowest index of each tensor to the indices of all its names.
+  // Groups the names of each tensor: tied tensors have several. Maps the lowest index in a group to all of its indices.
   std::map<size_t, std::vector<size_t>> find_ties() const {
     using Memory = std::tuple<std::string, at::ScalarType, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
     std::map<Memory, size_t> first;
@@ -415,14 +415,14 @@ class ProgramBuilder {
       for (const size_t i : names) absent_.push_back(program_->state[i].fqn);
       return {};
     }
-    // Inside deferred(), the next two operations are recorded to run later.
+    // Inside deferred(), the allocation and the call of init() are recorded, and run later.
     values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(dtype).device(options_.device));
     const at::NoGradGuard no_grad;
     options_.init(program_->state[index].fqn, values);
     return values;
   }
 
-  // Returns the tensor with its values, row-major if it has holes. Returns an undefined tensor if there are no values.
+  // Returns the tensor with its values, or an undefined tensor if it has none. Makes strides with holes row-major.
   at::Tensor tensor_with_values(ExportedTensor& tensor, const std::vector<size_t>& names, at::ScalarType dtype,
                                 Kind kind) {
     const OrdinaryScope ordinary;
@@ -559,7 +559,7 @@ class ProgramBuilder {
     throw ExportedError("it changes the input '" + name + "', which it does not have");
   }
 
-  // Sets the modes of modules as in the export. Starts with outer modules, because train() also changes inner modules.
+  // Sets the modules' modes to those of the export. Starts with outer modules, because train() also changes inner ones.
   void set_modes() {
     const auto trains = [](const auto& m) { return m.was_training; };
     modules_.at("")->train(record_.modes ? record_.modes->training

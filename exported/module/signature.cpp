@@ -43,8 +43,8 @@ std::string constant_text(const ExportedValue& value) {
   return value.is_double() ? c10::str(value.to_double()) : value.kind();
 }
 
-// Returns whether an input may have another dtype than in the export. Floating-point and complex types may differ in
-// width, for mixed precision. Integer types must match: an index of bytes is a mask, and shorter types may overflow.
+// Returns whether the dtype of an input is acceptable. Floating-point and complex types may differ in width from the
+// export, for mixed precision. Integer types must match: indexing by bytes is masking, and shorter types may overflow.
 bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
   return given == exported || (at::isFloatingType(given) && at::isFloatingType(exported)) ||
          (at::isComplexType(given) && at::isComplexType(exported));
@@ -119,7 +119,7 @@ void InputSignature::read_ranges(const json& range_constraints) {
     ranges_[symbol] = {bound(range, "min_val"), bound(range, "max_val")};
 }
 
-// Reads the parameters, and returns the number of parameters that were exported by position.
+// Reads the parameters. Returns the number of parameters that were passed by position during the export.
 size_t InputSignature::read_parameters(const json& signature, const Structure::FieldNames& named_tuples) {
   const Structure whole = Structure::parse(text_field(signature, "in_spec"), named_tuples);
   if (whole.children().size() != 2 || whole.children()[0].is_leaf() || whole.children()[0].is_dict() ||
@@ -248,7 +248,7 @@ class ShapeCheck {
     }
   }
 
-  // Checks the sizes whose expression is not a single symbol. Must be called after all sizes were added.
+  // Checks the sizes whose expression is not a single symbol. Must be called after all sizes have been added.
   void finish() {
     for (const Derived& size : derived_) solve(size);
     for (const Derived& size : derived_) {
@@ -285,7 +285,7 @@ class ShapeCheck {
                                   (most ? std::to_string(*most) : "any"));
   }
 
-  // If a size has exactly one unknown symbol, solves a linear equation for this symbol. Throws if the result is wrong.
+  // If a size has exactly one unknown symbol, solves a linear equation for this symbol. Throws if there is no solution.
   void solve(const Derived& size) {
     std::optional<std::string> unknown;
     for (const std::string& symbol : size.expected->symbols()) {

@@ -21,16 +21,16 @@ class ShapeCheck;
 // The parameters of Python's forward(*args, **kwargs), and the constraints on their values from the export.
 class InputSignature {
  public:
-  // Reads the program of an archive. `positional` lists the inputs that callers may pass by position, in order. An
-  // archive does not store positions of inputs that were exported by name. If `may_leave_guards` is set, ignores
-  // unreadable guards. Throws ExportedError on failure.
+  // Reads the program of an archive. `positional` lists the inputs that callers may pass by position, in order. The
+  // list is needed because a program lacks the positions of inputs that were passed by name during the export. If
+  // `may_leave_guards` is set, ignores unreadable guards. Throws ExportedError on failure.
   InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
                  const std::vector<std::string>& positional, bool may_leave_guards);
 
   // Checks the inputs of a call, and returns the values of the graph's user inputs in order. Throws
-  // std::invalid_argument if an input is missing, duplicate, unknown or out of range. Also throws if an input has
-  // another structure, kind, rank, size or device than in the export, or differs from a number that is constant there.
-  // Also throws if a guard does not hold.
+  // std::invalid_argument if an input is missing, duplicate, unknown, out of range or not on `device`. Also throws if
+  // an input's structure, kind, dtype, rank or size does not fit the export, or if a guard does not hold. An input that
+  // became a constant of the graph must have the same value as in the export.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
   // Returns the names of forward's parameters, in order.

@@ -33,8 +33,8 @@ class StructureReader {
   }
 
  private:
-  // Returns the names of a structure's children from its context, or no names. The context of a dictionary or a result
-  // class is a list of names. A default dictionary has them in `dict_context`, a dataclass in the first of two lists.
+  // Returns the names of a structure's children from its context, or no names. The context of a dictionary or result
+  // class is a list of names. A defaultdict has the names in `dict_context`, and a dataclass in the first of two lists.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
     const json parsed =
         context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;

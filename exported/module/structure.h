@@ -23,8 +23,8 @@ class Structure {
   const std::vector<std::string>& names() const { return names_; }  // names of the children of a dictionary
   size_t leaf_count() const;
 
-  // Appends the leaves of `value` to `leaves`, in the order of this structure. A dictionary may be in any order, or a
-  // sequence. If `value` has another structure, throws std::invalid_argument with a text that starts with `where`.
+  // Appends the leaves of `value` to `leaves`, in the order of this structure. Accepts dictionaries in any order, and
+  // sequences instead of dictionaries. Throws std::invalid_argument, whose text starts with `where`, for others.
   void flatten(const ExportedValue& value, const std::string& where, std::vector<ExportedValue>& leaves) const;
   // Appends the names of the leaves, as flatten() uses them in error texts.
   void name_leaves(const std::string& where, std::vector<std::string>& names) const;
