@@ -73,8 +73,8 @@ class Bench {
   }
 
  private:
-  // Returns a curve through the measured points, less `operator_s`, the fixed cost of an operator. If noise makes a
-  // point faster than the previous, smaller one, uses the time of the previous point.
+  // Returns a curve through the measured points. Subtracts the fixed cost of an operator, `operator_s`, from each time.
+  // If noise makes a point faster than the previous point, which has less work, uses the time of the previous point.
   SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
     std::vector<std::pair<double, double>> points;
     double before = 1e-9;
@@ -162,7 +162,7 @@ class Bench {
     return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
   }
 
-  // Rank 0 starts all-reduces late, so the other ranks sleep. Returns the median delay of the first rank to wake up.
+  // Starts all-reduces late on rank 0, so that others sleep. Returns the median delay of the first rank that wakes up.
   double wake() const {
     timer_.say("how long a rank takes to wake up");
     constexpr double kLateSeconds = 5e-4;
@@ -182,7 +182,7 @@ class Bench {
     return std::max(median_of(std::move(seconds)), 0.0);
   }
 
-  // Returns `lost`: W seconds of matrix products take W + lost * C seconds beside an all-reduce of C < W seconds.
+  // Returns the delay of matrix products by a concurrent all-reduce, as a share (0 to 1) of the time of the all-reduce.
   double lost() const {
     timer_.say("compute beside collectives");
     const at::Tensor full = at::zeros({options_.quick ? 1 << 20 : 1 << 22});

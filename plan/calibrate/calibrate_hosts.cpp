@@ -26,7 +26,7 @@ struct Exchanged {
   double sent_bytes;
 };
 
-constexpr int kCalls = 15, kQuickCalls = 5;  // number of timed calls; averages out the bursts of a rate-limited link
+constexpr int kCalls = 15, kQuickCalls = 5;  // number of timed calls; several, because a rate-limited link has bursts
 
 // Returns the median wall-clock time of several calls, averaged over the ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {
@@ -35,7 +35,7 @@ double median_s(const RankTimer& timer, const std::function<void()>& call) {
   return timer.mean(median_of(std::move(seconds)));
 }
 
-// Returns the processor time of a rank per byte that the rank sends and receives, averaged over the ranks.
+// Returns a rank's processor time to send one byte and to receive one byte, averaged over the ranks.
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});
@@ -46,7 +46,7 @@ double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) 
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };
-  // Measures both times in pairs, because on a slow link their difference is small.
+  // Alternates products alone with products beside messages, because on a slow link the two times differ little.
   std::vector<double> slower_s;
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
@@ -72,7 +72,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   if (options.threads < 1)
     throw std::invalid_argument("calibration with " + std::to_string(options.threads) +
                                 " threads a rank, expected 1 or more");
-  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // those of rank 0
+  const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // rank 0's values
   comm->broadcast(known, 0, "calibration").wait();
   const double within_machine_s = known[0].item<double>();
   if (!(known[1].item<double>() > 0))

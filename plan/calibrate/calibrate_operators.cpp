@@ -92,7 +92,7 @@ double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicat
 
 using Samples = std::map<std::string, std::vector<TimedKernel>>;
 
-// Returns a robust estimate of the standard deviation of the logarithms, from their median distance to the median.
+// Returns a robust estimate of the standard deviation of log(seconds), from the median distance to the median.
 double spread_of(std::vector<double> seconds) {
   const double middle = median_of(seconds);
   for (double& each : seconds) each = std::abs(std::log(std::max(each, 1e-9) / std::max(middle, 1e-9)));
@@ -100,8 +100,8 @@ double spread_of(std::vector<double> seconds) {
   return kOfNormal * median_of(std::move(seconds));
 }
 
-// Returns the mean without the largest and the smallest value. A call that uses new memory takes longer. Such calls are
-// rare for one kernel but frequent in a step, so that a sum of medians would be shorter than the step.
+// Returns the mean without the largest and the smallest value. A median would ignore the slow calls that use new
+// memory. These calls are rare for one kernel but frequent in a step, so a sum of medians would be below the step time.
 double mean_of_most(std::vector<double> seconds) {
   std::ranges::sort(seconds);
   const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;
@@ -137,8 +137,8 @@ struct Explained {
   double busy_s, kernels_s, operators;
 };
 
-// Fits a correction factor for kernel times, because recording slows kernels down, and the time of an operator outside
-// its kernel. Minimizes the relative errors of busy = factor * kernels + between * operators over all trainings.
+// Fits two values: the time of an operator outside its kernel, and a factor that corrects kernel times for recording.
+// Minimizes the relative errors of busy = factor * kernels + between * operators over all trainings.
 std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
   for (const auto& [busy_s, kernels_s, operators] : trainings) {
@@ -156,8 +156,8 @@ struct Pool {
   double amount, seconds, count;
 };
 
-// Returns a curve with one point for each quarter octave of work, the median of its samples. If a point has more work
-// but less time than another (because of shapes, strides or noise), merges them into their geometric mean. Otherwise,
+// Returns a curve whose points are the medians of the samples in each quarter octave of work. If a point has more work
+// but less time than another (because of shapes, strides or noise), replaces both by their geometric mean. Otherwise,
 // one slow point would slow down all larger points. Work below the smallest point takes as long as that point.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
@@ -185,7 +185,7 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) 
 }
 
 // Returns the number of FLOP that take as long as one byte. Fits the model seconds = a + b * FLOP + c * bytes to all
-// kernels, with the least squares of relative errors. Returns c / b, or 0 if b or c is not above 0.
+// kernels, by least squares of the relative errors. Returns c / b, or 0 if b or c is not above 0.
 double flop_per_byte_of(const std::vector<TimedKernel>& kernels) {
   std::vector<double> rows;
   for (const auto& [flop, bytes, seconds] : kernels)
@@ -241,7 +241,7 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   for (size_t i = 0; i < trainings.size(); ++i) {
     const TimedTraining& timed = trainings[i];
     double busy_s = busy_seconds(timed, comm, by_processor);
-    // Subtracts the processor time of collectives. Subtracts at most half of busy_s, to keep time for the operators.
+    // Subtracts the processor time of collectives, but at most half of busy_s, to leave time for the operators.
     double exchanged_s = 0;
     for (const RecordedCollective& each : collectives[i])
       exchanged_s += by_processor ? work_of(each).seconds(*link) : 0;

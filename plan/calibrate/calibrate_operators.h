@@ -33,14 +33,14 @@ double median_of(std::vector<double> values);
 using TrainedCollectives = std::vector<RecordedCollective>;
 
 // Trains small decoders of several sizes (fewer if `quick`) on all ranks concurrently. Times each kernel inside a step,
-// where caches are in the same state as in training. Recording slows kernels down, so fits a correction of kernel
-// times, and `between_s`, to the times of unrecorded steps. With `link`, measures processor time except of collectives.
-// If `link` is null, measures wall-clock time. Collective. Returns a separate result on each rank.
+// where caches are in the same state as in training. Because recording slows kernels down, fits `between_s` and a
+// correction factor to the times of unrecorded steps. If `link` is null, measures wall-clock time. Otherwise, measures
+// processor time, and subtracts that of `collectives` on the link. Collective. The results of the ranks differ.
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick, const LinkSpeed* link,
                                  const std::vector<TrainedCollectives>& collectives);
 
-// Returns the collectives of one step for each training of measure_operators() with `ranks` ranks. Makes dry runs, so
-// must be called before other threads create tensors.
+// Returns the collectives of one step for each training of measure_operators() with `ranks` ranks. Must be called
+// before other threads create tensors, because it makes dry runs.
 std::vector<TrainedCollectives> collectives_of_trainings(int ranks, bool quick);
 
 }  // namespace tessera::internal

@@ -11,7 +11,7 @@ inline double seconds_of_clock(clockid_t clock) {
 }
 // Returns the wall-clock time since an arbitrary moment.
 inline double wall_clock_s() { return seconds_of_clock(CLOCK_MONOTONIC); }
-// Return the processor time of the calling thread, or of the whole process, which other programs do not affect.
+// Return the processor time of the calling thread or of the whole process. Other programs do not affect this time.
 inline double thread_processor_s() { return seconds_of_clock(CLOCK_THREAD_CPUTIME_ID); }
 inline double process_processor_s() { return seconds_of_clock(CLOCK_PROCESS_CPUTIME_ID); }
 

@@ -11,7 +11,7 @@
 namespace tessera::internal {
 
 // Measures the time of work that all ranks do concurrently, for calibration. Functions that measure or average are
-// collective. Except once_s(), they return the same value on all ranks.
+// collective. Except for once_s(), these functions return the same value on all ranks.
 class RankTimer {
  public:
   RankTimer(std::shared_ptr<Communicator> comm, const CalibrationOptions& options);  // borrows `options`
@@ -30,7 +30,7 @@ class RankTimer {
 
   // Returns this rank's wall-clock time of one call. All ranks start the call at the same time.
   double once_s(const std::function<void()>& call) const;
-  // Returns the mean over all ranks.
+  // Returns the mean of `seconds` over all ranks.
   double mean(double seconds) const { return over_ranks(seconds, ReduceOp::kAverage); }
 
   // Measures a call with `clock`. Returns the mean time over repeated calls and all ranks.

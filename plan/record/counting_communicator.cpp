@@ -22,7 +22,7 @@ char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// Copies this rank's part `from` to the part of each rank in `to`, cut to the length of that part.
+// Copies this rank's part, `from`, to the part of each rank in `to`. Truncates the copy if that part is shorter.
 void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
   int64_t begin = 0;
   for (const int64_t count : counts) {
@@ -50,7 +50,7 @@ int only_receiver(const Collective& collective) {
   return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
 }
 
-// An operation that is complete at once. finish() only records the wait, which limits the predicted overlap.
+// An operation that is complete at once. finish() only records the wait, because waits limit the predicted overlap.
 class WaitedOperation : public AsyncOperation {
  public:
   WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
@@ -87,7 +87,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
   for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
 }
 
-// As with the gloo backend, an operation is lazy if all ranks share memory and it is too large for a shared round.
+// As with the gloo backend, an operation is lazy if all ranks share memory and the tensor exceeds a shared round.
 bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }

@@ -10,10 +10,10 @@ namespace tessera::internal {
 
 // A communicator for one rank of a simulated group of any size, without other ranks. Moves no data between ranks, and
 // records operations and waits in the thread's current Recorder. Computes results as if every rank had this rank's
-// values, because agreements between ranks need results. An all-gather repeats this rank's part for each rank, and pads
-// longer parts with zeros. A sum is size() times the value. If a tensor of an operation is void (see Recorder), its
-// results are void. traffic() counts the minimum of bytes that a rank must send: each element once to each rank that
-// needs it, and twice in an all-reduce.
+// values, because agreements between ranks need results. An all-gather repeats this rank's part for each rank, and
+// leaves the rest of a longer part unchanged. A sum is size() times the value. If a tensor of an operation is void
+// (see Recorder), the results are void. traffic() counts the minimum number of bytes that a rank must send. It counts
+// each element once for each rank that needs the element, and twice in an all-reduce.
 //
 // Throws std::invalid_argument for operations that need the values of other ranks: checkpoints, and split() by color
 // (use split_by()). After abort(), every operation throws CommError with the reason of the abort.

@@ -160,7 +160,7 @@ class ConfigFile {
   nlohmann::json config_;
 };
 
-// Returns a text that lists the model's dropouts, or "". Plans omit dropout, although dropout masks need memory.
+// Returns a list of the model's dropouts, or "". Plans omit dropout and report the list, because masks need memory.
 std::string dropouts_of(const ConfigFile& config, std::initializer_list<std::pair<const char*, double>> usual) {
   std::string text;
   for (const auto& [name, otherwise] : usual)

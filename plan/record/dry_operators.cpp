@@ -25,7 +25,7 @@
 
 namespace tessera::internal {
 
-// A dispatch key below autograd that libtorch keeps for torchdistX and does not use. Only this macro names the key.
+// A dispatch key below autograd that libtorch reserves for torchdistX and does not use. Only this macro names the key.
 #define TESSERA_RECORDING_KEY Fake
 static constexpr auto kRecordingKey = c10::DispatchKey::TESSERA_RECORDING_KEY;
 
@@ -46,7 +46,7 @@ struct Traits {
   bool has_meta_kernel = false;
   bool is_mutable = false;
   bool has_flop = false;
-  bool may_transpose = false;  // true for a composite operator that is a kernel only if `transposed` is set
+  bool may_transpose = false;  // true for a composite operator that is a kernel only if argument `transposed` is true
   std::vector<bool> writes;    // whether the operator writes to each argument
 };
 
@@ -125,7 +125,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   at::Tensor tensor;
   const size_t bytes = meta.storage().nbytes();
   if (bytes > at::detail::computeStorageNbytes(meta.sizes(), meta.strides(), meta.element_size())) {
-    // The result uses only a part of its memory, because the operator's kernel shrinks it after the allocation.
+    // The result uses only a part of its memory, because the operator's kernel shrinks the result after the allocation.
     tensor = at::detail::empty_cpu({static_cast<int64_t>(bytes / meta.element_size())}, meta.scalar_type());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
   } else {
@@ -139,7 +139,7 @@ at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   throw std::invalid_argument("dry_run: " + traits.name + " " + why);
 }
 
-// Returns the operator's results on the meta device. Uses its shape rule if there is one, otherwise its meta kernel.
+// Returns the operator's results on the meta device. Uses the shape rule if there is one, otherwise the meta kernel.
 std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& traits,
                                    std::vector<c10::IValue> arguments) {
   if (const ShapeRule* rule = shape_rule_of(traits.name)) {
@@ -151,7 +151,7 @@ std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& 
   return arguments;
 }
 
-// Returns whether the shapes of the results are known only after a run on zeros. Throws if arguments are too large.
+// Returns whether the shapes of the results need a run on zeros. Throws if the arguments are too large for this run.
 bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   if (traits.has_meta_kernel || shape_rule_of(traits.name) != nullptr) return false;
   int64_t bytes = 0;
@@ -163,7 +163,7 @@ bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   return true;
 }
 
-// Advances the generator of a skipped random operator, because checkpointed() detects random numbers by its state.
+// Advances the generator of a skipped random operator. checkpointed() detects random numbers by the generator's state.
 void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (schema.arguments()[i].name() != "generator" && (i > 0 || traits.name != "aten::native_dropout")) continue;
@@ -219,7 +219,7 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
 }
 
 // Pushes zero as the value that the host reads from void tensors, and records the read. As an exception, aten::equal of
-// identical views pushes true without a record, because attention uses it to detect equal query, key and value.
+// identical views pushes true without a record, because attention detects equal query, key and value by aten::equal.
 void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Recorder& recorder) {
   if (traits.name == "aten::equal") {
     const at::Tensor one = torch::jit::peek(stack, 0, count).toTensor(),
@@ -250,10 +250,10 @@ void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
 struct Touched {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int64_t selected_from = 0;  // size of an argument of which the operator reads only a part
+  int64_t selected_from = 0;  // size of an argument that the operator reads only in part
 };
 
-// Returns the size of a tensor's elements. Counts elements that a stride of 0 repeats only once.
+// Returns the bytes of a tensor's elements. Counts an element only once if a stride of 0 repeats the element.
 int64_t touched_bytes(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) return 0;
   auto bytes = static_cast<int64_t>(tensor.element_size());
@@ -290,7 +290,7 @@ Touched touched_by_arguments(const c10::FunctionSchema& schema, const Traits& tr
     }
     const c10::Argument& argument = schema.arguments()[i];
     const bool is_read = !argument.is_out() && !(i == 0 && kOverwriting.contains(schema.name()));
-    // Does not count writes to gradients, which fused optimizers declare, but make only with a gradient scaler.
+    // Does not count writes to gradients. Fused optimizers declare them, but write only with a gradient scaler.
     const bool is_written = traits.writes[i] && argument.name() != "grads";
     touched.bytes += (is_read ? bytes : 0) + (is_written ? bytes : 0);
   });
@@ -312,7 +312,7 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
 struct Given {
   bool any_void = false, all_cpu = true;
 };
-// Returns whether any argument is void, and all are on the CPU. Sets the recorder's unit and module from the arguments.
+// Returns whether any argument is void, and whether all are on the CPU. Sets the recorder's unit and module from them.
 Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
   Given given;
   for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {

@@ -8,8 +8,8 @@ namespace tessera::internal {
 // has no data, does not run operators with void arguments, and returns tensors without values instead.
 //
 // Intercepts operators with libtorch's dispatch key `Fake`, below autograd and above every backend. So autograd,
-// composite operators and the wrappers run unchanged on CPU tensors, and create the same tensors as with data. Result
-// shapes are from the operator's meta kernel or shape_rule_of(). Without these, runs the operator on zeros if its
+// composite operators and the wrappers run unchanged on CPU tensors, and create the same tensors as with data. Gets
+// result shapes from shape_rule_of() or the operator's meta kernel. An operator that has neither runs on zeros if its
 // arguments have at most 32 MiB. Throws std::invalid_argument for larger arguments, or if shapes depend on values.
 class RecordedOperators {
  public:

@@ -26,10 +26,10 @@ int checked_steps(int steps) {
 
 }  // namespace
 
-// The scope of a run without data: tensors of this thread have no values. The destructor restores the random generator.
+// The scope of a run without data: this thread's new tensors have no values. The destructor restores the CPU generator.
 struct RunScope::Without {
-  // Disables libtorch's fill of new memory, a part of deterministic algorithms, in the process. A fill would use pages
-  // of memory that is only reserved here.
+  // Disables, in the whole process, the fill of new memory that libtorch's deterministic algorithms include. A fill
+  // would write to pages that a dry run only reserves.
   class UnfilledScope {
    public:
     UnfilledScope() {

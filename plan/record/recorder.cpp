@@ -83,7 +83,7 @@ class RecordingAllocator : public c10::Allocator {
     if (recorder && bytes > 0) {
       if (!maps && !recorder->has_data()) std::memset(memory, 0, bytes);
       const int64_t block = recorder->allocated(static_cast<int64_t>(bytes));
-      // Marks staging memory for host copies as void here, because no operator that could mark it creates this memory.
+      // Marks host memory for offload as void here, because only results of operators are marked elsewhere.
       const bool is_void = !recorder->has_data() && MemoryKindScope::current() == MemoryKind::kHost;
       std::lock_guard lock(table().mutex);
       table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, is_void, block, recorder};

@@ -16,7 +16,7 @@
 
 namespace tessera::internal {
 
-// Records the memory of the tensors that one thread creates, while it is the thread's current recorder. Produces a
+// While it is a thread's current recorder, records the memory of the tensors that the thread creates. Produces a
 // RunRecord. The first recorder of a process permanently installs an allocator. Other threads must not create tensors
 // during the installation. Any thread may free recorded blocks, even after the recording.
 //
@@ -98,12 +98,12 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::mutex mutex_;  // needed because any thread may free blocks
   std::vector<Block> blocks_;
   std::vector<Event> events_;
-  std::vector<int64_t> backwards_;   // index in events_ at the begin of each backward
+  std::vector<int64_t> backwards_;   // index in events_ at the start of each backward
   std::vector<int64_t> steps_ends_;  // index in events_ at the end of each step
   std::map<std::string, int> unit_numbers_;
   RunRecord record_;
   std::map<const void*, std::vector<NamedParameter>> named_;  // parameters of each storage, sorted by `begin`
-  std::map<uint64_t, int> module_of_node_;                    // from an autograd node's sequence number to its module
+  std::map<uint64_t, int> module_of_node_;                    // maps an autograd node's sequence number to a module
   int unit_ = 0;
   int module_ = 0;
   int step_ = 0;

@@ -153,7 +153,7 @@ Tensors convolution(const MetaArguments& a, size_t padding, size_t stride, const
   }
   return {at::empty(shape, input.options(), input.suggest_memory_format())};
 }
-// The rule of aten::_convolution, which computes only transposed convolutions itself, and others by further operators.
+// The rule of aten::_convolution, which computes transposed convolutions itself, and calls other operators otherwise.
 Tensors transposed_convolution(const MetaArguments& a) {
   const at::Tensor input = tensor(a, 0), weight = tensor(a, 1);
   Sizes shape{input.size(0), weight.size(1) * a[8].toInt()};

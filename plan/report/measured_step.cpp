@@ -13,7 +13,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// An event with a duration of one rank in the trace.
+// A trace event of one rank, with its start and end.
 struct Span {
   std::string category, name, operation;
   double begin_s = 0, end_s = 0;

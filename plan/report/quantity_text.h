@@ -13,7 +13,7 @@ namespace tessera::internal {
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed = false);
 
-// unit_for() returns the unit for a table whose largest value is `most_bytes`. It is GiB from 4 GiB on, otherwise MiB.
+// unit_for() returns the unit for a table whose largest value is `most_bytes`: GiB from 4 GiB on, otherwise MiB.
 struct ByteUnit {
   const char* name;
   double bytes;

@@ -17,13 +17,13 @@ namespace tessera::internal {
 nlohmann::json lanes_of(const StepTime& time);
 
 // Returns {"total_ms", "wait_ms", "steps", "lanes", "differences": [{"name", "predicted_ms", "measured_ms",
-// "is_large"}]}. "lanes" has the format of lanes_of(). Compares compute by unit and direction (without waits),
-// collectives, and waits. Returns the 12 largest differences first. "is_large" means above a twentieth of the step.
+// "is_large"}]}. "lanes" has the format of lanes_of(). Compares collectives, waits, and compute without waits, by unit
+// and direction. "differences" has the 12 largest, sorted. "is_large" is true above a twentieth of the measured step.
 nlohmann::json measured_time_of(const StepTime& predicted, const MeasuredStep& measured);
 
 // Returns {"peak", "points", "differences": [{"begin", "end", "name", "text"}], "other_at"}. "points" has the measured
-// bytes after the operators `points`. A difference is a range of operators after which the bytes of some kind differ.
-// "other_at" is the index of the first operator that differs between the runs, or -1.
+// bytes after the operators whose indices are in `points`. Each difference is a range of operators after which the
+// bytes of some kind differ. "other_at" is the index of the first operator that differs between the runs, or -1.
 nlohmann::json measured_memory_of(const RunRecord& predicted, const RunRecord& measured,
                                   const std::vector<size_t>& points);
 

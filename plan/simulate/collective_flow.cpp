@@ -9,7 +9,7 @@
 namespace tessera::internal {
 namespace {
 
-// Up to these sizes, gloo_communicator.cpp needs only one exchange for a collective. The second is for 2 ranks.
+// Up to these sizes, gloo_communicator.cpp needs only one exchange for a collective. The second size is for 2 ranks.
 constexpr double kOneExchangeBytes = 1 << 16, kOneExchangeBytesOfTwo = 1 << 19;
 
 }  // namespace
@@ -81,7 +81,7 @@ CollectiveWork work_of(const RecordedCollective& collective) {
   const CollectiveFlow flow = flow_of(collective);
   CollectiveWork work{static_cast<double>(latencies_of(collective) * flow.exchanges), 0,
                       flow.only_root_sums ? flow.sum_bytes / n : flow.sum_bytes};
-  // If two ranks send each other a message, each rank copies one. A message from or to a root may be copied by either.
+  // If two ranks send messages to each other, each copies one. Either rank may copy a message from or to a root.
   for (int exchange = 0; exchange < flow.exchanges; ++exchange) {
     const bool is_rooted = exchange == 0 && (flow.first_is_rooted || flow.first_is_to_root);
     work.copied_bytes += (n - 1) * flow.message_bytes[exchange] / (is_rooted ? n : 1);

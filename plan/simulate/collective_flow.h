@@ -17,11 +17,11 @@ struct CollectiveFlow {
   double sum_bytes = 0;           // received bytes that a rank adds up in the first wait
   bool only_root_sums = false;
 
-  // Returns whether one rank sends a message to another. `from_root` and `to_root` tell whether they are the root.
+  // Returns whether one rank sends a message to another. `from_root`: the sender is the root; `to_root`: the receiver.
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
-// Returns the messages of a recorded collective of two or more ranks. Throws std::invalid_argument for an unknown one.
+// Returns the messages of a recorded collective of 2 or more ranks. Throws std::invalid_argument if it is unknown.
 CollectiveFlow flow_of(const RecordedCollective& collective);
 
 // Returns the group in which `rank` runs the collective, in the order of the recorded `members`. If `rank` is in the
@@ -34,7 +34,7 @@ std::vector<int> group_of(const RecordedCollective& collective, int rank);
 struct CollectiveWork {
   double operations = 0, copied_bytes = 0, summed_bytes = 0;
 
-  // Returns the processor time of the work. LinkSpeed's time of a reduced byte includes the copy of the byte.
+  // Returns the processor time of the work. Counts each copy once: LinkSpeed's time of a reduced byte includes a copy.
   double seconds(const LinkSpeed& link) const;
 };
 // Returns the work of a recorded collective, which is zero for a group of one rank. Throws like flow_of().

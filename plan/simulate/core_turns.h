@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // Simulates threads that share the cores of a host, with a simplified Linux scheduler. A thread alternates between
 // bursts of work and sleep. The ready thread with the least time on cores runs next, and yields after a time slice if
-// other threads are ready. Sleep improves a thread's rank by at most a slice. Context switches take no time.
+// other threads are ready. Sleep gives a thread a lead of at most one slice. Context switches take no time.
 //
 // Must be used by one thread. Time is in seconds from 0.
 class CoreTurns {
@@ -40,7 +40,7 @@ class CoreTurns {
   enum class State : uint8_t { kAsleep, kReady, kRunning };
   struct Thread {
     State state = State::kAsleep;
-    double left_s = 0;   // remaining seconds of its burst; valid if kReady
+    double left_s = 0;   // remaining seconds of the burst; valid if kReady
     double taken_s = 0;  // total seconds on cores before the current turn
     double wakes_s = kNever;
     double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // valid if kRunning
@@ -57,7 +57,7 @@ class CoreTurns {
   std::vector<Thread> threads_;
   Order ready_;          // ready threads, sorted by their total time on cores
   Order ends_, slices_;  // running threads, sorted by the ends of their bursts and of their slices
-  Order sleepers_;       // sleeping threads that have a wake-up time, sorted by it
+  Order sleepers_;       // sleeping threads with a wake-up time, sorted by this time
 };
 
 }  // namespace tessera::internal

@@ -23,19 +23,19 @@ namespace {
 constexpr double kNever = CoreTurns::kNever;
 constexpr double kSpinSeconds = std::chrono::duration<double>(PeerMemory::kSpin).count();
 constexpr int kMostRanks = 256;  // maximum number of simulated ranks
-// Maximum number of operators in all repeats. Repeats the step, because ranks drift apart during the first steps.
+// Maximum number of operators in all repeats. The step is repeated, because ranks drift apart during the first steps.
 constexpr size_t kMostOperators = 2'000'000;
 constexpr size_t kLeastRepeats = 2, kMostRepeats = 8;
 // Messages to other hosts are split into pieces, so that the link sends one piece while a core prepares the next.
 constexpr double kPieceBytes = 1 << 20;
 constexpr int kMostPieces = 64;
 
-// An action of a simulated rank: the begin or end of an operator, or a part of a collective.
+// An action of a simulated rank: the start or end of an operator, or a part of a collective.
 struct Move {
   enum class Kind : uint8_t {
     kCompute,
     kComputed,
-    kSend,      // the rank announces its messages, and copies those that ranks are ready to receive
+    kSend,      // the rank announces its messages, and copies those that other ranks are ready to receive
     kReceive,   // the rank announces that it receives, and copies messages that other ranks have announced
     kReceived,  // the rank has copied all messages that it must copy
     kAwait,     // the rank sleeps until all messages of the exchange have arrived
@@ -212,7 +212,7 @@ class CoreSimulation {
   int host_of(int rank) const { return speed_.ranks_per_host == 0 ? 0 : rank / speed_.ranks_per_host; }
   bool is_simulated(int rank) const { return rank < ranks_; }
   bool share_memory(int rank, int peer) const { return is_simulated(peer) && host_of(rank) == host_of(peer); }
-  size_t messenger_of(int rank) const { return messengers_.size() + static_cast<size_t>(rank); }  // thread in turns_
+  size_t messenger_of(int rank) const { return messengers_.size() + static_cast<size_t>(rank); }  // index in turns_
   Rank& at(int rank) { return all_[static_cast<size_t>(rank)]; }
 
   void go_on(size_t thread) {
@@ -311,7 +311,7 @@ class CoreSimulation {
     return {collective, flow_of(collective), move.exchange, std::move(group), own, root, exchange};
   }
 
-  // Returns the time in which this rank copies messages. It copies those that the other rank has announced already.
+  // Returns the time for this rank's copies. A rank copies the messages that the other rank has already announced.
   double copy_seconds(int rank, const View& view, bool receives) const {
     double seconds = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {

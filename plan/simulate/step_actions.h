@@ -12,7 +12,7 @@ namespace tessera::internal {
 struct StepAction {
   enum class Kind : uint8_t { kCompute, kStart, kWait } kind;
   size_t index;  // index in RunRecord::operators for kCompute, otherwise in RunRecord::collectives
-  int step;      // number of the step; 0 means in the constructor
+  int step;      // number of the step; 0: the constructor
 };
 
 // Returns all actions of a record, in the order in which the rank made them.
