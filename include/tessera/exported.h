@@ -96,7 +96,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
-  // Returns the bytes of weights read so far. Excludes archive weights that are mapped instead of read.
+  // Returns the bytes read so far of `weights` and of deferred parameters. Excludes storages that were read whole.
   int64_t weight_bytes_read() const;
 
   // Returns the untied parameters that the graph uses only as weights of aten.linear, for quantize_linears().
@@ -119,9 +119,9 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   std::unique_ptr<internal::ExportedProgram> program_;
 };
 
-// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive into memory. A parameter shares the archive's
-// pages until it is written to. Inside deferred(), parameters and persistent buffers have no memory yet. Under
-// FullyShardedDataParallel each rank then reads only its shards, unit by unit:
+// Loads an archive of torch.export (torch 2.9 to 2.15), and reads its weights into memory. Never maps the file. Inside
+// deferred(), parameters and persistent buffers have no memory yet. Under FullyShardedDataParallel each rank then reads
+// only its shards, unit by unit:
 //
 //   auto model = tessera::deferred([] { return tessera::load_exported("llama.pt2", {.weights = "llama/"}); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_classes({"LlamaDecoderLayer"})});
