@@ -48,7 +48,7 @@
 #include <tessera/errors.h>
 #include <tessera/fsdp.h>
 #include <tessera/launch.h>
-#include "core/comm/backend_all_reduce.h"
+#include "core/comm/collective.h"
 #include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/store_mailbox.h"
 #include "core/comm/watchdog/watchdog.h"
@@ -283,7 +283,8 @@ int main(int argc, char** argv) {
       ::pause();
     } else if (arguments.mode == "connect") {
       if (chosen) ::pause();
-      tessera::internal::backend_all_reduce(*comm, torch::ones({5}), "a tensor").wait();
+      using tessera::internal::Collective;  // without the barrier of backend_all_reduce(), which needs no connection
+      comm->begin(Collective{Collective::kBackendAllReduce, torch::ones({5}), {}, "a tensor"}).wait();
     } else if (arguments.mode == "split") {
       sum_of_ranks(*comm->split(0));
     } else if (arguments.mode == "stop" || arguments.mode == "cut" || arguments.mode == "torn") {
