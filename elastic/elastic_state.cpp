@@ -570,8 +570,8 @@ json ElasticRunState::restore(const TrainingState& state) {
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
   }
   if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
-  // Copies the initial values, so that the next group starts with them, even if objects outlive the body or would be
-  // initialized differently. No rank may change its objects before all ranks have copied them.
+  // Copies the initial values, which the next group then restores. Otherwise, an object that outlives the body would
+  // keep changed values, and a new object might get others. No rank may change objects until all ranks have copied.
   start_copy(json::object());
   end_copy();
   return json::object();

@@ -26,7 +26,7 @@ namespace tessera::internal {
 // finds the decision when it continues. tests/elastic/regroup.pml specifies the protocol.
 // Sources: Lamport, Paxos Made Simple (2001); torchft's quorum; Gemini (SOSP'23) for the copies.
 
-// The composition of a group. Is a value type.
+// The agreed composition of the next group, and the step from which that group continues. A value type.
 struct Decision {
   int64_t generation = 0;       // number of the new group
   std::vector<Member> members;  // indexed by rank

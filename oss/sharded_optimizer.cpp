@@ -399,7 +399,7 @@ void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   for (const std::string& of_group : options) log.add("options", of_group, -1);
   std::vector<std::vector<ParameterBuckets::PendingGather>> gathers;
   for (auto& buckets : buckets_) gathers.push_back(buckets->publish(log, step_owned));
-  if (CapturedWork::recording_on(comm_->device()) != nullptr) {  // CapturedStep compares the recorded collectives
+  if (CapturedWork::recording_on(comm_->device()) != nullptr) {  // no report: CapturedStep compares the collectives
     for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(gathers[i]);
     return;
   }

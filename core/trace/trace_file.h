@@ -61,7 +61,7 @@ class TraceAppender {
   int64_t end_of_lines(int64_t bytes) const;
   int64_t end_of_events(int64_t bytes) const;
   void truncate(int64_t bytes) const;
-  // Reads at most `bytes` bytes, up to the end of the file. Returns their number, or -1 with errno set.
+  // Reads at most `bytes` bytes, up to the end of the file. Returns the number of bytes read, or -1 with errno set.
   ssize_t read_at(char* data, size_t bytes, int64_t position) const;
 
   const std::string path_;

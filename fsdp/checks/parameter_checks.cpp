@@ -32,7 +32,7 @@ bool is_attached(const PagedFlatParameter& paged, size_t index) {
          is_view_at(parameter, paged.flat.geometry(index), paged.flat.layout().offset(static_cast<int64_t>(index)));
 }
 
-// Whether `given` can replace the parameter's values: unpaged, with the parameter's shape and its own or gather dtype.
+// Whether `given` can replace the parameter: not paged, equal sizes, and the flat parameter's dtype or gather_dtype().
 bool fits(const FlatParameter& flat, size_t index, const at::Tensor& given) {
   const auto& sizes = flat.geometry(index).sizes;
   return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||

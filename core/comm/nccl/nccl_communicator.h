@@ -12,8 +12,8 @@
 
 namespace tessera::internal {
 
-// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or replacements in tests. A group and
-// its parts share one object. InitOptions::registered_memory uses the backends' allocateTensor().
+// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or replacements in tests. Groups that
+// are split from a group share its object. InitOptions::registered_memory uses the backends' allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;

@@ -99,7 +99,7 @@ class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, in
   // std::invalid_argument without a closure, for several groups, dtypes or devices, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // The ranks and parameters under OSS, where one rank owns each whole parameter.
+  // For OSS, where each parameter is owned whole by one rank: the group, and the trained parameters of all ranks.
   struct Owners {
     Communicator* comm;
     std::vector<at::Tensor> trained;  // parameters of all ranks, without frozen ones

@@ -17,7 +17,7 @@ namespace tessera {
 struct PlannedTraining {
   TrainingChoice choice;
   std::string options;  // source text of the options: options_text()
-  // The rank that needs most memory: rank 0, or in stages 1 and 2 the owner of most parameters.
+  // The rank that needs the most memory: in stages 1 and 2, the owner of the most parameter bytes; otherwise rank 0.
   int rank = 0;
   BytesByKind peak;              // peak memory on the device of `rank`
   int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory

@@ -84,7 +84,7 @@ struct RecordedCollective {
 // step to the end are optimizer state. Tensors that have existed since the constructor are parameters or buffers.
 struct RunRecord {
   std::vector<std::string> units;  // names; the first is "", for operators before the use of any parameter
-  // Dotted names of submodules. The first is "", for operators outside modules or with parameters that have no names.
+  // Dotted names of submodules. The first is "": the root module, and operators before the use of a named parameter.
   std::vector<std::string> modules;
   std::vector<RecordedOperator> operators;
   std::vector<RecordedCollective> collectives;
