@@ -62,7 +62,7 @@ c10::IValue positive(const Numbers& n) { return n[0].isBool() ? c10::IValue(inte
 
 template <class Compare>
 bool compare(const Numbers& n) {
-  constexpr Compare is;
+  const Compare is;
   return both_integers(n) ? is(integer(n[0]), integer(n[1])) : is(real(n[0]), real(n[1]));
 }
 template <class Compare>
