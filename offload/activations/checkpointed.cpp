@@ -11,6 +11,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
@@ -212,13 +213,17 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     context->save_for_backward(std::move(saved));
   }
 
-  // Adds the gradients of `roots` to the inputs and to all other leaves. In torch::autograd::grad(), or if the user's
-  // backward() has an `inputs` argument, adds them only to the inputs that need a gradient.
+  // Adds the gradients of `roots` to the inputs and to all other leaves. In torch::autograd::grad(), adds them only to
+  // the inputs that need a gradient. Throws in a backward with `inputs`, which cannot reach parameters of the function.
   static void add_gradients(AutogradContext* context, const Tensors& roots, const Tensors& seeds,
                             const Tensors& inputs) {
     if (roots.empty()) return;
-    if (torch::autograd::Engine::get_default_engine().is_checkpoint_valid())
-      return torch::autograd::backward(roots, seeds);
+    const auto* const restricted = torch::autograd::get_current_graph_task_exec_info();  // empty: to all leaves
+    if (restricted == nullptr || restricted->empty()) return torch::autograd::backward(roots, seeds);
+    if (std::ranges::none_of(*restricted, [](const auto& entry) { return entry.second.captures_ != nullptr; }))
+      throw std::logic_error(
+          "backward with inputs reached a checkpointed function, whose parameters would get no gradient: call it "
+          "without inputs, or use torch::autograd::grad()");
     Tensors wanted;
     for (size_t i = 0; i < inputs.size(); ++i)  // edge 0 is the anchor's
       if (inputs[i].requires_grad() && context->needs_input_grad(i + 1)) wanted.push_back(inputs[i]);
