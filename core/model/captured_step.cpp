@@ -64,7 +64,7 @@ struct CapturedStep::State {
   // Steps run on this stream, because the default stream cannot be recorded.
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device().type()).getStreamFromGlobalPool(device());
   std::unique_ptr<GraphRecorder> recorder = make_graph_recorder();  // null after a failure
-  bool is_captured = false, has_failed = false;
+  bool is_captured = false;
 
   struct Gradient {
     at::Tensor leaf, value;  // `value` is undefined if the leaf has no gradient
@@ -145,7 +145,7 @@ void CapturedStep::State::clear_gradients() const {
 }
 
 void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
-  if (has_failed) throw std::logic_error(where() + "the capture failed in an earlier call");
+  if (!recorder) throw std::logic_error(where() + "the capture failed in an earlier call");
   for (size_t i = 0; i < given.size(); ++i)
     if (!given[i].defined() || given[i].requires_grad() || given[i].layout() != at::kStrided)
       throw std::invalid_argument(c10::str(where(), "input ", i,
@@ -265,7 +265,6 @@ void CapturedStep::State::capture() {
     collectives = work.collectives();
     recorded.steps = work.take_steps();
   } catch (const std::exception& error) {
-    has_failed = true;
     recorder.reset();  // NCCL's abort waits until no graph refers to its communicator
     comm->abort(where() + "the capture failed: " + error.what());
     throw;
@@ -274,7 +273,6 @@ void CapturedStep::State::capture() {
   try {
     require_agreement(*comm, "the collectives of a captured step", collectives);
   } catch (const std::exception&) {
-    has_failed = true;
     recorder.reset();
     throw;
   }

@@ -144,12 +144,11 @@ Tensors loss(const MetaArguments& a, size_t reduction) {
 // `padding` and `stride` are the indices of these arguments.
 Tensors convolution(const MetaArguments& a, size_t padding, size_t stride, const Sizes& dilation) {
   const at::Tensor input = tensor(a, 0), weight = tensor(a, 1);
+  const Sizes paddings = sizes(a, padding), strides = sizes(a, stride);
   Sizes shape{input.size(0), weight.size(0)};
   for (int64_t i = 2; i < input.dim(); ++i) {
     const auto at = [&](const Sizes& list) { return list.size() == 1 ? list[0] : list[static_cast<size_t>(i - 2)]; };
-    shape.push_back((input.size(i) + 2 * at(sizes(a, padding)) - at(dilation) * (weight.size(i) - 1) - 1) /
-                        at(sizes(a, stride)) +
-                    1);
+    shape.push_back((input.size(i) + 2 * at(paddings) - at(dilation) * (weight.size(i) - 1) - 1) / at(strides) + 1);
   }
   return {at::empty(shape, input.options(), input.suggest_memory_format())};
 }

@@ -72,6 +72,14 @@ at::Tensor inputs_of(const std::vector<int64_t>& items) {
   return torch::tensor(values).unsqueeze(1) * torch::linspace(0.01, 0.08, 8);
 }
 
+void expect_all_end_well(const std::vector<pid_t>& pids) {
+  for (const pid_t pid : pids) {
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+}
+
 FsdpOptions by_linear() { return {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}; }
 
 struct Scenario {
@@ -742,11 +750,7 @@ TEST(ElasticWrappers, ASignalToStopOutlivesAChangeOfTheGroup) {
       });
       if (received != SIGTERM) throw std::runtime_error("the signal is lost");
     }));
-  for (const pid_t pid : pids) {
-    int status = 0;
-    ::waitpid(pid, &status, 0);
-    EXPECT_EQ(status, 0);
-  }
+  expect_all_end_well(pids);
 }
 
 // Most weights are frozen. Returns the bytes of rank 0's copies of two steps.
@@ -774,11 +778,7 @@ int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
         if (rank == 0) std::ofstream(folder / "bytes") << run.copied_bytes();
       });
     }));
-  for (const pid_t pid : pids) {
-    int status = 0;
-    ::waitpid(pid, &status, 0);
-    EXPECT_EQ(status, 0);
-  }
+  expect_all_end_well(pids);
   return std::stoll(file_bytes(folder / "bytes"));
 }
 
