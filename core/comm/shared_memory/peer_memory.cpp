@@ -351,7 +351,10 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
     if (interrupted_.load()) return Outcome::kInterrupted;
     if (has_left) return Outcome::kPeerLeft;
     const auto now = RunClock::now();
-    if (may_spin_ && now - began < kSpin) continue;
+    if (may_spin_ && now - began < kSpin) {
+      std::this_thread::yield();  // the awaited rank may need this core
+      continue;
+    }
     if (now >= until) return Outcome::kTimedOut;
     if (now - asked >= kAskEvery) {
       asked = now;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 namespace tessera::internal {
@@ -131,8 +132,10 @@ SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_o
   peer = -1;
   if (is_over()) return Outcome::kDone;
   const auto began = RunClock::now();
-  while (memory_.may_spin() && RunClock::now() - began < PeerMemory::kSpin)
+  while (memory_.may_spin() && RunClock::now() - began < PeerMemory::kSpin) {
     if (is_over()) return Outcome::kDone;
+    std::this_thread::yield();  // the awaited rank may need this core
+  }
   const auto find = [&](auto holds) {
     for (peer = 0; peer < ranks_; ++peer)
       if (is_awaited(peer) && holds(peer)) return true;
