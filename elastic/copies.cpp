@@ -5,7 +5,6 @@
 #include <iterator>
 #include <set>
 #include <stdexcept>
-#include <utility>
 
 namespace tessera::internal {
 

@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "core/launch/launch_environment.h"

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <future>
 #include <random>
-#include <set>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -21,7 +20,6 @@
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/save/save_job.h"
 #include "core/comm/agreement.h"
-#include "core/comm/group_process.h"
 #include "core/comm/guest/text_exchange.h"
 #include "core/comm/store_client.h"
 #include "core/launch/guest_group.h"

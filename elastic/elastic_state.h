@@ -3,7 +3,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,7 +10,6 @@
 #include <tessera/elastic.h>
 #include "core/comm/group_process.h"
 #include "core/launch/process_setup.h"
-#include "core/runtime/guarded_by.h"
 #include "elastic/copies.h"
 #include "elastic/group_store.h"
 #include "elastic/joining.h"

@@ -14,7 +14,6 @@
 #include <optional>
 #include <system_error>
 #include <utility>
-#include <vector>
 
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"

@@ -2,7 +2,6 @@
 // sharded_gradients.cpp.
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 

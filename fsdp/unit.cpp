@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/checks/parameter_checks.h"
-
 namespace tessera::internal {
 
 Unit::Unit(int index, const PlannedUnit& plan, const UnitContext& context, const FlatParameterOptions& options,

@@ -18,7 +18,6 @@
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
-#include <vector>
 
 #include <tessera/detail/listed_optimizer.h>
 #include "core/paging/residency.h"

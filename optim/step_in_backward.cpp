@@ -1,7 +1,6 @@
 #include <tessera/optim/step_in_backward.h>
 
 #include <ATen/Parallel.h>
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/Type.h>
 

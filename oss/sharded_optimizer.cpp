@@ -8,7 +8,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <unordered_set>
-#include <utility>
 
 #include <tessera/detail/parameter_parts.h>
 #include <tessera/optim/lbfgs.h>

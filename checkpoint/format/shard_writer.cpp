@@ -1,7 +1,6 @@
 #include "checkpoint/format/shard_writer.h"
 
 #include <algorithm>
-#include <memory>
 #include <nlohmann/json.hpp>
 
 #include <tessera/errors.h>

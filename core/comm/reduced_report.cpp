@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <utility>
 
 namespace tessera::internal {
 namespace {

@@ -6,7 +6,6 @@
 #include <limits>
 #include <sstream>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "core/comm/agreement.h"

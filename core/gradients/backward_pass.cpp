@@ -1,6 +1,5 @@
 #include "core/gradients/backward_pass.h"
 
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <stdexcept>
-#include <utility>
 
 namespace tessera::internal {
 namespace {

@@ -3,7 +3,6 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_zero.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 

@@ -1,7 +1,6 @@
 #include "core/gradients/finite_check.h"
 
 #include <ATen/ops/_foreach_norm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>

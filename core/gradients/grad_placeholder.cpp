@@ -1,8 +1,5 @@
 #include "core/gradients/grad_placeholder.h"
 
-#include <c10/core/GradMode.h>
-
-#include <stdexcept>
 #include <utility>
 
 namespace tessera::internal {

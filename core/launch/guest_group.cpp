@@ -14,7 +14,6 @@
 #include <utility>
 
 #include <tessera/errors.h>
-#include <tessera/launch.h>
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
 #include "core/comm/guest/guest_transports.h"

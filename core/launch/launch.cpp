@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 #include "core/comm/backends.h"
 #include "core/comm/descriptors.h"
@@ -22,7 +21,6 @@
 #include "core/launch/rendezvous.h"
 #include "core/launch/require.h"
 #include "core/launch/shared_cores.h"
-#include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 #include "core/runtime/warn.h"
 #include "core/trace/trace.h"

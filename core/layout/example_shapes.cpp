@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
-#include <string>
 
 #include "core/paging/boxed_tensors.h"
 

@@ -1,8 +1,6 @@
 #include "core/layout/unit_plan.h"
 
-#include <stdexcept>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 namespace tessera::internal {

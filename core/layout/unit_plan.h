@@ -3,7 +3,6 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <unordered_set>
 #include <vector>

@@ -1,7 +1,6 @@
 #include <tessera/wrap.h>
 
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 namespace tessera {

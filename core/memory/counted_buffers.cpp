@@ -1,5 +1,4 @@
 #include "core/memory/counted_buffers.h"
-#include "core/memory/memory_kind_scope.h"
 #include "core/runtime/guarded_by.h"
 
 #include <ATen/ops/empty.h>

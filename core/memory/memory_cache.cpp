@@ -10,12 +10,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <system_error>
 #include <thread>
-#include <utility>
-#include <vector>
 
 namespace tessera::internal {
 namespace {

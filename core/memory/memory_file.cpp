@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <sstream>
-#include <utility>
 
 namespace tessera::internal {
 

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <stdexcept>
-#include <string>
 
 #include <tessera/host_results.h>
 #include "core/gradients/backward_pass.h"

@@ -5,8 +5,6 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
-#include <string>
-#include <utility>
 #include <variant>
 
 namespace tessera {

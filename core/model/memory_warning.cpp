@@ -1,7 +1,5 @@
 #include "core/model/memory_warning.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <iomanip>

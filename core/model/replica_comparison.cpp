@@ -1,10 +1,8 @@
 #include "core/model/replica_comparison.h"
 
 #include <ATen/ops/stack.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/view_as_real.h>
 
-#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <stdexcept>

@@ -2,7 +2,6 @@
 
 #include <sstream>
 #include <stdexcept>
-#include <utility>
 #include <vector>
 
 namespace tessera::internal {

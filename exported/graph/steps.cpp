@@ -4,7 +4,6 @@
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <map>
 #include <utility>
 

@@ -1,7 +1,6 @@
 #include <tessera/exported.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/StringUtil.h>
 

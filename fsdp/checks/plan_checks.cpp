@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/comm/agreement.h"
-#include "core/layout/shardable.h"
 #include "core/model/module_state.h"
 #include "core/runtime/warn.h"
 

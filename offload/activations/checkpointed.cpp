@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <mutex>
 #include <sstream>
-#include <tuple>
 
 #include <tessera/activation_offload.h>
 #include "core/paging/residency.h"

@@ -5,11 +5,9 @@
 
 #include <algorithm>
 #include <functional>
-#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "core/layout/shard_mark.h"
 #include "core/memory/without_data.h"

@@ -2,7 +2,6 @@
 
 #include <torch/nn/modules/linear.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>

@@ -1,15 +1,11 @@
 #include <tessera/ddp.h>
 
 #include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/abs.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/max.h>
-#include <ATen/ops/norm.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <optional>
 #include <sstream>

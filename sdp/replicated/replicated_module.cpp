@@ -5,7 +5,6 @@
 
 #include <map>
 #include <stdexcept>
-#include <utility>
 
 #include "core/comm/agreement.h"
 #include "core/layout/shardable.h"

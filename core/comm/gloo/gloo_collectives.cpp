@@ -3,9 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/comm/rank_order_sum.h"
 

@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <exception>
-#include <stdexcept>
 #include <utility>
 
 #include "core/comm/gloo/gloo_collectives.h"

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cfenv>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>

@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <exception>
-#include <string>
 #include <string_view>
 #include <vector>
 

@@ -24,7 +24,6 @@
 #include <thread>
 #include <utility>
 
-#include "core/comm/backends.h"
 #include "core/comm/group_process.h"
 #include "core/comm/nccl/nccl_queue.h"
 #include "core/comm/nccl/rank_order_reduction.h"

@@ -14,7 +14,6 @@
 #include <cstring>
 #include <iterator>
 #include <sstream>
-#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <utility>

@@ -6,14 +6,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <ctime>
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <string>
 #include <system_error>
 #include <utility>
 

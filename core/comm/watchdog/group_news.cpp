@@ -4,7 +4,6 @@
 
 #include <sstream>
 #include <thread>
-#include <utility>
 #include <vector>
 
 namespace tessera::internal {

@@ -2,13 +2,10 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <exception>
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <utility>
-#include <vector>
 
 #include "core/comm/store_client.h"
 #include "core/comm/watchdog/stall_search.h"

@@ -1,10 +1,5 @@
 #include "core/comm/watchdog/watchdog_loop.h"
 
-#include <deque>
-#include <exception>
-#include <memory>
-#include <utility>
-
 #include "core/comm/store_client.h"
 #include "core/runtime/call_with_timeout.h"
 
