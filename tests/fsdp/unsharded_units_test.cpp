@@ -1,5 +1,5 @@
 // Prefetch and eviction, on one rank: units that are cast are sharded there, too.
-#include "fsdp/unsharded_units.h"
+#include "fsdp/scheduler.h"
 
 #include "tests/fsdp/linear_chain.h"
 
