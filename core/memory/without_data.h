@@ -8,22 +8,24 @@ namespace tessera::internal {
 // data by pointer instead of operators must be skipped.
 class WithoutDataScope {
  public:
-  WithoutDataScope();
+  static bool in_effect() { return in_effect_; }
 
  private:
-  const ThreadScope<bool> scope_;
+  static inline thread_local bool in_effect_ = false;
+  const ThreadScope<bool> scope_{in_effect_, true};
 };
-bool is_without_data();  // whether this thread is in a WithoutDataScope
+inline bool is_without_data() { return WithoutDataScope::in_effect(); }
 
 // While this object exists, its thread waits for every asynchronous transfer that it starts. So memory use does not
 // depend on the speed of a disk (record_run()).
 class WaitForTransfersScope {
  public:
-  WaitForTransfersScope();
+  static bool in_effect() { return in_effect_; }
 
  private:
-  const ThreadScope<bool> scope_;
+  static inline thread_local bool in_effect_ = false;
+  const ThreadScope<bool> scope_{in_effect_, true};
 };
-bool waits_for_transfers();  // whether this thread is in a WaitForTransfersScope
+inline bool waits_for_transfers() { return WaitForTransfersScope::in_effect(); }
 
 }  // namespace tessera::internal
