@@ -1,6 +1,8 @@
 #include <tessera/host_results.h>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
 
 #include <cstdint>
 #include <vector>
@@ -21,6 +23,12 @@ at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string
   const at::Tensor all = at::empty(sizes, travels.options());
   comm.all_gather(all, travels, {}, what).wait();
   return comm.to_host(all, what);
+}
+
+int ranks_with_data(Communicator& comm, bool has_data) {
+  c10::InferenceMode quiet;
+  const at::Tensor own = at::full({1}, has_data ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+  return static_cast<int>(reduce_to_host(comm, own, ReduceOp::kSum, "the number of ranks with data").item<int64_t>());
 }
 
 }  // namespace tessera
