@@ -3,16 +3,61 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <exception>
+#include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "core/comm/gloo/gloo_collectives.h"
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/comm/store_client.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
 namespace {
+
+// A PrefixStore whose waits another thread can interrupt. c10d's own wait() cannot be interrupted, and it blocks all
+// other calls of the store, such as those of a Watchdog. Therefore wait() of this class polls. Thread-safe if the
+// underlying store is thread-safe.
+class InterruptibleStore : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+
+  // Makes current and later waits throw std::runtime_error, unless their keys exist.
+  void interrupt() { is_interrupted_ = true; }
+  bool is_interrupted() const { return is_interrupted_; }
+  // Whether a wait has exceeded its timeout and thrown std::runtime_error.
+  bool has_timed_out() const { return has_timed_out_; }
+
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+    constexpr std::chrono::microseconds kLongestPause{50'000};
+    const auto began = RunClock::now();
+    for (std::chrono::microseconds pause{100}; !check(keys); pause = std::min(2 * pause, kLongestPause)) {
+      if (is_interrupted_) throw std::runtime_error("the group is closed");
+      if (RunClock::now() - began > timeout) {
+        has_timed_out_ = true;
+        throw std::runtime_error(c10::str("timed out after ", static_cast<double>(timeout.count()) * 1e-3, " s"));
+      }
+      std::this_thread::sleep_for(pause);
+    }
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys);
+    return PrefixStore::multiGet(keys);
+  }
+
+ private:
+  std::atomic<bool> is_interrupted_ = false, has_timed_out_ = false;
+};
 
 // A wait for other ranks to connect, which the watchdog can end.
 class MeetingWait : public InterruptibleWait {
