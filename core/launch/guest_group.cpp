@@ -16,9 +16,8 @@
 #include <tessera/errors.h>
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
+#include "core/comm/guest/guest_store.h"
 #include "core/comm/guest/guest_transports.h"
-#include "core/comm/guest/memory_store.h"
-#include "core/comm/guest/shared_store.h"
 #include "core/comm/guest/text_exchange.h"
 #include "core/comm/nccl/nccl_communicator.h"
 #include "core/launch/local_address.h"
