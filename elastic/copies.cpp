@@ -8,8 +8,6 @@
 
 namespace tessera::internal {
 
-using nlohmann::json;
-
 int64_t block_count(int64_t bytes) { return (bytes + kCopyBlockBytes - 1) / kCopyBlockBytes; }
 
 std::string read_block(const CopiedFile& file, size_t index) {
@@ -41,22 +39,6 @@ void CopiedFile::read(void* data, int64_t count, int64_t position) const {
     position += part;
     count -= part;
   }
-}
-
-json to_json(const std::vector<HeldStep>& held) {
-  json entries = json::array();
-  for (const HeldStep& step : held)
-    entries.push_back(
-        {{"generation", step.generation}, {"step", step.step}, {"world", step.world}, {"owners", step.owners}});
-  return entries;
-}
-
-std::vector<HeldStep> held_from_json(const json& entries) {
-  std::vector<HeldStep> held;
-  for (const json& entry : entries)
-    held.push_back({entry.at("generation").get<int64_t>(), entry.at("step").get<int64_t>(),
-                    entry.at("world").get<int>(), entry.at("owners").get<std::vector<int>>()});
-  return held;
 }
 
 CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held) {

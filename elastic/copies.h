@@ -46,6 +46,8 @@ struct PartName {
   int owner = 0;  // the rank in that group that owns the part
   auto operator<=>(const PartName&) const = default;
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PartName, generation, step, owner)
+
 struct CopiedPart {
   int world = 0;            // number of ranks of the group
   std::string description;  // the part's entries of the manifest (describe_part())
@@ -61,8 +63,7 @@ struct HeldStep {
   int world = 0;
   std::vector<int> owners;
 };
-nlohmann::json to_json(const std::vector<HeldStep>& held);
-std::vector<HeldStep> held_from_json(const nlohmann::json& entries);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HeldStep, generation, step, world, owners)
 
 // newest_complete_step() returns the newest step for which the members together hold every part, and the holders of
 // each part. `held` is indexed by member. Returns a world of 0 if there is no such step. A step of a later generation
@@ -72,6 +73,7 @@ struct CompleteStep {
   int world = 0;
   std::vector<std::vector<int>> holders;  // by owner: the members that hold its part, in ascending order
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompleteStep, generation, step, world, holders)
 CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held);
 
 // Returns the ranks that must hold copies of the part of `rank`: `copies` ranks, of other hosts first. Returns fewer if

@@ -164,9 +164,9 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   const auto members = exchange("members", [&] {
     start_server();
     if (rank == 0) serve_store(group_);
-    return to_json(self_).dump();
+    return json(self_).dump();
   });
-  for (const std::string& text : members) group_.members.push_back(member_from_json(json::parse(text)));
+  for (const std::string& text : members) group_.members.push_back(json::parse(text).get<Member>());
   group_.store = group_.members[0];
   await_readers(store, rank, size, timeout);
   run_id_ = group_.members[0].id;
@@ -262,8 +262,7 @@ PeerMessage ElasticState::answer(PartReceiver& receiver, PeerMessage&& request) 
   if (op == "share_part" || op == "begin_part" || op == "block" || op == "end_part")
     return receiver.answer(std::move(request));
   const json& fields = request.fields;
-  const auto part = copies_.find(
-      {fields.at("generation").get<int64_t>(), fields.at("step").get<int64_t>(), fields.at("owner").get<int>()});
+  const auto part = copies_.find(fields.get<PartName>());
   if (!part) throw std::runtime_error("this process does not hold the part");
   PeerMessage answer;
   if (op == "describe") {
@@ -507,17 +506,15 @@ json ElasticRunState::restore_from_memory() {
     if (comm_->rank() != 0) return;
     std::vector<std::string> descriptions;
     for (int owner = 0; owner < step.world; ++owner) {
-      if (const auto own = all_.copies().find({step.generation, step.step, owner})) {
+      const PartName name{step.generation, step.step, owner};
+      if (const auto own = all_.copies().find(name)) {
         descriptions.push_back(own->description);
         continue;
       }
+      json request = name;
+      request["op"] = "describe";
       const Member& holder = holders[static_cast<size_t>(owner)].front();
-      descriptions.push_back(
-          ask_member(holder,
-                     {{{"op", "describe"}, {"generation", step.generation}, {"step", step.step}, {"owner", owner}}, {}},
-                     patience)
-              .fields.at("description")
-              .get<std::string>());
+      descriptions.push_back(ask_member(holder, {request, {}}, patience).fields.at("description").get<std::string>());
     }
     text = format_manifest(assemble_manifest(descriptions, id_of_step(all_.run_id(), step.generation, step.step)));
   });

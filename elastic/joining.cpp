@@ -41,14 +41,14 @@ void replace(const fs::path& path, const json& content, const std::string& id) {
     throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path.string() + ": " + error.message());
 }
 
-// Returns the parsed content of a file; nullopt if it cannot be opened. Throws std::runtime_error if it is damaged.
-template <class Parse>
-auto read_as(const fs::path& path, Parse parse) -> std::optional<decltype(parse(json()))> {
+// Returns the content of a file; nullopt if it cannot be opened. Throws std::runtime_error if it is damaged.
+template <class T>
+std::optional<T> read_as(const fs::path& path) {
   std::ifstream file(path);
   if (!file) return std::nullopt;
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   try {
-    return parse(json::parse(text));
+    return json::parse(text).get<T>();
   } catch (const json::exception& error) {
     throw std::runtime_error("ElasticOptions::rendezvous: " + path.string() +
                              " is damaged; delete it if no run uses the folder: " + error.what());
@@ -57,47 +57,25 @@ auto read_as(const fs::path& path, Parse parse) -> std::optional<decltype(parse(
 
 }  // namespace
 
-json to_json(const RunFacts& facts) {
-  json members = json::array();
-  for (const Member& member : facts.members) members.push_back(to_json(member));
-  return {{"run", facts.run_id},
-          {"first_world", facts.first_world},
-          {"generation", facts.generation},
-          {"members", std::move(members)},
-          {"has_ended", facts.has_ended}};
-}
-
-RunFacts facts_from_json(const json& fields) {
-  RunFacts facts;
-  facts.run_id = fields.at("run").get<std::string>();
-  facts.first_world = fields.at("first_world").get<int>();
-  facts.generation = fields.at("generation").get<int64_t>();
-  for (const json& member : fields.at("members")) facts.members.push_back(member_from_json(member));
-  facts.has_ended = fields.at("has_ended").get<bool>();
-  return facts;
-}
-
 RunFile::RunFile(const fs::path& folder) : path_(folder / "elastic-run.json") {}
 
-void RunFile::write(const RunFacts& facts, const std::string& id) const { replace(path_, to_json(facts), id); }
+void RunFile::write(const RunFacts& facts, const std::string& id) const { replace(path_, facts, id); }
 
-std::optional<RunFacts> RunFile::read() const {
-  return read_as(path_, [](const json& fields) { return facts_from_json(fields); });
-}
+std::optional<RunFacts> RunFile::read() const { return read_as<RunFacts>(path_); }
 
 fs::path RunFile::record_path(const std::string& run_id, int64_t generation) const {
   return path_.string() + "." + run_id + "." + std::to_string(generation);
 }
 
 void RunFile::record(const std::string& run_id, const Decision& decision, const std::string& id) const {
-  replace(record_path(run_id, decision.generation), to_json(decision), id);
+  replace(record_path(run_id, decision.generation), decision, id);
 }
 
-std::optional<json> RunFile::recorded(const std::string& run_id, int64_t generation) const {
+std::optional<Decision> RunFile::recorded(const std::string& run_id, int64_t generation) const {
   const fs::path path = record_path(run_id, generation);
   std::error_code error;
   if (fs::status(path, error).type() == fs::file_type::not_found) return std::nullopt;
-  auto decision = read_as(path, [](const json& fields) { return to_json(decision_from_json(fields)); });
+  auto decision = read_as<Decision>(path);
   if (!decision) throw std::runtime_error("ElasticOptions::rendezvous: cannot read " + path.string());
   return decision;
 }
@@ -173,7 +151,7 @@ void JoinRequests::leave() {
 }
 
 json JoinRequests::answer(const json& request) {
-  const Member member = member_from_json(request.at("member"));
+  const auto member = request.at("member").get<Member>();
   const auto options = request.at("options").get<std::string>();
   std::unique_lock lock(mutex_);
   if (!facts_) return json::object();
@@ -184,9 +162,9 @@ json JoinRequests::answer(const json& request) {
          ", this run " + refusal.at("refused").get<std::string>() + "; expected equal ElasticOptions in all processes");
     return refusal;
   }
-  json answer{{"facts", to_json(*facts_)}};
+  json answer{{"facts", *facts_}};
   if (std::ranges::count(group_.members, member) > 0) {
-    answer["decision"] = to_json(group_);
+    answer["decision"] = group_;
     return answer;
   }
   const auto known = std::ranges::find(requests_, member, &Request::member);
@@ -230,8 +208,7 @@ std::optional<Joiner::Place> Joiner::ask() {
     json answer;
     try {
       answer =
-          ask_member(member, {{{"op", "join"}, {"member", to_json(self_)}, {"options", options_}}, {}}, kPromptAnswer)
-              .fields;
+          ask_member(member, {{{"op", "join"}, {"member", self_}, {"options", options_}}, {}}, kPromptAnswer).fields;
     } catch (const PeerError& error) {  // the member is lost or silent
       if (error.is_gone()) continue;
       are_all_gone_ = false;
@@ -244,8 +221,8 @@ std::optional<Joiner::Place> Joiner::ask() {
     if (!answer.contains("facts")) continue;  // the member has left the run
     has_answer_ = true;
     are_all_gone_ = false;
-    RunFacts facts = facts_from_json(answer.at("facts"));
-    if (answer.contains("decision")) return Place{std::move(facts), decision_from_json(answer.at("decision"))};
+    auto facts = answer.at("facts").get<RunFacts>();
+    if (answer.contains("decision")) return Place{std::move(facts), answer.at("decision").get<Decision>()};
     if (facts.generation > run_->generation) run_ = std::move(facts);
   }
   return std::nullopt;

@@ -40,8 +40,7 @@ struct RunFacts {
   std::vector<Member> members;
   bool has_ended = false;  // the run has ended without an error
 };
-nlohmann::json to_json(const RunFacts& facts);
-RunFacts facts_from_json(const nlohmann::json& fields);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunFacts, run_id, first_world, generation, members, has_ended)
 
 // The file by which later processes find the run.
 class RunFile {
@@ -57,7 +56,7 @@ class RunFile {
   // std::runtime_error.
   void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
   // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error.
-  std::optional<nlohmann::json> recorded(const std::string& run_id, int64_t generation) const;
+  std::optional<Decision> recorded(const std::string& run_id, int64_t generation) const;
   // Returns whether the file names a later group of the run, or says that the run has ended. Throws std::runtime_error.
   bool has_later_group(const std::string& run_id, int64_t generation) const;
   // Deletes the records of a run that has ended.

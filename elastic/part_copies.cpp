@@ -25,14 +25,6 @@ namespace {
 constexpr int64_t kBlockBytes = SaveOptions{}.block_bytes;
 constexpr int64_t kSent = -1;  // replaces the index of a memory if the request contains the bytes
 
-json to_json(const PartName& name) {
-  return {{"generation", name.generation}, {"step", name.step}, {"owner", name.owner}};
-}
-
-PartName part_name_from_json(const json& fields) {
-  return {fields.at("generation").get<int64_t>(), fields.at("step").get<int64_t>(), fields.at("owner").get<int>()};
-}
-
 std::shared_ptr<CopiedPart> part_from_json(const json& fields) {
   auto part = std::make_shared<CopiedPart>();
   part->world = fields.at("world").get<int>();
@@ -41,7 +33,7 @@ std::shared_ptr<CopiedPart> part_from_json(const json& fields) {
 }
 
 PeerMessage request_of(const char* op, const PartName& name, const CopiedPart& part) {
-  PeerMessage request{to_json(name), {}};
+  PeerMessage request{name, {}};
   request.fields["op"] = op;
   request.fields["world"] = part.world;
   request.fields["description"] = part.description;
@@ -149,7 +141,7 @@ bool share_part(PeerConnection& to, const PartName& name, const CopiedPart& part
 }
 
 PeerMessage PartReceiver::map_part(const json& fields, std::string bytes) {
-  const PartName part_name = part_name_from_json(fields);
+  const PartName part_name = fields.get<PartName>();
   const auto before = store_.newest(part_name.generation, part_name.owner);
   auto part = part_from_json(fields);
   try {
@@ -181,7 +173,7 @@ PeerMessage PartReceiver::answer(PeerMessage&& request) {
   if (op == "share_part") return map_part(fields, std::move(request.bytes));
   PeerMessage answer;
   if (op == "begin_part") {
-    name_ = part_name_from_json(fields);
+    name_ = fields.get<PartName>();
     part_ = part_from_json(fields);
     const auto before = store_.newest(name_.generation, name_.owner);
     json& needed = answer.fields["needed"] = json::object();

@@ -150,9 +150,7 @@ PartName PartFolder::part_of(const std::string& file) const {
 
 PeerMessage PartFolder::ask_holders(const std::string& file, json fields) const {
   const PartName name = part_of(file);
-  fields["generation"] = name.generation;
-  fields["step"] = name.step;
-  fields["owner"] = name.owner;
+  fields.update(name);
   fields["file"] = file;
   std::string errors;
   for (const Member& holder : holders_[static_cast<size_t>(name.owner)]) {

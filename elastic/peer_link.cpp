@@ -170,15 +170,6 @@ int connect_to(const Member& member, milliseconds patience, const std::atomic<bo
 
 }  // namespace
 
-json to_json(const Member& member) {
-  return {{"id", member.id}, {"address", member.address}, {"port", member.port}, {"host", member.host}};
-}
-
-Member member_from_json(const json& fields) {
-  return {fields.at("id").get<std::string>(), fields.at("address").get<std::string>(), fields.at("port").get<int>(),
-          fields.at("host").get<std::string>()};
-}
-
 PeerConnection::PeerConnection(const Member& member, milliseconds patience, const std::atomic<bool>* is_cancelled)
     : member_(member), is_cancelled_(is_cancelled), descriptor_(connect_to(member, patience, is_cancelled)) {}
 

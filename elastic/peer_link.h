@@ -33,8 +33,7 @@ struct Member {
   std::string host;  // equal for processes of one host
   bool operator==(const Member&) const = default;
 };
-nlohmann::json to_json(const Member& member);
-Member member_from_json(const nlohmann::json& fields);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Member, id, address, port, host)
 
 // A request failed. `is_gone`: the process has provably ended, because its host refuses connections to its port or
 // another process answers there. Otherwise the process may live: it is stopped, slow, or cannot be reached.

@@ -19,47 +19,7 @@ namespace {
 constexpr milliseconds kSilentPause{500};  // pause between two requests to a silent member
 constexpr milliseconds kPause{5};
 
-json members_to_json(const std::vector<Member>& members) {
-  json all = json::array();
-  for (const Member& member : members) all.push_back(to_json(member));
-  return all;
-}
-
-std::vector<Member> members_from_json(const json& all) {
-  std::vector<Member> members;
-  for (const json& member : all) members.push_back(member_from_json(member));
-  return members;
-}
-
 }  // namespace
-
-json to_json(const Decision& decision) {
-  return {{"generation", decision.generation},
-          {"members", members_to_json(decision.members)},
-          {"store", to_json(decision.store)},
-          {"step_generation", decision.step.generation},
-          {"step", decision.step.step},
-          {"world", decision.step.world},
-          {"holders", decision.step.holders},
-          {"sources", members_to_json(decision.sources)},
-          {"world_before", decision.world_before},
-          {"lost", decision.lost},
-          {"joined", decision.joined}};
-}
-
-Decision decision_from_json(const json& fields) {
-  Decision decision;
-  decision.generation = fields.at("generation").get<int64_t>();
-  decision.members = members_from_json(fields.at("members"));
-  decision.store = member_from_json(fields.at("store"));
-  decision.step = {fields.at("step_generation").get<int64_t>(), fields.at("step").get<int64_t>(),
-                   fields.at("world").get<int>(), fields.at("holders").get<std::vector<std::vector<int>>>()};
-  decision.sources = members_from_json(fields.at("sources"));
-  decision.world_before = fields.at("world_before").get<int>();
-  decision.lost = fields.at("lost").get<std::vector<int>>();
-  decision.joined = fields.at("joined").get<std::vector<int>>();
-  return decision;
-}
 
 bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead) {
   if (2 * static_cast<int>(agreeing.size()) > group_size) return true;
@@ -81,7 +41,7 @@ void Acceptor::arrive(int64_t generation, const std::vector<HeldStep>& held) {
   const std::lock_guard lock(mutex_);
   if (generation != generation_) return;
   has_arrived_ = true;
-  held_ = to_json(held);
+  held_ = held;
 }
 
 void Acceptor::retire() {
@@ -163,7 +123,7 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
       // A joined process that has not yet learned of this group must not count as the leader.
       seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
       seen.has_arrived = answer.at("arrived").get<bool>();
-      if (seen.has_arrived) seen.held = held_from_json(answer.at("held"));
+      if (seen.has_arrived) answer.at("held").get_to(seen.held);
       if (answer.contains("decision")) found_ = answer.at("decision");
       answers[member] = std::move(answer);
     } catch (const PeerError& error) {
@@ -239,7 +199,7 @@ Decision Regroup::run() {
     }
     if (!found_) std::this_thread::sleep_for(kPause);
   }
-  Decision decision = decision_from_json(*found_);
+  auto decision = found_->get<Decision>();
   std::vector<int> answering;
   for (const int member : first_members(size))
     if (member != rank_ && seen_[static_cast<size_t>(member)].has_answered) answering.push_back(member);
@@ -280,7 +240,7 @@ bool Regroup::may_decide(const std::set<int>& agreeing) {
   const int size = static_cast<int>(seen_.size());
   if (!is_quorum(size, agreeing, gone())) return false;
   if (is_quorum(size, agreeing, {})) return true;
-  if (options_.recorded) found_ = options_.recorded();
+  if (const auto recorded = options_.recorded ? options_.recorded() : std::nullopt) found_ = *recorded;
   if (!found_ && options_.has_gone_on && options_.has_gone_on())
     throw CommError(
         "rank " + std::to_string(rank_) + " of " + std::to_string(size) +
@@ -315,7 +275,7 @@ std::optional<json> Regroup::propose() {
     Decision decision = compose(agreeing);
     if (static_cast<int>(decision.members.size()) < options_.least_ranks) return std::nullopt;
     serve_store_(decision);
-    value = to_json(decision);
+    value = decision;
   }
   agreeing.clear();
   for (const auto& [member, answer] :

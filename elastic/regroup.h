@@ -37,8 +37,7 @@ struct Decision {
   int world_before = 0;
   std::vector<int> lost, joined;
 };
-nlohmann::json to_json(const Decision& decision);
-Decision decision_from_json(const nlohmann::json& fields);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Decision, generation, members, store, step, sources, world_before, lost, joined)
 
 // Returns whether the agreeing members may decide for the group. Both sets contain indices of the group's members.
 bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead);
@@ -79,7 +78,7 @@ struct RegroupOptions {
   // Returns the processes that wait to join and hold no parts. Those that answer become members. If null, none joins.
   std::function<std::vector<Member>()> joiners = nullptr;
   // Returns the decision that a member has recorded to let a process in, or nullopt. If null, there are no records.
-  std::function<std::optional<nlohmann::json>()> recorded = nullptr;
+  std::function<std::optional<Decision>()> recorded = nullptr;
   // Returns whether the run's file names a later group or says that the run has ended. If so, proofs of death do not
   // count. If null, there is no file.
   std::function<bool()> has_gone_on = nullptr;
