@@ -295,11 +295,8 @@ void ElasticState::await_members() {
     for (bool is_here = other == rank_; !is_here;) {
       std::string state = "has not entered the new group in time";
       try {
-        const json answer = ask_member(group_.members[static_cast<size_t>(other)],
-                                       {{{"op", "look"}, {"generation", group_.generation}}, {}}, kPromptAnswer)
-                                .fields;
-        if (answer.at("arrived").get<bool>() || answer.contains("retired") || answer.contains("decision"))
-          throw CommError(c10::str("rank ", other, " has left the new group"));
+        const json answer = look_at(group_.members[static_cast<size_t>(other)], group_.generation, kPromptAnswer);
+        if (has_left(answer)) throw CommError(c10::str("rank ", other, " has left the new group"));
         is_here = answer.at("takes_part").get<bool>();
       } catch (const PeerError& error) {
         if (error.is_gone()) throw CommError(c10::str("rank ", other, " has ended before it entered the new group"));
@@ -359,10 +356,7 @@ void ElasticState::require_members() const {
   for (size_t other = 0; other < group_.members.size(); ++other) {
     if (static_cast<int>(other) == rank_) continue;
     try {
-      const json answer =
-          ask_member(group_.members[other], {{{"op", "look"}, {"generation", group_.generation}}, {}}, kPromptAnswer)
-              .fields;
-      if (answer.at("arrived").get<bool>() || answer.contains("retired") || answer.contains("decision"))
+      if (has_left(look_at(group_.members[other], group_.generation, kPromptAnswer)))
         throw CommError(c10::str("rank ", other, " has left the group"));
     } catch (const PeerError& error) {
       if (error.is_gone()) throw CommError(c10::str("rank ", other, " has ended"));
@@ -374,10 +368,7 @@ bool ElasticState::has_lost_member() const {
   for (size_t i = 0; i < group_.members.size(); ++i) {
     if (static_cast<int>(i) == rank_) continue;
     try {
-      const json answer = ask_member(group_.members[i], {{{"op", "look"}, {"generation", group_.generation}}, {}},
-                                     options_.stopped_after)
-                              .fields;
-      if (answer.at("arrived").get<bool>() || answer.contains("retired") || answer.contains("decision")) return true;
+      if (has_left(look_at(group_.members[i], group_.generation, options_.stopped_after))) return true;
     } catch (const PeerError&) {
       return true;
     }

@@ -101,9 +101,7 @@ bool is_alive(const RunFile& file) {
   if (!run || run->has_ended) return false;
   return std::ranges::any_of(run->members, [&](const Member& member) {
     try {
-      const json answer =
-          ask_member(member, {{{"op", "look"}, {"generation", run->generation}}, {}}, kPromptAnswer).fields;
-      return !answer.contains("retired");
+      return !look_at(member, run->generation, kPromptAnswer).contains("retired");
     } catch (const std::runtime_error&) {  // the member has ended or is silent; another one may answer
       return false;
     }
@@ -115,8 +113,7 @@ bool has_ended(const RunFile& file) try {
   if (!run || run->has_ended) return true;
   return std::ranges::all_of(run->members, [&](const Member& member) {
     try {
-      return ask_member(member, {{{"op", "look"}, {"generation", run->generation}}, {}}, kPromptAnswer)
-          .fields.contains("retired");
+      return look_at(member, run->generation, kPromptAnswer).contains("retired");
     } catch (const PeerError& error) {
       return error.is_gone();
     }

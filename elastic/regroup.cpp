@@ -21,6 +21,14 @@ constexpr milliseconds kPause{5};
 
 }  // namespace
 
+json look_at(const Member& member, int64_t generation, milliseconds patience) {
+  return ask_member(member, {{{"op", "look"}, {"generation", generation}}, {}}, patience).fields;
+}
+
+bool has_left(const json& looked) {
+  return looked.at("arrived").get<bool>() || looked.contains("retired") || looked.contains("decision");
+}
+
 bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead) {
   if (2 * static_cast<int>(agreeing.size()) > group_size) return true;
   std::set<int> all = agreeing;

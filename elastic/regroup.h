@@ -39,6 +39,11 @@ struct Decision {
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Decision, generation, members, store, step, sources, world_before, lost, joined)
 
+// Asks a member what its Acceptor knows of the group of this generation. Throws like ask_member().
+nlohmann::json look_at(const Member& member, int64_t generation, std::chrono::milliseconds patience);
+// Returns whether a member with this answer has left the group.
+bool has_left(const nlohmann::json& looked);
+
 // Returns whether the agreeing members may decide for the group. Both sets contain indices of the group's members.
 bool is_quorum(int group_size, const std::set<int>& agreeing, const std::set<int>& proven_dead);
 
