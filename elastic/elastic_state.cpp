@@ -1,6 +1,6 @@
 #include "elastic/elastic_state.h"
 
-#include <ATen/ops/full.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -15,6 +15,7 @@
 #include <tessera/checkpoint.h>
 #include <tessera/distributed_sampler.h>
 #include <tessera/errors.h>
+#include <tessera/host_results.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/outcome.h"
@@ -546,10 +547,8 @@ json ElasticRunState::restore(const TrainingState& state) {
     return *extra;
   }
   // If a step was complete before, training must not silently start again from step 0.
-  const at::Tensor are_lost = at::full({1}, change_ && all_.has_had_copies() ? 1 : 0,
-                                       at::TensorOptions().dtype(at::kInt).device(comm_->device()));
-  comm_->all_reduce(are_lost, ReduceOp::kMax, "whether copies are lost").wait();
-  if (comm_->to_host(are_lost, "whether copies are lost").item<int>() == 1) {
+  const at::Tensor are_lost = at::scalar_tensor(change_ && all_.has_had_copies() ? 1 : 0, at::kInt);
+  if (reduce_to_host(*comm_, are_lost, ReduceOp::kMax, "whether copies are lost").item<int>() == 1) {
     all_.note_complete_copy();  // after this error, a process that has joined must not start from step 0
     throw CheckpointError(
         "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
@@ -576,11 +575,9 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
   }
   // The ranks agree on the minimum of each value. Only rank 0 decides to grow: it leads a regroup without a loss.
   const bool may_grow = comm_->rank() != 0 || all_.may_grow();
-  const at::Tensor agreed =
-      at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions(at::kCPU).dtype(at::kInt))
-          .to(comm_->device());
-  comm_->all_reduce(agreed, ReduceOp::kMin, "whether a step is copied").wait();
-  const at::Tensor values = comm_->to_host(agreed, "whether a step is copied");
+  const at::Tensor own =
+      at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions(at::kCPU).dtype(at::kInt));
+  const at::Tensor values = reduce_to_host(*comm_, own, ReduceOp::kMin, "whether a step is copied");
   const Agreed result{values[0].item<int>() == 1, values[1].item<int>() == 1};
   if (name && result.is_copied) {
     all_.copies().free_before(name->generation, name->step);
