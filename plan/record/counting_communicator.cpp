@@ -9,6 +9,7 @@
 
 #include "core/comm/collective.h"
 #include "core/comm/shared_memory/shared_rounds_plan.h"
+#include "core/comm/traffic.h"
 #include "plan/record/recorder.h"
 
 namespace tessera::internal {
@@ -110,32 +111,6 @@ void CountingCommunicator::require_values(std::string_view what) const {
                               std::string(what) + "; omit that in the dry run");
 }
 
-void CountingCommunicator::count_as_sent(const Collective& collective, int64_t bytes) {
-  const at::Tensor& shard = collective.shard;
-  const int64_t others = size() - 1;
-  const auto own_bytes = shard.defined() ? static_cast<int64_t>(shard.nbytes()) : 0;
-  const bool is_root = rank() == collective.root;
-  switch (collective.kind) {
-    case Collective::kAllGather:
-      return count_sent(own_bytes * others);
-    case Collective::kReduceScatter:
-      return count_sent(bytes - own_bytes);
-    case Collective::kAllReduce:
-    case Collective::kBackendAllReduce:
-      return count_sent(2 * bytes * others / size());
-    case Collective::kBroadcast:
-      return count_sent(is_root ? bytes * others : 0);
-    case Collective::kReduce:
-      return count_sent(is_root ? 0 : bytes);
-    case Collective::kScatter:
-      return count_sent(is_root ? bytes - own_bytes : 0);
-    case Collective::kAllToAll:
-      return count_sent(
-          (collective.all_to_all.sent.numel() - collective.all_to_all.send_counts[static_cast<size_t>(rank())]) *
-          static_cast<int64_t>(collective.all_to_all.sent.element_size()));
-  }
-}
-
 // Computes the result as if every rank had this rank's values.
 void CountingCommunicator::fill(const Collective& collective) const {
   const auto kind = collective.kind;
@@ -193,7 +168,8 @@ Pending CountingCommunicator::start(Collective collective) {
     const size_t place = recorder->add_collective(std::move(recorded));
     pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
   }
-  count_as_sent(collective, bytes);
+  // Counts a broadcast as one message from the root to each other rank.
+  count_sent(bytes_sent(collective, rank(), size()) * (collective.kind == Collective::kBroadcast ? size() - 1 : 1));
   const bool is_void =
       std::ranges::any_of(tensors, &Recorder::is_void) || std::ranges::any_of(collective.pieces, &Recorder::is_void);
   if (!is_void) {

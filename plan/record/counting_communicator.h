@@ -36,7 +36,6 @@ class CountingCommunicator : public Communicator {
   // `members` has the world ranks of the group's members. Null means all ranks of the world.
   CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members, int ranks_sharing_memory);
 
-  void count_as_sent(const Collective& collective, int64_t bytes);
   void fill(const Collective& collective) const;
 
   const std::shared_ptr<const std::vector<int>> members_;
