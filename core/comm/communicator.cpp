@@ -14,10 +14,9 @@
 
 #include <tessera/host_results.h>
 #include "core/comm/agreement.h"
-#include "core/comm/backend_all_reduce.h"
 #include "core/comm/collective.h"
 #include "core/comm/group_process.h"
-#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/library_collectives.h"
 #include "core/comm/single_thread_checker.h"
 #include "core/comm/traffic.h"
 #include "core/memory/memory_kind_scope.h"

@@ -7,8 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/backend_all_reduce.h"
-#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/library_collectives.h"
 
 namespace tessera::internal {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/library_collectives.h"
 #include "core/gradients/gradient_part.h"
 #include "core/layout/tensor_signature.h"
 #include "core/paging/residency.h"

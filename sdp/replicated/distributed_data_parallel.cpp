@@ -11,7 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/library_collectives.h"
 #include "core/model/shard_norm.h"
 #include "core/runtime/lazy_values.h"
 #include "sdp/replicated/replicated_gradients.h"

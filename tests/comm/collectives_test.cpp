@@ -12,8 +12,7 @@
 #include <numeric>
 #include <random>
 
-#include "core/comm/backend_all_reduce.h"
-#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/library_collectives.h"
 #include "core/comm/reduced_report.h"
 #include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "core/comm/gloo/gloo_connections.h"
-#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/library_collectives.h"
 #include "tests/guest/guests.h"
 
 namespace {
