@@ -52,10 +52,6 @@ std::string random_text() {
 // regroup() throws when a failure after one step has been repeated this many times without the loss of a rank.
 constexpr int kMostFailuresAtStep = 2;
 
-std::string ranks_text(const std::vector<int>& ranks) {
-  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
-}
-
 std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // Returns "rank 2 of 4 was lost (...), rank 3 joined; 4 ranks go on from step 120 in memory".

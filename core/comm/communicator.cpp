@@ -67,15 +67,6 @@ class TracedOperation : public Pending::Operation {
   Pending pending_;
 };
 
-// Returns a text that names at most eight ranks and counts the rest, to keep the errors of large groups readable.
-std::string ranks_text(const std::vector<int>& members) {
-  constexpr size_t kMostNamed = 8;
-  const size_t named = std::min(members.size(), kMostNamed);
-  const std::vector<int> first(members.begin(), members.begin() + static_cast<std::ptrdiff_t>(named));
-  const std::string more = members.size() > named ? c10::str(" and ", members.size() - named, " more") : "";
-  return c10::str("ranks ", c10::Join(", ", first), more);
-}
-
 // Copies `from` to `to`, unless they share memory. Uses inference mode, so that autograd does not record the copy.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   c10::InferenceMode quiet;

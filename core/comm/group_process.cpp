@@ -4,8 +4,9 @@
 #include <c10/util/StringUtil.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <mutex>
-#include <vector>
+#include <span>
 
 #include <tessera/errors.h>
 #include "core/runtime/guarded_by.h"
@@ -47,6 +48,13 @@ LiveGroup::~LiveGroup() {
 void call_after_last_group(void (*act)()) {
   std::lock_guard lock(counting);
   after_last_group.push_back(act);
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  constexpr size_t kMostNamed = 8;
+  const size_t named = std::min(ranks.size(), kMostNamed);
+  const std::string more = ranks.size() > named ? c10::str(" and ", ranks.size() - named, " more") : "";
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", std::span(ranks).first(named)), more);
 }
 
 std::string text_of(const std::exception_ptr& exception) {

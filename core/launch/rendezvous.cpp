@@ -43,16 +43,8 @@ constexpr char kClocks[] = "clocks";
 constexpr char kToken[] = "token";  // key of the token's hash
 constexpr char kEnded[] = "ended";  // key of the number of a rank that ended before all had joined
 constexpr char kSilent[] = "whoever listens there does not answer: it is no store, or its process has stopped";
-constexpr size_t kMostRanksNamed = 8;
 
 std::string seconds_text(milliseconds duration) { return c10::str(static_cast<double>(duration.count()) / 1000, " s"); }
-
-std::string name_ranks(const std::vector<int>& ranks) {
-  const size_t named = std::min(ranks.size(), kMostRanksNamed);
-  const std::string more = ranks.size() > named ? c10::str(" and ", ranks.size() - named, " more") : "";
-  const std::vector<int> first(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(named));
-  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", first), more);
-}
 
 [[noreturn]] void fail_to_join(const LaunchEnvironment& own, milliseconds timeout, const std::string& reason) {
   throw CommError(c10::str("tessera::init: rank ", own.rank, " of ", own.world_size, " (", own.launcher,
@@ -240,8 +232,8 @@ class Joining {
       require_all_live(store);
       if (is_late() || is_report_due()) {
         const auto missing = missing_ranks(store, keys);
-        if (is_late()) fail(missing.empty() ? "rank 0" : name_ranks(missing), " did not come");
-        report_wait(name_ranks(missing));
+        if (is_late()) fail(missing.empty() ? "rank 0" : ranks_text(missing), " did not come");
+        report_wait(ranks_text(missing));
       }
       std::this_thread::sleep_for(std::min(delay, remaining()));
       delay = std::min(delay * 2, kLongestPoll);

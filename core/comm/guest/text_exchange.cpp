@@ -40,7 +40,6 @@ class StoreRound {
 
  private:
   static constexpr std::chrono::microseconds kShortestPause{100}, kLongestPause{20'000};
-  static constexpr size_t kMostNamed = 8;
 
   std::string key(int rank) const { return prefix_ + std::to_string(rank); }
 
@@ -61,11 +60,7 @@ class StoreRound {
   }
 
   std::string missing_text(const std::vector<int>& missing) const {
-    const size_t named = std::min(missing.size(), kMostNamed);
-    const std::vector<int> first(missing.begin(), missing.begin() + static_cast<std::ptrdiff_t>(named));
-    return c10::str(missing.size() == 1 ? "rank " : "ranks ", c10::Join(", ", first),
-                    missing.size() > named ? c10::str(" and ", missing.size() - named, " more") : "",
-                    " did not come within ", static_cast<double>(timeout_.count()) * 1e-3, " s");
+    return c10::str(ranks_text(missing), " did not come within ", static_cast<double>(timeout_.count()) * 1e-3, " s");
   }
 
   // Called on rank 0. Returns one of the characters above, then "<length> <text>" of each rank or the text of an error.
