@@ -33,6 +33,13 @@ c10d::Store& underlying(c10d::Store& store) {
   return prefixed == nullptr ? store : *prefixed->getUnderlyingNonPrefixStore();
 }
 
+c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host, c10d::TCPStoreOptions options) {
+  options.waitWorkers = false;
+  const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
+  const ShortNameLookups short_lookups;
+  return c10::make_intrusive<c10d::TCPStore>(host, options);
+}
+
 void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout) {
   constexpr std::chrono::microseconds kLongestPause{20'000};
   const auto until = RunClock::now() + timeout;

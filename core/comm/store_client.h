@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -17,6 +18,10 @@ class StoreThread;
 
 // Returns the store below all prefix wrappers.
 c10d::Store& underlying(c10d::Store& store);
+
+// Opens a TCPStore that does not wait for other ranks. Its threads block SIGPIPE, and look up names with short
+// timeouts.
+c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host, c10d::TCPStoreOptions options);
 
 // Polls until a store has all keys. Throws c10::Error after the timeout.
 void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);

@@ -3,7 +3,6 @@
 #include <c10/util/StringUtil.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <exception>
@@ -13,13 +12,11 @@
 
 #include <tessera/errors.h>
 #include "core/comm/group_process.h"
-#include "core/comm/short_name_lookups.h"
 #include "core/comm/store_client.h"
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/run_clock.h"
-#include "core/runtime/sigpipe_block.h"
 #include "core/runtime/warn.h"
 
 namespace tessera::internal {
@@ -157,17 +154,12 @@ class Joining {
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(environment_.master_port);
     options.isServer = serves;
-    options.waitWorkers = false;  // await_all() waits instead, and names missing ranks
     serves ? require_itself() : await_server();
     options.timeout = std::min(remaining(), first_answer(environment_.world_size));
     // The server listens on all addresses, so its own client need not resolve the host's name.
     const std::string host = serves ? "127.0.0.1" : environment_.master_address;
     try {
-      auto store = call_with_timeout(options.timeout, [host, options] {
-        const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
-        const ShortNameLookups short_lookups;
-        return c10::make_intrusive<c10d::TCPStore>(host, options);
-      });
+      auto store = call_with_timeout(options.timeout, [host, options] { return open_tcp_store(host, options); });
       if (!store) fail(kSilent);
       return store_of_run(StoreClient::of(std::move(*store), timeout_), environment_.job, environment_.restart_count);
     } catch (const CommError&) {

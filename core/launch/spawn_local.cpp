@@ -11,7 +11,6 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -32,7 +31,6 @@
 
 #include <tessera/launch.h>
 #include "core/comm/descriptors.h"
-#include "core/comm/short_name_lookups.h"
 #include "core/comm/store_client.h"
 #include "core/launch/launch_environment.h"
 #include "core/launch/local_address.h"
@@ -42,7 +40,6 @@
 #include "core/launch/spawn_surviving.h"
 #include "core/memory/container_limits.h"
 #include "core/runtime/run_clock.h"
-#include "core/runtime/sigpipe_block.h"
 
 extern char** environ;
 
@@ -156,12 +153,9 @@ c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(socket.port());
   options.isServer = true;
-  options.waitWorkers = false;
   options.masterListenFd = socket.release();
   options.timeout = kOwnStore;
-  const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
-  const ShortNameLookups short_lookups;
-  return StoreClient::of(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), kOwnStore);
+  return StoreClient::of(open_tcp_store("127.0.0.1", options), kOwnStore);
 }
 
 std::string random_token() {

@@ -5,7 +5,6 @@
 #include <sys/random.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -16,11 +15,9 @@
 #include <vector>
 
 #include <tessera/errors.h>
-#include "core/comm/short_name_lookups.h"
 #include "core/comm/store_client.h"
 #include "core/comm/watchdog/group_news.h"
 #include "core/memory/memory_file.h"
-#include "core/runtime/sigpipe_block.h"
 
 namespace tessera::internal {
 namespace {
@@ -82,16 +79,13 @@ MadeStore make_store(const TextExchange& exchange, const std::string& who, int r
                      const std::string& address, std::chrono::milliseconds timeout) {
   if (one_host)
     if (auto store = share_memory_store(exchange, who, rank)) return {std::move(store)};
-  const SigpipeBlock no_sigpipe;  // blocks SIGPIPE also in the server's thread, which inherits the mask
-  const ShortNameLookups short_lookups;
   c10::intrusive_ptr<c10d::Store> store;
   const auto open_store = [&](const std::string& host, uint16_t port) {
     c10d::TCPStoreOptions options;
     options.port = port;
     options.isServer = rank == 0;
-    options.waitWorkers = false;
     options.timeout = timeout;
-    auto made = c10::make_intrusive<c10d::TCPStore>(host, options);
+    auto made = open_tcp_store(host, options);
     store = made;
     return made->getPort();
   };
