@@ -7,6 +7,9 @@
 #include <set>
 
 namespace tessera::internal {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GroupWait, group, ranks, sequence, operation, started)
+
 namespace {
 
 using Json = nlohmann::json;
@@ -54,20 +57,11 @@ class WaitSearch {
 }  // namespace
 
 std::string text_of_waits(const std::vector<GroupWait>& waits) {
-  if (waits.empty()) return "";
-  Json all = Json::array();
-  for (const GroupWait& wait : waits)
-    all.push_back({wait.group, wait.ranks, wait.sequence, wait.operation, wait.started});
-  return all.dump(-1, ' ', false, Json::error_handler_t::replace);
+  return waits.empty() ? "" : Json(waits).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 std::vector<GroupWait> waits_of_text(const std::string& text) {
-  std::vector<GroupWait> waits;
-  if (text.empty()) return waits;
-  for (const Json& wait : Json::parse(text))
-    waits.push_back({wait.at(0).get<std::string>(), wait.at(1).get<std::vector<int>>(), wait.at(2).get<uint64_t>(),
-                     wait.at(3).get<std::string>(), wait.at(4).get<std::map<std::string, uint64_t>>()});
-  return waits;
+  return text.empty() ? std::vector<GroupWait>() : Json::parse(text).get<std::vector<GroupWait>>();
 }
 
 std::string wait_text(const GroupWait& wait, int size) {
