@@ -75,25 +75,12 @@ class MessageTransport : public Transport {
   const PartOfGroup part_;
 };
 
-class MessageSource : public TransportSource {
- public:
-  explicit MessageSource(std::shared_ptr<MessageLibrary> library, PartOfGroup part = {})
-      : library_(std::move(library)), part_(std::move(part)) {}
-
-  std::unique_ptr<Transport> make() override { return std::make_unique<MessageTransport>(library_, part_); }
-  std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
-    return std::make_shared<MessageSource>(library_, part_.part(name, members));
-  }
-
- private:
-  const std::shared_ptr<MessageLibrary> library_;
-  const PartOfGroup part_;
-};
-
 }  // namespace
 
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library) {
-  return std::make_shared<MessageSource>(std::move(library));
+  return std::make_shared<GuestTransports>([library = std::move(library)](const PartOfGroup& part) {
+    return std::make_unique<MessageTransport>(library, part);
+  });
 }
 
 }  // namespace tessera::internal

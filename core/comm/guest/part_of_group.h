@@ -2,7 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/comm/fingerprint.h"
@@ -27,6 +30,22 @@ struct PartOfGroup {
     for (const int member : of_members) made.members.push_back(rank_of(member));
     return made;
   }
+};
+
+// The transports of a program's group and of its parts.
+class GuestTransports : public TransportSource {
+ public:
+  using Make = std::function<std::unique_ptr<Transport>(const PartOfGroup& part)>;
+  explicit GuestTransports(Make make, PartOfGroup part = {}) : make_(std::move(make)), part_(std::move(part)) {}
+
+  std::unique_ptr<Transport> make() override { return make_(part_); }
+  std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
+    return std::make_shared<GuestTransports>(make_, part_.part(name, members));
+  }
+
+ private:
+  const Make make_;
+  const PartOfGroup part_;
 };
 
 }  // namespace tessera::internal

@@ -249,28 +249,13 @@ class ProcessGroupTransport : public Transport {
   std::mutex posting_;  // serializes calls of the process group
 };
 
-class ProcessGroupSource : public TransportSource {
- public:
-  ProcessGroupSource(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, PartOfGroup part = {})
-      : group_(std::move(group)), abilities_(std::move(abilities)), part_(std::move(part)) {}
-
-  std::unique_ptr<Transport> make() override {
-    return std::make_unique<ProcessGroupTransport>(group_, abilities_, part_);
-  }
-  std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
-    return std::make_shared<ProcessGroupSource>(group_, abilities_, part_.part(name, members));
-  }
-
- private:
-  const ProcessGroupPtr group_;
-  const std::shared_ptr<Abilities> abilities_;
-  const PartOfGroup part_;
-};
-
 }  // namespace
 
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<ProcessGroupSource>(std::move(group), std::make_shared<Abilities>());
+  return std::make_shared<GuestTransports>(
+      [group = std::move(group), abilities = std::make_shared<Abilities>()](const PartOfGroup& part) {
+        return std::make_unique<ProcessGroupTransport>(group, abilities, part);
+      });
 }
 
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
