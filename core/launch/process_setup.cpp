@@ -7,8 +7,6 @@
 
 #include "core/comm/descriptors.h"
 #include "core/launch/shared_cores.h"
-#include "core/launch/stop_signals.h"
-#include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 #include "core/runtime/warn.h"
 

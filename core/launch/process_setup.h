@@ -17,4 +17,18 @@ class ProcessEffects {
   const ProcessSetup setup_;
 };
 
+// The functions below make and undo single changes, for ProcessEffects. They are thread-safe.
+
+// Catches the signals of stop_requested() whose action is the default. Each call must be followed by one call of
+// release_stop_signals(). The last of these calls restores the actions.
+void catch_stop_signals();
+void release_stop_signals();
+
+// Installs a std::terminate() handler that first publishes the exception's text in all groups of this process
+// (Watchdog::publish_failure_of_process()), and then calls the previous handler. Without the handler, the other ranks
+// would not get the reason, because an uncaught exception ends the process without destructors.
+void tell_when_terminated();
+// Restores the previous handler, unless the program has set another handler, which may call ours.
+void stop_telling_when_terminated();
+
 }  // namespace tessera::internal

@@ -1,5 +1,3 @@
-#include "core/launch/stop_signals.h"
-
 #include <ATen/ops/full.h>
 #include <signal.h>
 
@@ -10,6 +8,7 @@
 #include <tessera/host_results.h>
 #include <tessera/launch.h>
 #include "core/comm/group_process.h"
+#include "core/launch/process_setup.h"
 #include "core/runtime/guarded_by.h"
 
 namespace tessera {

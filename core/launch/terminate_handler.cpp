@@ -1,5 +1,3 @@
-#include "core/launch/terminate_handler.h"
-
 #include <c10/util/StringUtil.h>
 #include <unistd.h>
 
@@ -20,6 +18,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/launch/launch_environment.h"
+#include "core/launch/process_setup.h"
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/guarded_by.h"
 
