@@ -30,7 +30,7 @@ class PrefetchOrder {
     current_.push_back(unit);
     // The unit is usually at next_. Otherwise the pass has skipped units or started over.
     auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);
-    if (found == expected_.end()) found = std::find(expected_.begin(), expected_.end(), unit);
+    if (found == expected_.end()) found = std::ranges::find(expected_, unit);
     on_path_ = found != expected_.end();
     if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
   }
@@ -55,7 +55,7 @@ class PrefetchOrder {
     if (!on_path_ || current_.empty()) return units;
     for (size_t i = next_; i < expected_.size() && static_cast<int>(units.size()) < count; ++i) {
       const int unit = expected_[i];
-      if (unit != current_.back() && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
+      if (unit != current_.back() && std::ranges::find(units, unit) == units.end()) units.push_back(unit);
     }
     return units;
   }

@@ -212,7 +212,7 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
 
 void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward) {
-  std::erase_if(recent_, [&](Unit* unit) { return std::find(needed.begin(), needed.end(), unit) != needed.end(); });
+  std::erase_if(recent_, [&](Unit* unit) { return std::ranges::find(needed, unit) != needed.end(); });
   if (!model_.options().reshard_after_forward) return;  // backward reshards a unit after its last gradient
   while (!recent_.empty() && recent_.size() + needed.size() > static_cast<size_t>(model_.options().keep_recent))
     reshard(*recent_.front());

@@ -141,8 +141,7 @@ std::vector<Unit*> ShardedModel::units_named(const std::vector<std::string>& nam
   std::string known;
   for (const auto& unit : units_) {
     known += (known.empty() ? "'" : ", '") + unit->plan_name() + "'";
-    if (names.empty() || std::find(names.begin(), names.end(), unit->plan_name()) != names.end())
-      chosen.push_back(unit.get());
+    if (names.empty() || std::ranges::find(names, unit->plan_name()) != names.end()) chosen.push_back(unit.get());
   }
   if (!names.empty() && chosen.size() != names.size())
     throw std::invalid_argument("SummonOptions::units names " + std::to_string(names.size()) + " units, of which " +

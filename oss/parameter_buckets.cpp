@@ -44,7 +44,7 @@ void ParameterBuckets::plan(int64_t bucket_bytes) {
 }
 
 ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> members) const {
-  std::stable_sort(members.begin(), members.end(), [&](size_t a, size_t b) { return owners_[a] < owners_[b]; });
+  std::ranges::stable_sort(members, [&](size_t a, size_t b) { return owners_[a] < owners_[b]; });
   const at::Tensor& first = parameters_[members[0]];
   std::string name =
       "updated parameters, " + std::to_string(members.size()) + " from number " + std::to_string(members[0]);

@@ -20,7 +20,7 @@ std::vector<int64_t> longer_dimensions(const std::vector<int64_t>& sizes, const 
   std::vector<int64_t> longer;
   for (size_t d = 0; d < sizes.size(); ++d)
     if (sizes[d] != 1) longer.push_back(static_cast<int64_t>(d));
-  std::stable_sort(longer.begin(), longer.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  std::ranges::stable_sort(longer, [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
   return longer;
 }
 

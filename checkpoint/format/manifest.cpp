@@ -40,7 +40,7 @@ RankRun run_from_json(const json& entry, const JsonObject& tensor) {
 SavedTensor tensor_from_json(const json& value, const std::string& where, bool by_rank) {
   const JsonObject fields(value, where, {"dtype", "shape", "kind", by_rank ? "runs" : "slices"},
                           {"aliases", by_rank ? "order" : "aliases"});
-  const auto* kind = std::find(std::begin(kKinds), std::end(kKinds), fields.text("kind"));
+  const auto* kind = std::ranges::find(kKinds, fields.text("kind"));
   if (kind == std::end(kKinds)) fields.refuse("the kind '" + fields.text("kind") + "' is not known");
   SavedTensor tensor{.dtype = dtype_field(fields),
                      .shape = fields.numbers("shape"),
@@ -171,8 +171,7 @@ std::string why_not_an_option(const std::string& name, const OptimizerOption& op
   const double* number = std::get_if<double>(&option);
   if (number == nullptr) return "";
   if (!std::isfinite(*number)) return "is not finite";
-  const bool may_be_negative =
-      std::find(std::begin(kNotNegative), std::end(kNotNegative), name) == std::end(kNotNegative);
+  const bool may_be_negative = std::ranges::find(kNotNegative, name) == std::end(kNotNegative);
   return *number < 0 && !may_be_negative ? "is negative: " + std::to_string(*number) : "";
 }
 

@@ -87,15 +87,14 @@ std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held) {
   std::vector<Box> boxes;
   for (auto& segment : segments_of(tensor.shape, memory_strides(tensor), held)) boxes.push_back(std::move(segment.box));
   // Sorts by descending size, like write_rank_files().
-  std::stable_sort(boxes.begin(), boxes.end(), [](const Box& a, const Box& b) { return a.numel() > b.numel(); });
+  std::ranges::stable_sort(boxes, [](const Box& a, const Box& b) { return a.numel() > b.numel(); });
   return boxes;
 }
 
 void for_each_holder(const SavedTensor& tensor, Range range, const std::function<void(int64_t, Range)>& visit) {
   const auto& runs = tensor.runs;
   if (numel_of(tensor.shape) == 0) return visit(runs.at(0).rank, {0, 0});
-  auto run = std::upper_bound(runs.begin(), runs.end(), range.begin,
-                              [](int64_t element, const RankRun& other) { return element < other.begin; });
+  auto run = std::ranges::upper_bound(runs, range.begin, {}, &RankRun::begin);
   if (run != runs.begin()) --run;
   for (; run != runs.end() && run->begin < range.end; ++run)
     for (int64_t i = std::max<int64_t>(0, (range.begin - run->begin) / run->numel); i < run->count; ++i) {
@@ -117,8 +116,8 @@ Range range_of_box(const SavedTensor& tensor, const Box& box) {
 }
 
 void join_runs(std::vector<RankRun>& runs) {
-  std::sort(runs.begin(), runs.end(),
-            [](const RankRun& a, const RankRun& b) { return std::pair(a.begin, a.rank) < std::pair(b.begin, b.rank); });
+  std::ranges::sort(
+      runs, [](const RankRun& a, const RankRun& b) { return std::pair(a.begin, a.rank) < std::pair(b.begin, b.rank); });
   std::vector<RankRun> joined;
   for (const RankRun& run : runs) {
     if (!joined.empty() && run.numel == 0 && joined.back().numel == 0) continue;

@@ -46,7 +46,7 @@ SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t
 
 void check_order(std::vector<SafetensorsEntry>& entries, int64_t header_bytes, int64_t file_bytes,
                  const std::string& where) {
-  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
+  std::ranges::sort(entries, [](const auto& a, const auto& b) {
     return std::tie(a.begin, a.bytes, a.name) < std::tie(b.begin, b.bytes, b.name);
   });
   int64_t end = header_bytes;
@@ -109,7 +109,7 @@ void check_tensor_name(const std::string& name, const std::string& where) {
   if (name.size() > kMaxBytes)
     reason = "has " + std::to_string(name.size()) + " bytes, more than " + std::to_string(kMaxBytes);
   if (name == "__metadata__") reason = "is what safetensors files call something else";
-  if (std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }))
+  if (std::ranges::any_of(name, [](unsigned char c) { return c < 0x20 || c == 0x7f; }))
     reason = "has control characters";
   if (reason.empty() && !is_utf8(name)) reason = "is not UTF-8";
   if (reason.empty()) return;

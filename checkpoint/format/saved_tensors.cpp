@@ -58,7 +58,7 @@ class Checker {
     const int64_t numel = numel_of(tensor.shape);
     if (!tensor.order.empty()) {
       std::vector<int64_t> sorted = tensor.order;
-      std::sort(sorted.begin(), sorted.end());
+      std::ranges::sort(sorted);
       for (size_t d = 0; d < sorted.size(); ++d)
         if (sorted.size() != tensor.shape.size() || sorted[d] != static_cast<int64_t>(d))
           refuse("its order " + to_string(tensor.order) + " is not one of the dimensions of " +
@@ -90,7 +90,7 @@ class Checker {
       if (slice.box.numel() > 0) boxes.push_back(&slice.box);
     }
     // Compares each box only with the few earlier boxes that extend beyond its start in the first dimension.
-    std::sort(boxes.begin(), boxes.end(), [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
+    std::ranges::sort(boxes, [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
     std::vector<const Box*> open;
     for (const Box* box : boxes) {
       std::erase_if(open, [&](const Box* other) {
@@ -107,7 +107,7 @@ class Checker {
   }
 
   void check_bytes_apart() {
-    std::sort(used_.begin(), used_.end(), [](const UsedBytes& a, const UsedBytes& b) {
+    std::ranges::sort(used_, [](const UsedBytes& a, const UsedBytes& b) {
       return std::tie(a.file, a.begin, a.bytes) < std::tie(b.file, b.begin, b.bytes);
     });
     for (size_t i = 1; i < used_.size(); ++i) {

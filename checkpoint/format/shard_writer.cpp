@@ -66,12 +66,11 @@ std::vector<std::vector<const Piece*>> spread_over_files(const std::vector<Piece
   for (const Piece& piece : pieces) by_name[piece.name].push_back(&piece);
   std::vector<std::vector<const Piece*>> files;
   for (auto& [name, own] : by_name) {
-    std::stable_sort(own.begin(), own.end(),
-                     [](const Piece* a, const Piece* b) { return a->box.numel() > b->box.numel(); });
+    std::ranges::stable_sort(own, [](const Piece* a, const Piece* b) { return a->box.numel() > b->box.numel(); });
     files.resize(std::max(files.size(), own.size()));
     for (size_t k = 0; k < own.size(); ++k) files[k].push_back(own[k]);
   }
-  for (auto& file : files) std::sort(file.begin(), file.end());
+  for (auto& file : files) std::ranges::sort(file);
   return files;
 }
 

@@ -190,7 +190,7 @@ void SliceReader::fetch_file(const FileKey& key, const std::vector<Wanted>& want
     for_each_run(each.part, each.box, each.strides, each.origin, [&](const Run& run) { part.runs.push_back(run); });
     part.intervals = intervals_of(part.runs, part.element_bytes, bytes_of(*each.tensor, part.slice));
   }
-  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.slice.begin < b.slice.begin; });
+  std::ranges::sort(parts, [](const Part& a, const Part& b) { return a.slice.begin < b.slice.begin; });
   read_parts(file, parts);
 }
 

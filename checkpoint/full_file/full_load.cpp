@@ -71,7 +71,7 @@ void add_file(const fs::path& path, SavedTensors& saved, const std::function<boo
     for (size_t d = 0; d < entry.shape.size(); ++d)
       tensor.shape[d] = std::max(tensor.shape[d], box.offsets[d] + entry.shape[d]);
     // Skips a slice with a known box, because several ranks may have written copies of a replicated tensor.
-    if (std::none_of(tensor.slices.begin(), tensor.slices.end(), [&](const auto& slice) { return slice.box == box; }))
+    if (std::ranges::none_of(tensor.slices, [&](const auto& slice) { return slice.box == box; }))
       tensor.slices.push_back({index, entry.begin, box, {}});
   }
   // safetensors.torch.save_model() writes a tied tensor once, and lists its other names as {"<alias>": "<name>"}.
@@ -105,7 +105,7 @@ fs::path index_of(const fs::path& directory) {
     if (name.ends_with(".safetensors.index.json") && name[0] != '.') found.push_back(directory / name);
   if (found.size() < 2) return found.empty() ? fs::path() : found[0];
   const fs::path usual = directory / "model.safetensors.index.json";
-  if (std::find(found.begin(), found.end(), usual) != found.end()) return usual;
+  if (std::ranges::find(found, usual) != found.end()) return usual;
   throw CheckpointError(directory.string() + ": holds " + std::to_string(found.size()) +
                         " indices; give the path of the one that is meant");
 }

@@ -195,7 +195,7 @@ class Drafts {
     sync_directory(folder_);
     for (const auto& old : before) {
       std::error_code ignored;
-      if (std::none_of(layout_.files.begin(), layout_.files.end(), [&](const auto& own) { return own.path == old; }))
+      if (std::ranges::none_of(layout_.files, [&](const auto& own) { return own.path == old; }))
         fs::remove(old, ignored);
     }
   }

@@ -120,7 +120,7 @@ FoundCheckpoints found_among(const std::vector<fs::path>& listed) {
     const auto [ranks, others] = contents_of(path);
     if ((ranks > 0 || others == 0) && is_checkpoint(path)) found.damaged.push_back(path);
   }
-  std::sort(whole.begin(), whole.end());
+  std::ranges::sort(whole);
   for (auto& [sequence, path] : whole) {
     found.whole.push_back(std::move(path));
     found.sequences.push_back(sequence);

@@ -41,7 +41,7 @@ void throw_if_any(const Misfits& misfits) {
 
 template <class Values>
 Values reversed(Values values) {
-  std::reverse(values.begin(), values.end());
+  std::ranges::reverse(values);
   return values;
 }
 
@@ -165,11 +165,11 @@ class Loader {
       misfits_["models"].push_back("the checkpoint has " + listed(saved) + ", this is " + listed(models_) +
                                    " (LoadOptions::rename maps the names of tensors)");
     for (const auto& name : models_)
-      if (!saved.empty() && std::find(saved.begin(), saved.end(), name) == saved.end())
+      if (!saved.empty() && std::ranges::find(saved, name) == saved.end())
         misfits_["models"].push_back("the checkpoint has " + listed(saved) + ", not '" + name + "'");
     if (models_.empty()) return;
     for (const auto& name : saved)
-      if (std::find(models_.begin(), models_.end(), name) == models_.end())
+      if (std::ranges::find(models_, name) == models_.end())
         for (auto tensor = saved_.tensors.lower_bound(name + ".");
              tensor != saved_.tensors.end() && tensor->first.starts_with(name + "."); ++tensor)
           if (is_of_model(tensor->second)) left_out_.insert(tensor->first);
@@ -351,15 +351,14 @@ class Loader {
     if (own == saved || sorted(own) != sorted(saved)) return "";
     std::string text = "its groups are in another order than the checkpoint's: groups";
     for (size_t i = 0; i < own.size(); ++i)
-      text += std::string(i > 0 ? ", " : " ") +
-              std::to_string(std::find(saved.begin(), saved.end(), own[i]) - saved.begin());
+      text += std::string(i > 0 ? ", " : " ") + std::to_string(std::ranges::find(saved, own[i]) - saved.begin());
     return text + " of the checkpoint are given as 0 to " + std::to_string(own.size() - 1);
   }
 
   void match_options(const torch::optim::OptimizerOptions& options, const OptionList& saved, const std::string& group) {
     const OptionList own = read_options(options);
     for (const auto& [name, value] : saved)
-      if (std::none_of(own.begin(), own.end(), [&, &key = name, &option = value](const auto& entry) {
+      if (std::ranges::none_of(own, [&, &key = name, &option = value](const auto& entry) {
             return entry.first == key && entry.second.index() == option.index();
           }))
         misfits_["optimizer"].push_back(group + ": the option '" + name + "' is not this optimizer's");

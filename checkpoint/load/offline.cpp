@@ -184,7 +184,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
   for (const auto& name : storage_of(directory).list(manifest.saved.directory))
     if (const std::string start = (manifest.saved.directory / name).string() + ": ";
         name.ends_with(".safetensors") && !names.contains(name) &&
-        std::none_of(problems.begin(), problems.end(), [&](const auto& known) { return known.starts_with(start); }))
+        std::ranges::none_of(problems, [&](const auto& known) { return known.starts_with(start); }))
       problems.push_back(start + "is not in the manifest");
   // Reads each slice separately, so that an error in one slice does not hide errors in other slices.
   SliceReader reader(manifest.saved, progress);

@@ -60,7 +60,7 @@ Outcome attempt(const std::function<std::string()>& part) {
 
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what) {
   auto failed = [](const Outcome& outcome) { return !outcome.error.empty(); };
-  const auto first = std::find_if(outcomes.begin(), outcomes.end(), failed);
+  const auto first = std::ranges::find_if(outcomes, failed);
   if (first == outcomes.end()) return;
   std::string message = what + ": rank " + std::to_string(first - outcomes.begin()) + ": " + first->error;
   if (const auto more = std::count_if(first + 1, outcomes.end(), failed); more > 0)

@@ -76,7 +76,7 @@ at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Se
 
 Piece piece_of(const LocalTensor& local, const Segment& segment) {
   auto order = memory_order(local.sizes, local.strides);
-  if (std::is_sorted(order.begin(), order.end())) order.clear();
+  if (std::ranges::is_sorted(order)) order.clear();
   // A tensor on disk has no Piece::view, so an asynchronous save copies the values before the next step changes them.
   const bool is_read_at_once = DiskPager::of(local.tensor) != nullptr;
   const auto view = [local, segment] { return as_box(elements_of(local, segment), local, segment); };
@@ -306,7 +306,7 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
       if (bytes >= kSplitBytes) {
         own = part_of_replica(local, local.replica);
       } else {
-        const auto least = std::min_element(load.begin(), load.end());
+        const auto least = std::ranges::min_element(load);
         *least += bytes;
         if (least - load.begin() != local.replica) continue;
       }

@@ -67,7 +67,7 @@ size_t take_header(char* data, size_t, size_t bytes, void* opaque) {
   const size_t colon = line.find(':');
   if (colon == std::string::npos) return bytes;
   std::string name = line.substr(0, colon);
-  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return std::tolower(c); });
   const size_t begin = line.find_first_not_of(" \t", colon + 1), end = line.find_last_not_of(" \t\r\n");
   static_cast<Answer*>(opaque)->response.headers[name] =
       begin == std::string::npos || end < begin ? "" : line.substr(begin, end - begin + 1);
@@ -136,7 +136,7 @@ std::vector<std::string> xml_texts(const std::string& xml, const std::string& ta
 }
 
 std::string percent_decoded(std::string text) {
-  std::replace(text.begin(), text.end(), '+', ' ');
+  std::ranges::replace(text, '+', ' ');
   int bytes = 0;
   const std::unique_ptr<char, decltype(&curl_free)> decoded(
       curl_easy_unescape(nullptr, text.data(), static_cast<int>(text.size()), &bytes), &curl_free);

@@ -85,7 +85,7 @@ class S3Input : public InputFile {
     int64_t begin = 0;
     {
       const std::lock_guard lock(mutex_);
-      const auto found = std::find_if(windows_.begin(), windows_.end(), [&](const Window& window) {
+      const auto found = std::ranges::find_if(windows_, [&](const Window& window) {
         return window.begin <= position && position + bytes <= window.begin + static_cast<int64_t>(window.text->size());
       });
       if (found == windows_.end()) return false;

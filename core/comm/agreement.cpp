@@ -30,7 +30,7 @@ std::vector<std::string> gather_texts(Communicator& comm, const std::string& tex
   c10::InferenceMode quiet;
   const auto counts = gather_numbers(comm, static_cast<int64_t>(text.size()), what);
   at::Tensor own = at::empty({static_cast<int64_t>(text.size())}, at::TensorOptions(at::kCPU).dtype(at::kByte));
-  std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
+  std::ranges::copy(text, own.mutable_data_ptr<uint8_t>());
   own = own.to(comm.device());
   at::Tensor all = at::empty({std::accumulate(counts.begin(), counts.end(), int64_t{0})}, own.options());
   comm.all_gather(all, own, counts, what).wait();
@@ -53,8 +53,7 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
   std::string text;
   for (const std::string& line : lines) text += line + '\n';
   const auto texts = gather_texts(comm, text, subject);
-  const auto rank =
-      std::find_if(texts.begin(), texts.end(), [&](const auto& other) { return other != texts[0]; }) - texts.begin();
+  const auto rank = std::ranges::find_if(texts, [&](const auto& other) { return other != texts[0]; }) - texts.begin();
   if (rank == static_cast<std::ptrdiff_t>(texts.size())) return report.require_alike(subject);
   std::istringstream expected(texts[0]), got(texts[rank]);
   std::string expected_line, got_line;

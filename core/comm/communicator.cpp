@@ -324,7 +324,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   std::vector<int> members;
   for (int rank = 0; rank < size_; ++rank)
     if (color >= 0 && pairs[rank][0] == color) members.push_back(rank);
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return pairs[a][1] < pairs[b][1]; });
+  std::ranges::stable_sort(members, [&](int a, int b) { return pairs[a][1] < pairs[b][1]; });
   return group_of(members, color);
 }
 
@@ -345,7 +345,7 @@ std::shared_ptr<Communicator> Communicator::group_of(const std::vector<int>& mem
   std::unique_lock lock(parts_mutex_);
   const int64_t number = splits_++;
   lock.unlock();
-  const auto self = std::find(members.begin(), members.end(), rank_);
+  const auto self = std::ranges::find(members, rank_);
   const int position = self == members.end() ? -1 : static_cast<int>(self - members.begin());
   auto part = make_part(c10::str("split", number, "/", color), members, position);
   if (!part) return nullptr;

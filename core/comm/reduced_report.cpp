@@ -38,7 +38,7 @@ ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std
   const int64_t below = kRankMask - std::min<int64_t>(comm.rank(), kRankMask);
   values[0] = folded(fingerprint) << kRankBits | below;
   values[1] = (kFingerprintMask - folded(fingerprint)) << kRankBits | below;
-  std::copy(numbers.begin(), numbers.end(), values + kAgreement);
+  std::ranges::copy(numbers, values + kAgreement);
   device_ = on_cpu ? host_ : at::empty({count}, at::TensorOptions().dtype(at::kLong).device(comm.device()));
   if (!on_cpu) device_.copy_(host_, /*non_blocking=*/true);
   exchange_ = comm.all_reduce(device_, ReduceOp::kMax, what);

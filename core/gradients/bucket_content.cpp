@@ -116,7 +116,7 @@ bool BucketContent::forget(const GradientBucket& bucket, size_t member) {
   filled[member] = false;
   if (Part& part = parts[bucket.route.piece_of[member]]; part.memory == Memory::kBorrowed) part = {};
   std::erase_if(waiting, [&](const Waiting& each) { return each.member == member; });
-  return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
+  return std::ranges::none_of(filled, [](bool is_filled) { return is_filled; });
 }
 
 }  // namespace tessera::internal

@@ -27,8 +27,7 @@ GradientBuffer::GradientBuffer(std::vector<Member> members, int64_t numel, at::S
     : members_(std::move(members)), numel_(numel), dtype_(dtype), memory_(std::move(memory)), as_views_(as_views) {}
 
 bool GradientBuffer::is_free() const {
-  return std::none_of(members_.begin(), members_.end(),
-                      [](const Member& member) { return member.leaf.grad().defined(); });
+  return std::ranges::none_of(members_, [](const Member& member) { return member.leaf.grad().defined(); });
 }
 
 at::Tensor GradientBuffer::as_gradient(const at::Tensor& values, size_t member) const {

@@ -59,8 +59,7 @@ void GradientCollector::begin_pass() {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     const auto& members = buckets_[bucket].members;
     slots_[bucket].expected = slots_[bucket].missing =
-        std::count_if(members.begin(), members.end(),
-                      [&](size_t parameter) { return parameters_[parameter].tensor.requires_grad(); });
+        std::ranges::count_if(members, [&](size_t parameter) { return parameters_[parameter].tensor.requires_grad(); });
   }
 }
 

@@ -21,8 +21,7 @@ std::vector<int> first_of_each_clock(const std::vector<std::string>& clocks) {
   std::vector<int> ranks;
   for (size_t rank = 0; rank < clocks.size(); ++rank) {
     const auto is_same = [&](int other) { return clocks[static_cast<size_t>(other)] == clocks[rank]; };
-    if (!clocks[rank].empty() && std::none_of(ranks.begin(), ranks.end(), is_same))
-      ranks.push_back(static_cast<int>(rank));
+    if (!clocks[rank].empty() && std::ranges::none_of(ranks, is_same)) ranks.push_back(static_cast<int>(rank));
   }
   return ranks;
 }
@@ -70,7 +69,7 @@ Trace::Run agree_on_traced_run(c10d::Store& store, int rank, const std::vector<s
   const std::string& clock = clocks[static_cast<size_t>(rank)];
   if (clock == clocks[static_cast<size_t>(ranks[0])]) return run;
   // The ranks of a host share a clock, so they must use one offset.
-  if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) {
+  if (std::ranges::find(ranks, rank) != ranks.end()) {
     ask(store, rank, now_ns, run);
     store.set(offset_key(clock), c10::str(run.offset_ns, " ", run.error_ns));
   } else {

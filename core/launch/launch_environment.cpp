@@ -317,7 +317,7 @@ int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
   if (const auto text = variables.first_text({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})) {
     const auto counts = expand_task_counts(*text);
     const auto node = variables.number("SLURM_NODEID", 0, kMaxRanks).value_or(0);
-    const bool even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+    const bool even = std::ranges::adjacent_find(counts, std::not_equal_to<>()) == counts.end();
     const bool of_this_step = std::accumulate(counts.begin(), counts.end(), int64_t{0}) == world_size;
     if (of_this_step && (even || variables.has("SLURM_NODEID")) && static_cast<size_t>(node) < counts.size())
       return counts[static_cast<size_t>(node)];
@@ -354,9 +354,9 @@ LaunchEnvironment parse_none(const Variables& variables) {
     environment.note =
         c10::str("this process belongs to a Slurm job (", variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}),
                  ") but srun did not start it: it is a world of one");
-  const bool in_launcher = in_slurm_job || variables.has("SLURM_PROCID") ||
-                           std::any_of(std::begin(kMpiLaunchers), std::end(kMpiLaunchers),
-                                       [&](const MpiLauncher& launcher) { return variables.has(launcher.rank); });
+  const bool in_launcher =
+      in_slurm_job || variables.has("SLURM_PROCID") ||
+      std::ranges::any_of(kMpiLaunchers, [&](const MpiLauncher& launcher) { return variables.has(launcher.rank); });
   if (!in_launcher && (variables.has("MASTER_ADDR") || variables.has("MASTER_PORT")))
     variables.fail_half_set_torchrun("all of them, or none for a world of one");
   return environment;

@@ -269,7 +269,7 @@ void Keeper::run() const {
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
   ::close(listening_fd);  // if the kernel has no close_range
-  while (std::any_of(pids.begin(), pids.end(), [](pid_t pid) { return pid > 0; })) {
+  while (std::ranges::any_of(pids, [](pid_t pid) { return pid > 0; })) {
     siginfo_t info{};
     const int signal = ::sigwaitinfo(&waited, &info);
     if (signal == SIGCHLD) {
@@ -351,7 +351,7 @@ class Ranks {
 
  private:
   std::ptrdiff_t alive() const {
-    return std::count_if(pids_.begin(), pids_.end(), [](pid_t pid) { return pid > 0; });
+    return std::ranges::count_if(pids_, [](pid_t pid) { return pid > 0; });
   }
 
   void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR2 : signal); }

@@ -30,7 +30,7 @@ FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, Cut cut, int world
 FlatLayout FlatLayout::by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
                                 int64_t alignment_numel) {
   FlatLayout layout(std::move(parameter_numels), Cut::kByOwner, world_size, alignment_numel);
-  if (owners.size() != layout.numels_.size() || !std::is_sorted(owners.begin(), owners.end()) ||
+  if (owners.size() != layout.numels_.size() || !std::ranges::is_sorted(owners) ||
       (!owners.empty() && (owners.front() < 0 || owners.back() >= world_size)))
     throw std::invalid_argument("a layout by owner: expected an owner for each parameter, ranks in ascending order");
   layout.begins_.assign(world_size + 1, layout.full_numel_);

@@ -15,8 +15,7 @@ Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int wo
     throw std::invalid_argument("a partition over " + std::to_string(world_size) + " ranks, expected at least 1");
   std::vector<size_t> largest_first(parameter_bytes.size());
   std::iota(largest_first.begin(), largest_first.end(), size_t{0});
-  std::stable_sort(largest_first.begin(), largest_first.end(),
-                   [&](size_t a, size_t b) { return parameter_bytes[a] > parameter_bytes[b]; });
+  std::ranges::stable_sort(largest_first, [&](size_t a, size_t b) { return parameter_bytes[a] > parameter_bytes[b]; });
   using Load = std::pair<int64_t, int>;  // (bytes, rank)
   std::priority_queue<Load, std::vector<Load>, std::greater<>> lightest;
   Partition partition{std::vector<int>(parameter_bytes.size()), already_bytes};
@@ -34,7 +33,7 @@ Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int wo
 
 std::ostream& operator<<(std::ostream& stream, const Partition& partition) {
   for (size_t rank = 0; rank < partition.owned_bytes.size(); ++rank) {
-    const auto count = std::count(partition.owners.begin(), partition.owners.end(), static_cast<int>(rank));
+    const auto count = std::ranges::count(partition.owners, static_cast<int>(rank));
     stream << (rank == 0 ? "" : "; ") << "rank " << rank << ": " << count
            << (count == 1 ? " parameter, " : " parameters, ") << partition.owned_bytes[rank] << " bytes";
   }

@@ -156,7 +156,7 @@ void* MemoryCache::remake_one_of(std::vector<Block>& unused, size_t bytes) {
     if (is_enough != (other.bytes >= bytes)) return is_enough;
     return is_enough ? one.bytes < other.bytes : one.bytes > other.bytes;
   };
-  const auto best = std::min_element(unused.begin(), unused.end(), is_better);
+  const auto best = std::ranges::min_element(unused, is_better);
   if (best == unused.end()) return nullptr;
   void* const memory = resize_pages(best->memory, best->bytes, bytes);
   if (memory != nullptr) unused.erase(best);

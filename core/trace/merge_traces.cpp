@@ -174,9 +174,8 @@ class Merge {
 
   int64_t number_of(const std::string& run) const {
     const int64_t begin = begin_of_run_.at(run);
-    return std::count_if(begin_of_run_.begin(), begin_of_run_.end(), [&](const auto& other) {
-      return std::pair(other.second, other.first) < std::pair(begin, run);
-    });
+    return std::ranges::count_if(
+        begin_of_run_, [&](const auto& other) { return std::pair(other.second, other.first) < std::pair(begin, run); });
   }
 
   void describe(const Input& input) {

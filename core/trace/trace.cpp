@@ -233,9 +233,8 @@ void Trace::write() {
   }
   try {
     // Sorts by start time. If two spans start together, the longer one, the parent, precedes the nested one.
-    std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
-      return std::pair(a.begin, b.end) < std::pair(b.begin, a.end);
-    });
+    std::ranges::stable_sort(
+        spans, [](const Span& a, const Span& b) { return std::pair(a.begin, b.end) < std::pair(b.begin, a.end); });
     TraceAppender file(path_);
     Written written = file.is_empty() || run.id != written_run_ ? Written() : written_;
     if (written.run_number < 0) written.run_number = file.number_of(run.id);

@@ -120,9 +120,9 @@ int64_t TraceAppender::number_of(const std::string& run) const {
     const auto event = nlohmann::json::parse(line.substr(1), nullptr, /*allow_exceptions=*/false);
     if (event.is_discarded() || !event.contains("args")) continue;  // the file was edited, which merge_traces() reports
     const auto id = event["args"].value("run", "");
-    if (std::find(runs.begin(), runs.end(), id) == runs.end()) runs.push_back(id);
+    if (std::ranges::find(runs, id) == runs.end()) runs.push_back(id);
   }
-  return std::find(runs.begin(), runs.end(), run) - runs.begin();
+  return std::ranges::find(runs, run) - runs.begin();
 }
 
 void TraceAppender::append(std::string lines) {

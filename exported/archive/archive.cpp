@@ -154,7 +154,7 @@ std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t arc
     taken.emplace_back(static_cast<int64_t>(entry.header), member.begin + member.bytes);
     if (!members.emplace(entry.name, member).second) zip.refuse("it has two members '" + entry.name + "'");
   }
-  std::sort(taken.begin(), taken.end());
+  std::ranges::sort(taken);
   for (size_t i = 1; i < taken.size(); ++i)
     if (taken[i].first < taken[i - 1].second) zip.refuse("its members overlap");
   return members;

@@ -102,8 +102,7 @@ Operand number_list(const std::vector<Symbolic>& numbers, const c10::TypePtr& ty
     constants.push_back(std::move(constant));
   }
   Operand list = Operand::list(kind, std::move(slots), std::move(constants));
-  const bool is_constant =
-      std::all_of(list.slots().begin(), list.slots().end(), [](int slot) { return slot == kNoSlot; });
+  const bool is_constant = std::ranges::all_of(list.slots(), [](int slot) { return slot == kNoSlot; });
   if (!is_constant) return list;
   const std::shared_ptr<const Execution> nothing;
   Frame frame{{}, nothing};
@@ -140,8 +139,7 @@ Operand tensor_list(const json& list, bool are_optional, const c10::TypePtr& typ
   for (const json& tensor : list)
     slots.push_back(are_optional ? optional_tensor(tensor, find_slot) : find_slot(text_field(tensor, "name")));
   const bool takes_optional = type ? is_kind(element, TypeKind::OptionalType) : are_optional;
-  if (!takes_optional && std::find(slots.begin(), slots.end(), kNoSlot) != slots.end())
-    refuse_argument("a list with None", type);
+  if (!takes_optional && std::ranges::find(slots, kNoSlot) != slots.end()) refuse_argument("a list with None", type);
   std::vector<c10::IValue> constants(slots.size());
   return Operand::list(takes_optional ? Operand::Kind::kOptionalTensors : Operand::Kind::kTensors, std::move(slots),
                        std::move(constants));
@@ -238,7 +236,7 @@ std::string name_of_value(const json& argument) {
   if (kind == "as_custom_obj")
     throw ExportedError("'" + text_field(value, "name") + "' is a custom object, which would have to be unpickled");
   static constexpr const char* kConstants[] = {"as_none", "as_int", "as_float", "as_bool", "as_string"};
-  if (std::find(std::begin(kConstants), std::end(kConstants), kind) == std::end(kConstants))
+  if (std::ranges::find(kConstants, kind) == std::end(kConstants))
     throw ExportedError("a value is of the kind '" + kind + "', which is not supported");
   return "";
 }

@@ -257,7 +257,7 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
 }
 
 size_t Compiler::trained_module(const std::string& fqn) {
-  const auto own = std::find_if(trained_.begin(), trained_.end(), [&](const TrainedModule& m) { return m.fqn == fqn; });
+  const auto own = std::ranges::find(trained_, fqn, &TrainedModule::fqn);
   if (own != trained_.end()) return static_cast<size_t>(own - trained_.begin());
   trained_.push_back({fqn, false, ""});
   return trained_.size() - 1;
@@ -275,8 +275,7 @@ void Compiler::bind_training_arguments() {
   for (const Switched& one : switched_)
     one.step->switch_with({one.argument, one.module, trained_[one.module].was_training});
   for (const Counter& counter : counters_) {
-    const auto module =
-        std::find_if(trained_.begin(), trained_.end(), [&](const TrainedModule& m) { return m.fqn == counter.module; });
+    const auto module = std::ranges::find(trained_, counter.module, &TrainedModule::fqn);
     const bool is_used = counter.step->results().empty() || counter.step->results()[0] != kNoSlot;
     if (module != trained_.end() && !is_used)
       counter.step->run_only_in_training(static_cast<size_t>(module - trained_.begin()));
@@ -478,15 +477,13 @@ struct Compiler::Segment {
 void Compiler::fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls) {
   std::vector<Segment> segments;
   for (size_t i = 0; i < calls.size(); ++i) {
-    const auto outermost = std::find_if(calls[i].begin(), calls[i].end(), [&](const ModuleCall& call) {
-      return !call.fqn.empty() && options_.is_checkpointed(call.fqn);
-    });
+    const auto outermost = std::ranges::find_if(
+        calls[i], [&](const ModuleCall& call) { return !call.fqn.empty() && options_.is_checkpointed(call.fqn); });
     if (outermost == calls[i].end()) continue;
-    const auto known = std::find_if(segments.begin(), segments.end(),
-                                    [&](const Segment& segment) { return segment.instance == outermost->instance; });
+    const auto known = std::ranges::find(segments, outermost->instance, &Segment::instance);
     known == segments.end() ? segments.push_back({outermost->instance, i, i}) : void(known->last = i);
   }
-  std::sort(segments.begin(), segments.end(), [](const Segment& a, const Segment& b) { return a.first < b.first; });
+  std::ranges::sort(segments, {}, &Segment::first);
   for (size_t i = 1; i < segments.size(); ++i)
     if (segments[i].first <= segments[i - 1].last)
       throw ExportedError("the module '" + segments[i].instance +
@@ -522,8 +519,7 @@ std::unique_ptr<Step> Compiler::fold(Graph& graph, const Segment& segment) {
       for (const int slot : operand.slots()) {
         if (slot == kNoSlot) continue;
         if (!renamed.contains(slot)) {  // the slot is defined outside the segment
-          const auto own = std::find_if(graph.state.begin(), graph.state.end(),
-                                        [&](const Graph::State& state) { return state.slot == slot; });
+          const auto own = std::ranges::find(graph.state, slot, &Graph::State::slot);
           if (own != graph.state.end()) {
             inner->state.push_back({rename(slot), own->index});
           } else {

@@ -190,7 +190,7 @@ std::vector<std::string> Expression::symbols() const {
 }
 
 void Expression::collect_symbols(const Node& node, std::vector<std::string>& symbols) {
-  if (node.kind == Kind::kSymbol && std::find(symbols.begin(), symbols.end(), node.symbol) == symbols.end())
+  if (node.kind == Kind::kSymbol && std::ranges::find(symbols, node.symbol) == symbols.end())
     symbols.push_back(node.symbol);
   for (const Node& operand : node.operands) collect_symbols(operand, symbols);
 }

@@ -82,7 +82,7 @@ void Graph::plan_lifetimes() {
     for (const auto& [slot, count] : uses) {
       if (!used.insert(slot).second || kept.contains(slot)) continue;
       auto& operands = (*step)->operands();
-      const auto only = std::find_if(operands.begin(), operands.end(), [slot = slot](const Operand& operand) {
+      const auto only = std::ranges::find_if(operands, [slot = slot](const Operand& operand) {
         return operand.kind() == Operand::Kind::kSlot && operand.slots()[0] == slot;
       });
       if (count == 1 && only != operands.end()) {

@@ -16,9 +16,8 @@ bool is_refused(std::string_view name) {
                                                 "_dimV",     "_coalesced_", "record_stream",  "_dim_arange"};
   static constexpr std::string_view kPrefixes[] = {"_nested_", "_test_",   "_use_cudnn_",
                                                    "_cudnn_",  "_mkldnn_", "_symm_"};
-  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames) || name.ends_with("_unsafe") ||
-         std::any_of(std::begin(kPrefixes), std::end(kPrefixes),
-                     [&](std::string_view prefix) { return name.starts_with(prefix); });
+  return std::ranges::find(kNames, name) != std::end(kNames) || name.ends_with("_unsafe") ||
+         std::ranges::any_of(kPrefixes, [&](std::string_view prefix) { return name.starts_with(prefix); });
 }
 
 }  // namespace
@@ -31,7 +30,7 @@ c10::OperatorHandle find_operator(const std::string& target, const std::vector<s
   const std::string space = path.substr(0, first), name = path.substr(first + 1, last - first - 1);
   std::string overload = path.substr(last + 1);
   if (overload == "default") overload.clear();
-  if (space != "aten" && std::find(namespaces.begin(), namespaces.end(), space) == namespaces.end())
+  if (space != "aten" && std::ranges::find(namespaces, space) == namespaces.end())
     throw ExportedError("is of the namespace '" + space +
                         "', which the archive may not use: ExportedOptions::operator_namespaces allows it, in a "
                         "program that has its operators; or export with an implementation that does without it");
@@ -69,7 +68,7 @@ std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& sch
                                                 "aten::rnn_tanh",
                                                 "aten::rnn_relu"};
   const std::string& name = schema.name();
-  if (std::find(std::begin(kFlags), std::end(kFlags), name) != std::end(kFlags)) {
+  if (std::ranges::find(kFlags, name) != std::end(kFlags)) {
     for (const char* argument : {"train", "training", "use_input_stats"})
       if (const auto index = schema.argumentIndexWithName(argument)) return TrainingArgument{size_t(*index), false};
   }

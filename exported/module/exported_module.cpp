@@ -352,7 +352,7 @@ class ProgramBuilder {
     if (!options_.weights.empty()) files_.emplace(options_.weights, program_->bytes_read);
     for (const auto& [first, same] : find_ties()) {
       const auto visible =
-          std::find_if(same.begin(), same.end(), [&](size_t i) { return program_->state[i].kind != Kind::kHidden; });
+          std::ranges::find_if(same, [&](size_t i) { return program_->state[i].kind != Kind::kHidden; });
       const at::Tensor tensor = make_tensor(visible == same.end() ? first : *visible, same);
       for (const size_t i : same) program_->state[i].tensor = tensor;
     }
@@ -537,9 +537,9 @@ class ProgramBuilder {
     for (size_t i = 0; i < program_->state.size(); ++i) {
       if (program_->state[i].fqn != fqn) continue;
       const auto [module, name] = split_name(fqn);
-      const bool counts = name == "num_batches_tracked" &&
-                          std::any_of(trained_.begin(), trained_.end(),
-                                      [own = module](const Compiler::TrainedModule& m) { return m.fqn == own; });
+      const bool counts =
+          name == "num_batches_tracked" &&
+          std::ranges::any_of(trained_, [own = module](const Compiler::TrainedModule& m) { return m.fqn == own; });
       return {ExportedProgram::OutputKind::kState, i, counts ? modules_.at(module) : nullptr};
     }
     throw ExportedError("it changes '" + fqn + "', which it does not have");
@@ -562,13 +562,13 @@ class ProgramBuilder {
   void set_modes() {
     const auto trains = [](const auto& m) { return m.was_training; };
     modules_.at("")->train(record_.modes ? record_.modes->training
-                                         : trained_.empty() || std::any_of(trained_.begin(), trained_.end(), trains));
+                                         : trained_.empty() || std::ranges::any_of(trained_, trains));
     if (record_.modes)
       for (const auto& [fqn, is_training] : record_.modes->pinned)
         if (const auto own = modules_.find(fqn); own != modules_.end()) own->second->train(is_training);
     auto ordered = trained_;
-    auto depth = [](const auto& m) { return m.fqn.empty() ? 0 : 1 + std::count(m.fqn.begin(), m.fqn.end(), '.'); };
-    std::stable_sort(ordered.begin(), ordered.end(), [&](const auto& a, const auto& b) { return depth(a) < depth(b); });
+    auto depth = [](const auto& m) { return m.fqn.empty() ? 0 : 1 + std::ranges::count(m.fqn, '.'); };
+    std::ranges::stable_sort(ordered, [&](const auto& a, const auto& b) { return depth(a) < depth(b); });
     for (const auto& trained : ordered)
       if (modules_.at(trained.fqn)->is_training() != trained.was_training)
         modules_.at(trained.fqn)->train(trained.was_training);
@@ -685,7 +685,7 @@ WrapPolicy wrap_classes(std::vector<std::string> classes) {
   if (classes.empty()) throw std::invalid_argument("wrap_classes: no class is named");
   return [classes = std::move(classes)](const std::string&, const torch::nn::Module& module, int64_t) {
     const std::string& own = module.name();
-    return std::any_of(classes.begin(), classes.end(), [&](const std::string& name) {
+    return std::ranges::any_of(classes, [&](const std::string& name) {
       return own == name ||
              (own.size() > name.size() && own.ends_with(name) && own[own.size() - name.size() - 1] == '.');
     });

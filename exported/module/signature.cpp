@@ -155,8 +155,7 @@ size_t InputSignature::read_parameters(const json& signature, const Structure::F
 void InputSignature::read_positions(size_t by_position, const std::vector<std::string>& positional) {
   for (size_t i = 0; i < by_position; ++i) positions_.push_back(i);
   for (size_t i = by_position; i < positional.size(); ++i) {
-    const auto own = std::find_if(parameters_.begin(), parameters_.end(),
-                                  [&](const Parameter& parameter) { return parameter.name == positional[i]; });
+    const auto own = std::ranges::find(parameters_, positional[i], &Parameter::name);
     if (own == parameters_.end()) throw ExportedError("it has no input '" + positional[i] + "'");
     positions_.push_back(static_cast<size_t>(own - parameters_.begin()));
   }
@@ -413,7 +412,7 @@ Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence
   ShapeCheck check(*this);
   const auto choose = [&](int64_t wanted, size_t dim, bool of_integers) {
     if (wanted == 0) return;
-    const auto leaf = std::find_if(leaves_.begin(), leaves_.end(), [&](const Leaf& each) {
+    const auto leaf = std::ranges::find_if(leaves_, [&](const Leaf& each) {
       return each.is_tensor && each.sizes.size() > dim &&
              (!of_integers || at::isIntegralType(each.dtype, /*includeBool=*/false));
     });

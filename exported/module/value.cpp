@@ -69,7 +69,7 @@ const ExportedValue& ExportedValue::operator[](const std::string& name) const {
 
 bool ExportedValue::has(const std::string& name) const {
   const Named& own = items();
-  return std::any_of(own.begin(), own.end(), [&](const auto& item) { return item.first == name; });
+  return std::ranges::any_of(own, [&](const auto& item) { return item.first == name; });
 }
 
 const ExportedValue::Named& ExportedValue::items() const {

@@ -91,7 +91,7 @@ class PlannedDecoder : public PlannedModel {
 // ---- archives -----------------------------------------------------------------------------------
 
 bool is_position(const std::string& name) {
-  return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+  return !name.empty() && std::ranges::all_of(name, [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
 // Returns classes with two or more layers. A layer is an outermost module with parameters and a numeric name ("3").
@@ -119,7 +119,7 @@ std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
   visit_tensors(outputs, [&](at::Tensor& tensor) {
     if (tensor.is_floating_point() && tensor.requires_grad()) tensors.push_back(tensor);
   });
-  const auto scalar = std::find_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.numel() == 1; });
+  const auto scalar = std::ranges::find_if(tensors, [](const auto& t) { return t.numel() == 1; });
   if (scalar != tensors.end()) return {scalar->sum(), "the first output that is a number"};
   if (tensors.empty())
     throw std::invalid_argument(

@@ -183,7 +183,7 @@ Tensors reduced(const MetaArguments& a, bool twice) {
 Tensors adaptive_pool(const MetaArguments& a) {
   Sizes shape = tensor(a, 0).sizes().vec();
   const Sizes last = sizes(a, 1);
-  std::copy(last.begin(), last.end(), shape.end() - static_cast<std::ptrdiff_t>(last.size()));
+  std::ranges::copy(last, shape.end() - static_cast<std::ptrdiff_t>(last.size()));
   return {at::empty(shape, tensor(a, 0).options(), tensor(a, 0).suggest_memory_format())};
 }
 Tensors pixel_shuffle(const MetaArguments& a) {

@@ -227,7 +227,7 @@ std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const 
     const bool has_room = fits(plan, machines);
     return std::tuple(!plan.why_not.empty(), !has_room, has_room ? 0 : plan.peak.tensors(), cost_of(plan));
   };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return rank_of(a) < rank_of(b); });
+  std::ranges::stable_sort(order, [&](int a, int b) { return rank_of(a) < rank_of(b); });
   return order;
 }
 

@@ -46,7 +46,7 @@ std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machi
 std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machines& machines) {
   std::vector<PlannedTraining> plans;
   const auto try_one = [&](const TrainingChoice& choice) {
-    if (std::none_of(plans.begin(), plans.end(), [&](const auto& plan) { return plan.choice == choice; }))
+    if (std::ranges::none_of(plans, [&](const auto& plan) { return plan.choice == choice; }))
       plans.push_back(plan_training(model, choice, machines));
   };
   for (const TrainingChoice& choice : training_choices()) try_one(choice);

@@ -61,7 +61,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
 // Afterwards the hooks have no effect, so the module can be trained alone. If a reduction is due, the backward throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
-      std::any_of(states_.begin(), states_.end(), [](const ParameterState& state) { return state.awaits_reduction; });
+      std::ranges::any_of(states_, [](const ParameterState& state) { return state.awaits_reduction; });
   if (awaits_reduction && !is_running() && reduces() && !passes_through()) fail_backward();
 }
 
@@ -344,7 +344,7 @@ void ReplicatedGradients::agree_on_order() {
     for (size_t parameter : bucket.members)
       if (!came[parameter]) order.push_back(parameter);
   at::Tensor numbers = at::empty({static_cast<int64_t>(order.size())}, at::TensorOptions(at::kCPU).dtype(at::kLong));
-  std::copy(order.begin(), order.end(), numbers.mutable_data_ptr<int64_t>());
+  std::ranges::copy(order, numbers.mutable_data_ptr<int64_t>());
   numbers = numbers.to(mesh_.world->device());
   mesh_.world->broadcast(numbers, 0, "the order of gradients").wait();
   numbers = mesh_.world->to_host(numbers, "the order of gradients");

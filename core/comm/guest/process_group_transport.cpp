@@ -154,7 +154,7 @@ class ProcessGroupTransport : public Transport {
   }
   static bool is_even(const Collective& collective) {
     const auto& counts = collective.counts;
-    return std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+    return std::ranges::adjacent_find(counts, std::not_equal_to<>()) == counts.end();
   }
 
   // Returns the result of `start`. If the group's class lacks the operation, returns null, now and in all later calls.

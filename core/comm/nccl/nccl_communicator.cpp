@@ -286,7 +286,7 @@ Work NcclCommunicator::launch(Collective& collective) {
   at::Tensor &full = collective.full, &shard = collective.shard;
   const auto& counts = collective.counts;
   const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(collective.op)];
-  const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+  const bool is_even = std::ranges::adjacent_find(counts, std::not_equal_to<>()) == counts.end();
   std::vector<std::vector<at::Tensor>> parts;  // parts of `full`, if counts are uneven
   if (!is_even && kind != Collective::kScatter) parts.push_back(full.split_with_sizes(counts));
   std::vector<at::Tensor> own{shard.defined() ? shard : full};

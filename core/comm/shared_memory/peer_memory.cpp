@@ -100,20 +100,20 @@ std::vector<int> ranks_of_host(Notices& notices, int size, std::chrono::millisec
   for (int64_t i = 1, count = store.add(list + "ranks", 0); i <= count; ++i) keys.push_back(list + std::to_string(i));
   std::vector<int> host;
   for (const auto& bytes : store.multiGet(keys)) host.push_back(std::stoi(std::string(bytes.begin(), bytes.end())));
-  std::sort(host.begin(), host.end());
+  std::ranges::sort(host);
   return host;
 }
 
 bool all_agree(Notices& notices, const std::string& kind, const std::vector<int>& host, bool answer) {
   notices.put(kind, answer ? "yes" : "no");
   const auto answers = notices.of(kind, host);
-  return std::all_of(answers.begin(), answers.end(), [](const std::string& text) { return text == "yes"; });
+  return std::ranges::all_of(answers, [](const std::string& text) { return text == "yes"; });
 }
 
 // Returns the board of a host's ranks if all of them have opened it and reach each other's memory, else null.
 std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::vector<int>& host) {
   const int ranks = static_cast<int>(host.size());
-  const auto self = std::find(host.begin(), host.end(), rank) - host.begin();
+  const auto self = std::ranges::find(host, rank) - host.begin();
   std::shared_ptr<SharedBoard> board;
   try {
     if (self == 0) {
@@ -145,8 +145,8 @@ std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int
     std::istringstream pids(text);
     lineages.emplace_back(std::istream_iterator<pid_t>(pids), std::istream_iterator<pid_t>());
   }
-  const bool is_alone = std::all_of(lineages.begin(), lineages.end(),
-                                    [](const auto& pids) { return !pids.empty() && pids.front() == ::getpid(); });
+  const bool is_alone =
+      std::ranges::all_of(lineages, [](const auto& pids) { return !pids.empty() && pids.front() == ::getpid(); });
   return is_alone || !permits_tracing ? nullptr : std::make_unique<TracerPermission>(common_ancestor(lineages));
 }
 

@@ -30,9 +30,7 @@ size_t SharedRoundsPlan::slot(int rank, uint64_t slot) const {
 }
 
 uint64_t RoundSlots::take(uint64_t round, const std::function<uint64_t()>& ask) {
-  const auto find = [this] {
-    return std::find_if(rounds_.begin(), rounds_.end(), [this](uint64_t last) { return last < left_; });
-  };
+  const auto find = [this] { return std::ranges::find_if(rounds_, [this](uint64_t last) { return last < left_; }); };
   auto found = find();
   if (found == rounds_.end() && !rounds_.empty()) {
     left_ = ask();

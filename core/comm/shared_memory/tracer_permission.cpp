@@ -40,12 +40,12 @@ void tell_kernel() {
   const auto& pids = permitted();
   if (pids.empty()) {
     last_told = 0;
-  } else if (std::find(pids.begin(), pids.end(), 0) != pids.end()) {
+  } else if (std::ranges::find(pids, 0) != pids.end()) {
     last_told = -1;
   } else {
     const auto own = lineage();
-    const auto height = [&](pid_t pid) { return std::find(own.begin(), own.end(), pid) - own.begin(); };
-    last_told = *std::max_element(pids.begin(), pids.end(), [&](pid_t a, pid_t b) { return height(a) < height(b); });
+    const auto height = [&](pid_t pid) { return std::ranges::find(own, pid) - own.begin(); };
+    last_told = *std::ranges::max_element(pids, [&](pid_t a, pid_t b) { return height(a) < height(b); });
   }
   const auto tracer = static_cast<unsigned long>(last_told);
   ::prctl(PR_SET_PTRACER, last_told == -1 ? PR_SET_PTRACER_ANY : tracer, 0, 0, 0);  // without Yama, fails with EINVAL
@@ -62,7 +62,7 @@ TracerPermission::TracerPermission(pid_t ancestor) : ancestor_(ancestor) {
 TracerPermission::~TracerPermission() {
   std::lock_guard lock(permitted_mutex);
   auto& pids = permitted();
-  pids.erase(std::find(pids.begin(), pids.end(), ancestor_));
+  pids.erase(std::ranges::find(pids, ancestor_));
   tell_kernel();
 }
 
@@ -80,8 +80,7 @@ std::vector<pid_t> lineage() {
 pid_t common_ancestor(const std::vector<std::vector<pid_t>>& lineages) {
   if (lineages.empty()) return 0;
   for (const pid_t pid : lineages[0])
-    if (std::all_of(lineages.begin(), lineages.end(),
-                    [&](const auto& other) { return std::find(other.begin(), other.end(), pid) != other.end(); }))
+    if (std::ranges::all_of(lineages, [&](const auto& other) { return std::ranges::find(other, pid) != other.end(); }))
       return pid;
   return 0;
 }

@@ -25,7 +25,7 @@ class WaitSearch {
   // Returns a cycle that contains `wait` of `rank` or is reachable from that wait, or an empty cycle.
   WaitCycle find(int rank, const GroupWait& wait) {
     const auto same = [&](const auto& visited) { return visited.first == rank && visited.second.group == wait.group; };
-    const auto begin = std::find_if(path_.begin(), path_.end(), same);
+    const auto begin = std::ranges::find_if(path_, same);
     if (begin != path_.end()) return {begin, path_.end()};
     if (!seen_.emplace(rank, wait.group).second) return {};
     path_.emplace_back(rank, wait);

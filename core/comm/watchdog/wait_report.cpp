@@ -35,7 +35,7 @@ bool waits_less(const WaitReport::Rank& a, const WaitReport::Rank& b) { return a
 
 std::optional<int> WaitReport::waited_for(double least_share) const {
   if (ranks.size() < 2) return std::nullopt;
-  const auto rank = static_cast<size_t>(std::min_element(ranks.begin(), ranks.end(), waits_less) - ranks.begin());
+  const auto rank = static_cast<size_t>(std::ranges::min_element(ranks, waits_less) - ranks.begin());
   if (median_without(ranks, rank) - ranks[rank].wait_s < least_share * elapsed_s) return std::nullopt;
   return static_cast<int>(rank);
 }
