@@ -101,7 +101,7 @@ class ElasticState {
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
-  int failures_at_step_ = 0;            // successive failures after one step, without the loss of a rank
+  int failures_at_step_ = 0;            // successive failures after one and the same step, none of which lost a rank
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
 };
 

@@ -27,7 +27,7 @@ namespace {
 constexpr milliseconds kRound{100};  // pause between the requests of a joining process to the members
 constexpr std::chrono::seconds kSilentJoinPause{20}, kRequestLife{3};
 
-// Replaces a file atomically, because readers must not find a part of it.
+// Replaces a file atomically, because readers must never see a partly written file.
 void replace(const fs::path& path, const json& content, const std::string& id) {
   std::error_code error;
   fs::create_directories(path.parent_path(), error);  // the write below reports a failure

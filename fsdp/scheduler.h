@@ -127,7 +127,7 @@ class Scheduler : public Pager, public BackwardPass {
   GradientReducer::Observer observer_;               // called without the mutex
   std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves with final gradients that are not observed yet
   std::function<void()> observer_of_failures_;
-  std::string refusal_;  // the reason to refuse uses outside backward; empty: uses are permitted
+  std::string refusal_;  // the reason to refuse uses of parameters outside backward; empty: permits them
   bool first_backward_ = true;
   Summon summon_ = Summon::kNone;
 };

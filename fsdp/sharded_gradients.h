@@ -73,7 +73,7 @@ class ShardedGradients {
     bool shard_requires_grad;                    // requires_grad() of `shard` at the last check
     GradState in_shard = GradState::kOrdinary;   // kAccumulating or kLost while `.grad` is a placeholder
     GradState in_module = GradState::kOrdinary;  // kPlaceholder; kOrdinary if cleared since the last check
-    at::Tensor kept = {};                        // the shard's earlier gradient; only for kAccumulating
+    at::Tensor kept = {};                        // kAccumulating: the shard's own `.grad`, set aside
   };
   GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;

@@ -83,8 +83,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   std::mutex joining_;  // serializes join(), which several threads may call
   std::thread thread_;
   std::atomic<bool> done_ = false;
-  Outcome result_;                       // equal on all ranks after a background save
-  std::atomic<bool> delivered_ = false;  // whether the user has received the result, as a return or an exception
+  Outcome result_;                       // valid if done_; of a background save equal on all ranks
+  std::atomic<bool> delivered_ = false;  // whether the user has received the result, as a return value or exception
 };
 
 }  // namespace tessera::internal

@@ -137,7 +137,7 @@ auto StoreClient::call(Act act) const {
   using Answer = decltype(act(calls_->store()));
   struct Call {
     std::packaged_task<Answer()> task;
-    std::atomic<bool> is_taken = false;  // set by the thread, which then runs the task, or by a caller that gives up
+    std::atomic<bool> is_taken = false;  // set by thread_ before it runs the task, or by a caller that gives up
   };
   const auto made = std::make_shared<Call>();
   // Captures a plain reference, because the thread that runs the task also owns the store.

@@ -450,7 +450,7 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   return mode;
 }
 
-// Makes a checkpointed graph read its state from Execution::state, because a checkpoint saves the graph's inputs.
+// Makes a checkpointed graph read its state from Execution::state, since CheckpointStep saves and detaches its inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;

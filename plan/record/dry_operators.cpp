@@ -151,7 +151,7 @@ std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& 
   return arguments;
 }
 
-// Returns whether the shapes of the results need a run on zeros. Throws if the arguments are too large for this run.
+// Returns whether the operator must run on zeros to find its results' shapes. Throws if its arguments are too large.
 bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
   if (traits.has_meta_kernel || shape_rule_of(traits.name) != nullptr) return false;
   int64_t bytes = 0;

@@ -256,7 +256,7 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   log_.add_forward();
   if (states_.empty()) return;
   for (const at::Tensor& output : outputs) {
-    // A parameter that forward returns would keep the hook. Its gradient begins the pass in take().
+    // Skips a parameter that forward returns: a leaf would keep the hook, and take() begins the pass for its gradient.
     if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([weak = weak_from_this(), label = binding_.label(0)](const at::Tensor&) {
       const auto self = std::static_pointer_cast<ReplicatedGradients>(weak.lock());

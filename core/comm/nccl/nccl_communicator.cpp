@@ -215,7 +215,7 @@ class NcclOperation : public Pending::Operation {
 
   void finish() override {
     comm_->wait_for(work_, description_);
-    tensors_.clear();  // the current stream is ordered after their last use
+    tensors_.clear();  // safe, because the current stream is now ordered after their last use
   }
 
  private:

@@ -125,7 +125,7 @@ class PeerMemory {
   const std::vector<int> local_;  // indexed by rank: the rank's number on this host, or -1
   const std::shared_ptr<SharedBoard> board_;
   const std::vector<Peer> peers_;                 // indexed by number on this host
-  std::unique_ptr<TracerPermission> permission_;  // permission for the peers, until close()
+  std::unique_ptr<TracerPermission> permission_;  // lets peers access this process's memory, until close()
   const std::chrono::milliseconds timeout_;
   const bool may_spin_;               // whether there is a processor for every rank
   std::vector<Announced> announced_;  // this rank's messages; some may be complete

@@ -38,7 +38,7 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   ScopeExit on_gradients(Arrived arrived, Failed failed = nullptr) override;
   // Returns the shards that have a gradient now.
   std::vector<at::Tensor> parameters_with_gradients() const override;
-  // While the scope exists, uses outside backward throw std::logic_error with `reason`: see GradientSource.
+  // While the scope exists, uses of parameters outside backward throw std::logic_error with `reason` (GradientSource).
   ScopeExit refuse_use(std::string reason) override;
 
   // While the scope exists, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
