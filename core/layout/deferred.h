@@ -39,7 +39,7 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
 // Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// Returns the device of a tensor's values; for a deferred tensor, of its later values (the CPU if recorded).
+// Returns the device of a tensor's values. Deferred values will be on the device of deferred_from(), else on the CPU.
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed

@@ -45,9 +45,9 @@ struct ExportedOptions {
   // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // The checks that tools/export_model.py records: gradients of decomposed programs, random operators in eval mode, and
-  // ties of tensors without values. false: throws if a needed check is missing, or only warns if nothing indicates an
-  // error. true: needs no checks, and also ignores guards that cannot be parsed, and the tensors' checksums.
+  // false: the archive needs the checks of tools/export_model.py (gradients of decomposed programs, random operators in
+  // eval mode, ties of tensors without values). If one is missing, throws, or warns if nothing indicates an error.
+  // true: accepts missing checks, and ignores guards that cannot be parsed and the tensors' checksums.
   bool unchecked = false;
 };
 

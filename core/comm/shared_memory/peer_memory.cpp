@@ -49,7 +49,7 @@ constexpr char kNone[] = "none";  // has no destructor, because a detached threa
 // The longest time that close() waits for a copying peer. A shorter time would be correct, but leak memory more often.
 constexpr auto kCopyGrace = std::chrono::seconds(1);
 
-// A random number that peers read to check that they reach this process, and not a later one with its process id.
+// A random number that peers read to check that they reach this process, and not a later one with an equal id.
 const uint64_t& magic() {
   static const uint64_t number = [] {
     uint64_t random = 0;
