@@ -42,7 +42,7 @@ class UnshardedUnits {
   // The unit orders of the last forward and of the last backward that used a unit.
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
-  // Limit of recorded uses, above which repetitions are removed. A pass usually uses a unit fewer than 8 times.
+  // Above this number of uses, PrefetchOrder::forget_repetition() is called. A pass rarely uses a unit 8 times.
   size_t most_seen() const { return 8 * model_.units().size(); }
 
  private:

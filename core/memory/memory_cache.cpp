@@ -18,7 +18,7 @@ namespace tessera::internal {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // one mapping for blocks smaller than a huge page
+constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // a mapping that blocks smaller than a huge page share
 
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));

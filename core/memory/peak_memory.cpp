@@ -95,7 +95,7 @@ void install_counting_allocator() {
     counted_allocator = c10::GetCPUAllocator();
     const bool is_libtorchs_own = counted_allocator == c10::GetDefaultCPUAllocator();
     if (is_libtorchs_own) counted_allocator = memory_cache_allocator();  // init() may install the cache later
-    c10::SetCPUAllocator(new CountingAllocator, kAnyPriority);           // libtorch keeps a plain pointer to it
+    c10::SetCPUAllocator(new CountingAllocator, kAnyPriority);           // never freed: libtorch keeps a raw pointer
   });
 }
 

@@ -368,7 +368,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   // Otherwise the end of an event would make device 0 current again, and create a context there.
   c10::impl::VirtualGuardImpl(device().type()).setDevice(device());
   uint64_t waits_for = static_cast<uint64_t>(-1);
-  std::optional<RunClock::time_point> lost_since;  // time of a peer's loss, after which the watchdog may name the peer
+  std::optional<RunClock::time_point> lost_since;  // when NCCL reported the loss of a peer that it does not name
   int silent_looks = 0;                            // successive looks without the store's answer; one may be a delay
   while (queue_.sleep(stop, kLookAfterEvery)) {
     const auto look = queue_.look();
