@@ -34,7 +34,7 @@ class Simulation {
           break;
       }
     }
-    enter(step_);  // has an effect only if the step has no actions
+    enter(step_);  // begins a step that has no actions; otherwise a no-op
     result_.total_s = now_ - began_;
     result_.exposed_s = result_.total_s - result_.compute_s;
     result_.processor_s = result_.compute_s;
