@@ -187,7 +187,7 @@ TEST_F(Command, MistakesAreExplained) {
       {{"bogus"}, "no command 'bogus'"},
       {{"inspect"}, "expected: tessera inspect PATH"},
       {{"inspect", at("none")}, "No such file"},
-      {{"reshard", at("a"), at("b")}, "--ranks is missing; `tessera reshard --help` says what it takes"},
+      {{"reshard", at("a"), at("b")}, "--ranks is missing; `tessera reshard --help` lists the options"},
       {{"trace"}, "expected: tessera trace merge OUT IN..."},
       {{"reshard", at("a"), at("b"), "--ranks", "0"}, "ranks is 0"},
       {{"verify", at("a"), "--ranks", "3"}, "--ranks is for `tessera reshard` and `tessera calibrate`"},

@@ -33,18 +33,23 @@ struct Command {
 
 const std::vector<Command>& commands() {
   static const std::vector<Command> all = {
-      {"inspect", "PATH [--slices]", "names, shapes, dtypes, bytes, and where each slice lies", 1, {"slices"}, inspect},
-      {"verify", "DIR", "checksums, headers, coverage; exit code 1 if anything is wrong", 1, {}, verify},
+      {"inspect",
+       "PATH [--slices]",
+       "prints names, shapes, dtypes and bytes, and with --slices the place of each slice",
+       1,
+       {"slices"},
+       inspect},
+      {"verify", "DIR", "checks checksums, headers and coverage; exit code 1 for damage", 1, {}, verify},
       {"consolidate",
        "DIR FILE [--state] [--max-file-bytes N]",
-       "to full safetensors files",
+       "writes whole tensors to one safetensors file, or to several with an index",
        2,
        {"state", "max-file-bytes"},
        consolidate},
-      {"reshard", "DIR NEW_DIR --ranks N", "to a checkpoint as N ranks would write it", 2, {"ranks"}, reshard},
+      {"reshard", "DIR NEW_DIR --ranks N", "writes the checkpoint as N ranks would save it", 2, {"ranks"}, reshard},
       {"diff",
        "A B [--tolerance X] [--parameters]",
-       "what differs between two; exit code 1 if anything does",
+       "compares two checkpoints; exit code 1 if they differ",
        2,
        {"tolerance", "parameters"},
        diff},
@@ -52,8 +57,8 @@ const std::vector<Command>& commands() {
        "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N {--gpu h100 | --memory 80GiB} "
        "[--link 400Gbit --latency 10us] [--search] [--html FILE] [--speed FILE | --flops 300e12 --memory-bandwidth "
        "3e12]",
-       "what each stage and option takes of every rank's memory, which fit, and the options to take; with a speed, the "
-       "time of a step",
+       "predicts each rank's memory for each stage and option, and recommends options that fit; with a speed, also "
+       "predicts the time of a step",
        0,
        {"model", "gpus",     "memory",    "gpu",          "sequence",         "batch",
         "html",  "speed",    "flops",     "flops-fp32",   "memory-bandwidth", "operator-time",
@@ -62,14 +67,14 @@ const std::vector<Command>& commands() {
        plan},
       {"calibrate",
        "-o speed.json [--ranks N] [--threads N] [--quick] [--speed machine.json]",
-       "measures this machine's CPUs and the links of its ranks, for plan --speed; with --speed, and started by a "
-       "launcher on several hosts, the link between these",
+       "measures this machine's CPUs and the links of its ranks, for plan --speed; with --speed, started by a launcher "
+       "with one rank on each of several hosts, measures the link between the hosts",
        0,
        {"output", "ranks", "threads", "quick", "speed"},
        calibrate},
       {"trace merge",
        "OUT IN...",
-       "one trace, for Perfetto and chrome://tracing, of those of several hosts, on one clock",
+       "merges the traces of several hosts on one clock, for Perfetto and chrome://tracing",
        2,
        {},
        merge_trace_files},
@@ -119,7 +124,7 @@ void print_commands() {
   std::cout << "Usage: tessera COMMAND ...\n\nCommands:\n";
   for (const auto& command : commands())
     std::cout << "  " << command.name << std::string(14 - command.name.size(), ' ') << command.what << "\n";
-  std::cout << "\n`tessera help COMMAND` says what it takes.\n";
+  std::cout << "\n`tessera help COMMAND` lists the options of a command.\n";
 }
 
 // Prints the help of one command, or of all if the name is empty.
@@ -140,8 +145,8 @@ void print_help(const std::string& name, const po::options_description& options)
         std::ranges::any_of(about, [&](const Command* command) { return command->has(option->long_name()); }))
       shown.add(option);
   if (name.empty() || std::ranges::any_of(about, [](const Command* command) { return command->reads_checkpoints(); }))
-    std::cout << "\nPATH is a checkpoint, a folder of them (the newest is taken), or full safetensors files;\n"
-                 "DIR a checkpoint or such a folder.\n";
+    std::cout << "\nPATH is a checkpoint, a folder of checkpoints (its newest is used), or full safetensors files.\n"
+                 "DIR is a checkpoint or a folder of checkpoints.\n";
   std::cout << "\n" << shown << "\nExit codes: 0; 1 if damage or differences were found; 2 for errors.\n";
 }
 
@@ -158,7 +163,7 @@ int run_command(const std::string& name, const po::variables_map& values, const 
   const std::string with_default = command.run == calibrate ? "ranks" : "";
   for (const char* required : {"ranks", "model", "gpus", "output"})
     if (command.has(required) && values.count(required) == 0 && required != with_default)
-      throw po::error(std::string("--") + required + " is missing; `tessera " + name + " --help` says what it takes");
+      throw po::error(std::string("--") + required + " is missing; `tessera " + name + " --help` lists the options");
   arguments.paths.assign(paths.begin(), paths.end());
   return command.run(arguments);
 }
@@ -167,25 +172,26 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
   auto add = options.add_options();
   SpeedArguments& speed = arguments.speed;
   add("speed", po::value(&speed.file),
-      "plan: the machine's speed, as calibrate wrote it; what follows replaces parts; calibrate: the same, to which "
-      "the "
-      "link between hosts is added");
+      "plan: a file of `tessera calibrate`; the options below replace single values. calibrate: such a file, to which "
+      "the link between hosts is added");
   add("gpu", po::value(&speed.gpu),
-      ("plan: memory, speed and link of each GPU, from its data sheet: upper bounds, which what follows replaces; one "
-       "of " +
+      ("plan: each rank's GPU; its data sheet gives memory, speed and link, as upper bounds. The options below replace "
+       "single values. One of " +
        gpu_card_names())
           .c_str());
-  add("flops", po::value(&speed.flops), "plan: FLOP a second of a rank, as 300e12 or 300TFLOP/s");
-  add("flops-fp32", po::value(&speed.flops_fp32), "plan: the same in fp32; without: as --flops");
-  add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB/s");
-  add("operator-time", po::value(&speed.operator_time), "plan: of every operator beside its work, as 5us; without: 0");
+  add("flops", po::value(&speed.flops), "plan: FLOP per second of a rank, for example 300e12 or 300TFLOP/s");
+  add("flops-fp32", po::value(&speed.flops_fp32), "plan: FLOP per second of a rank in fp32; default: --flops");
+  add("memory-bandwidth", po::value(&speed.bandwidth),
+      "plan: bytes per second of a rank's memory, for example 3e12 or 3TB/s");
+  add("operator-time", po::value(&speed.operator_time), "plan: overhead of each operator, for example 5us; default: 0");
   add("link", po::value(&speed.link),
-      "plan: of each rank to those of other hosts, as 400Gb/s or 50GB/s; without another, within a host too");
-  add("latency", po::value(&speed.latency), "plan: of that link, as 10us; without: 0");
-  add("host-link", po::value(&speed.host_link), "plan: of each rank to those of its host, as 450GB/s");
-  add("host-latency", po::value(&speed.host_latency), "plan: of that link; without: 0");
-  add("output,o", po::value(&arguments.out), "calibrate: the file to write");
-  add("threads", po::value(&arguments.threads), "calibrate: intra-operator threads of each rank; without: 1");
+      "plan: bandwidth of each rank to other hosts, for example 400Gb/s or 50GB/s; also within a host, if "
+      "no other value is given");
+  add("latency", po::value(&speed.latency), "plan: latency between hosts, for example 10us; default: 0");
+  add("host-link", po::value(&speed.host_link), "plan: bandwidth of each rank within its host, for example 450GB/s");
+  add("host-latency", po::value(&speed.host_latency), "plan: latency within a host; default: 0");
+  add("output,o", po::value(&arguments.out), "calibrate: the speed file to write");
+  add("threads", po::value(&arguments.threads), "calibrate: intra-operator threads of each rank; default: 1");
   add("quick", po::bool_switch(&arguments.quick), "calibrate: fewer sizes and repetitions");
 }
 
@@ -193,25 +199,26 @@ void add_plan_options(po::options_description& options, Arguments& arguments) {
   auto add = options.add_options();
   add("model", po::value(&arguments.model),
       "plan: gpt: or llama: with layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch, tie; or "
-      "Hugging Face's config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3, or a folder that has it; or an archive of "
+      "Hugging Face's config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3, or its folder; or an archive of "
       "torch.export (.pt2)");
-  add("gpus", po::value(&arguments.gpus), "plan: how many ranks");
-  add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB; without: of the --gpu");
+  add("gpus", po::value(&arguments.gpus), "plan: number of ranks, one for each GPU");
+  add("memory", po::value(&arguments.memory), "plan: memory of each rank, for example 80GiB; default: that of --gpu");
   add("sequence", po::value(&arguments.sequence),
-      "plan: tokens of an item, of config.json (without: the whole context) or an archive (as it was exported)");
-  add("batch", po::value(&arguments.batch), "plan: items a rank and step, the same; without: 1, or as exported");
+      "plan: tokens of an item; default: the context of config.json, or the archive's exported length");
+  add("batch", po::value(&arguments.batch),
+      "plan: items of a rank in a step; default: 1, or the archive's exported batch");
   add("ranks-per-host", po::value(&arguments.ranks_per_host),
-      "plan: whose exchanges do not leave the host; without: as calibrated, or 8");
+      "plan: number of ranks on a host; default: that of the calibration, or 8");
   add("host-memory", po::value(&arguments.host_memory),
-      "plan: of each host, as 1.5TB, for offload and copies; without: not known");
+      "plan: memory of each host for offload and copies, for example 1.5TB; default: not checked");
   add("elastic", po::value(&arguments.copies)->implicit_value(1),
-      "plan: the memory of an elastic run's copies, of N for each rank; 1 without N");
-  add("search", po::bool_switch(&arguments.search), "plan: tries units, hybrid sharding, prefetching and offload, too");
-  add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
+      "plan: also the memory of an elastic run's copies; N: copies of each rank's part; default: 1");
+  add("search", po::bool_switch(&arguments.search), "plan: also tries units, hybrid sharding, prefetching and offload");
+  add("html", po::value(&arguments.html), "plan: file for a page that draws the memory of a step by operator");
   add("draw", po::value(&arguments.draw),
-      "plan: the line of the table that the page is of, from 1; without: the recommended");
+      "plan: number of the table's line to draw, from 1; default: the recommended line");
   add("measured", po::value(&arguments.measured),
-      "plan: a file of TESSERA_TRACE of a run of that line, drawn beside it");
+      "plan: a TESSERA_TRACE file of a run with the drawn line's options, to draw beside the prediction");
 }
 
 int run(int argc, char** argv) {
@@ -219,18 +226,19 @@ int run(int argc, char** argv) {
   std::vector<std::string> words;  // the command and its paths
   po::options_description options;
   auto add = options.add_options();
-  add("help,h", "this text; after a command, what it takes");
-  add("version", "the version of Tessera");
+  add("help,h", "print this text, or the options of a command");
+  add("version", "print the version of Tessera");
   add("json", po::bool_switch(&arguments.json), "print JSON");
-  add("slices", po::bool_switch(&arguments.slices), "inspect: every slice");
-  add("state", po::bool_switch(&arguments.state), "consolidate: the optimizer's tensors too");
-  add("ranks", po::value(&arguments.ranks), "reshard: by how many ranks; calibrate: how many at once, without: 2");
+  add("slices", po::bool_switch(&arguments.slices), "inspect: print every slice");
+  add("state", po::bool_switch(&arguments.state), "consolidate: also write the optimizer's tensors");
+  add("ranks", po::value(&arguments.ranks),
+      "reshard: number of ranks of the new checkpoint; calibrate: number of concurrent ranks, default: 2");
   add("max-file-bytes", po::value(&arguments.max_file_bytes),
-      "consolidate: several files of at most N bytes, with an index");
-  add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
+      "consolidate: write several files of at most this size, with an index");
+  add("tolerance", po::value(&arguments.tolerance), "diff: ignore differences up to this value");
   add_plan_options(options, arguments);
   add_speed_options(options, arguments);
-  add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
+  add("parameters", po::bool_switch(&arguments.parameters), "diff: compare parameters only, not optimizer or extra");
   po::options_description all;
   all.add(options).add_options()("word", po::value(&words));
   po::variables_map values;
