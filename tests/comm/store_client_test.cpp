@@ -226,7 +226,7 @@ TEST(RunClock, StandsStillWhileTheProcessIsStopped) {
 // store have no deadline, so a new place must do the same and be listed here.
 TEST(StoreClient, EveryStoreOfTheLibraryGoesThroughOne) {
   const std::filesystem::path tree = testing_support::built(TESSERA_TREE);
-  const std::regex makes(R"(make_intrusive<c10d::\w*Store>|c10d::(TCP|File|Hash)Store \w+[({;])");
+  const std::regex makes(R"(make_intrusive<c10d::\w*Store>|open_tcp_store\(|c10d::(TCP|File|Hash)Store \w+[({;])");
   const std::regex makes_prefix(R"(make_intrusive<c10d::PrefixStore>)");
   const std::regex wraps(R"((=|\(|return) ?StoreClient::of\()");
   std::set<std::string> making, wrapping;
@@ -240,10 +240,12 @@ TEST(StoreClient, EveryStoreOfTheLibraryGoesThroughOne) {
         if (std::regex_search(line, wraps)) wrapping.insert(name);
       }
     }
-  EXPECT_EQ(making, (std::set<std::string>{"core/comm/guest/memory_store.cpp",  // a FileStore, which a group wraps
-                                           "core/launch/guest_group.cpp",       // a HashStore
-                                           "core/launch/launch.cpp",            // a HashStore
-                                           "core/launch/rendezvous.cpp", "core/launch/spawn_local.cpp"}));
+  EXPECT_EQ(making,
+            (std::set<std::string>{"core/comm/guest/guest_store.cpp",  // a store that a group wraps
+                                   "core/comm/store_client.cpp", "core/comm/store_client.h",  // open_tcp_store()
+                                   "core/launch/guest_group.cpp",                             // a HashStore
+                                   "core/launch/launch.cpp",                                  // a HashStore
+                                   "core/launch/rendezvous.cpp", "core/launch/spawn_local.cpp"}));
   EXPECT_EQ(wrapping,
             (std::set<std::string>{"core/comm/gloo/gloo_communicator.cpp", "core/comm/nccl/nccl_communicator.cpp",
                                    "core/launch/rendezvous.cpp", "core/launch/spawn_local.cpp"}));
