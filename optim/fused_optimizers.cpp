@@ -16,7 +16,6 @@
 #include <string>
 #include <tuple>
 #include <typeinfo>
-#include <unordered_set>
 #include <utility>
 
 #include <tessera/detail/listed_optimizer.h>
@@ -306,13 +305,10 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
     stepped.emplace_back(&group, parameter);
   });
   SgdBatches batches;
-  std::unordered_set<const c10::TensorImpl*> batched;
+  const bool run_each = lists_a_parameter_twice(optimizer);
   for (const auto& [group, parameter] : stepped) {
-    if (!batched.insert(parameter.unsafeGetTensorImpl()).second) {  // a tied weight, listed twice, is stepped twice
-      run_batches(optimizer, std::exchange(batches, {}));
-      batched = {parameter.unsafeGetTensorImpl()};
-    }
     add_to(batches, optimizer, *group, parameter);
+    if (run_each) run_batches(optimizer, std::exchange(batches, {}));
   }
   run_batches(optimizer, std::move(batches));
 }

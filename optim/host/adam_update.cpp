@@ -8,10 +8,10 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <tuple>
-#include <unordered_set>
 #include <utility>
 
 #include <tessera/detail/listed_optimizer.h>
@@ -119,6 +119,14 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   return at::empty_like(parameter).copy_(tensor);
 }
 
+bool lists_a_parameter_twice(const torch::optim::Optimizer& optimizer) {
+  std::vector<const c10::TensorImpl*> listed;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params()) listed.push_back(parameter.unsafeGetTensorImpl());
+  std::ranges::sort(listed);
+  return std::ranges::adjacent_find(listed) != listed.end();
+}
+
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take,
                           const std::function<void()>& run) {
@@ -128,12 +136,8 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
     const auto index = static_cast<size_t>(&group - optimizer.param_groups().data());
     updates.push_back({.group = index, .rule = rule_of(group.options()), .parameter = parameter});
   });
-  std::unordered_set<const c10::TensorImpl*> taken;
+  const bool run_each = lists_a_parameter_twice(optimizer);
   for (AdamUpdate& update : updates) {
-    if (!taken.insert(update.parameter.unsafeGetTensorImpl()).second) {
-      run();
-      taken = {update.parameter.unsafeGetTensorImpl()};
-    }
     if (update.rule.is_decoupled)
       begin<torch::optim::AdamWParamState>(optimizer, update, placement);
     else
@@ -141,8 +145,9 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
     // A parameter without elements on this rank may lack a gradient.
     if (update.parameter.numel() > 0) update.gradient = laid_out_as(update.parameter.grad(), update.parameter);
     take(std::move(update));
+    if (run_each) run();
   }
-  run();
+  if (!run_each) run();
 }
 
 void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {

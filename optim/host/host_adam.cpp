@@ -252,15 +252,6 @@ class RevocableHostSteps : public PartialStep::RevocableSteps {
   std::unordered_map<void*, Before> before_;  // by the parameter's TensorImpl, like optimizer.state()
 };
 
-// Returns whether the groups list a parameter twice. A step changes it twice, which roll_back() cannot undo.
-bool lists_twice(const torch::optim::Optimizer& optimizer) {
-  std::unordered_set<const c10::TensorImpl*> listed;
-  for (const auto& group : optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (!listed.insert(parameter.unsafeGetTensorImpl()).second) return true;
-  return false;
-}
-
 at::Tensor step_all_on_host(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {
   at::Tensor loss = loss_of(closure);
   step_on_host(optimizer, nullptr);
@@ -276,11 +267,11 @@ void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { ste
 void HostAdam::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 void HostAdamW::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 std::unique_ptr<PartialStep::RevocableSteps> HostAdam::revocable_steps() {
-  if (lists_twice(*this)) return nullptr;
+  if (lists_a_parameter_twice(*this)) return nullptr;  // roll_back() could not undo two steps of one parameter
   return std::make_unique<RevocableHostSteps<torch::optim::AdamParamState>>(*this);
 }
 std::unique_ptr<PartialStep::RevocableSteps> HostAdamW::revocable_steps() {
-  if (lists_twice(*this)) return nullptr;
+  if (lists_a_parameter_twice(*this)) return nullptr;  // roll_back() could not undo two steps of one parameter
   return std::make_unique<RevocableHostSteps<torch::optim::AdamWParamState>>(*this);
 }
 
