@@ -17,20 +17,30 @@ constexpr size_t kMostDifferences = 12;
 constexpr size_t kMostStretches = 200;
 constexpr double kLargePart = 0.05;  // a difference above this part of the measured step is large
 
-json interval_of(const std::string& name, double begin_s, double end_s, bool in_backward, int operators) {
-  return {{"name", name},
-          {"begin_ms", begin_s * 1e3},
-          {"end_ms", end_s * 1e3},
-          {"backward", in_backward},
-          {"operators", operators}};
-}
-
 struct DrawnInterval {
   std::string name;
   double begin_s, end_s;
   bool in_backward;
   int operators;
 };
+
+// Adds a lane, if it has intervals. Of more than kMostDrawn intervals, draws the longest.
+void add_lane(json& lanes, const char* name, std::vector<DrawnInterval> drawn) {
+  if (drawn.empty()) return;
+  if (drawn.size() > kMostDrawn) {
+    std::ranges::sort(drawn, std::ranges::greater{}, [](const auto& each) { return each.end_s - each.begin_s; });
+    drawn.resize(kMostDrawn);
+    std::ranges::sort(drawn, {}, &DrawnInterval::begin_s);
+  }
+  json intervals = json::array();
+  for (const DrawnInterval& each : drawn)
+    intervals.push_back({{"name", each.name},
+                         {"begin_ms", each.begin_s * 1e3},
+                         {"end_ms", each.end_s * 1e3},
+                         {"backward", each.in_backward},
+                         {"operators", each.operators}});
+  lanes.push_back({{"lane", name}, {"intervals", std::move(intervals)}});
+}
 
 std::vector<DrawnInterval> joined(const StepTime& time, Lane lane) {
   std::vector<DrawnInterval> drawn;
@@ -47,10 +57,6 @@ std::vector<DrawnInterval> joined(const StepTime& time, Lane lane) {
       drawn.push_back({name, each.begin_s, each.end_s, each.in_backward, computes ? 1 : 0});
     }
   }
-  if (drawn.size() <= kMostDrawn) return drawn;
-  std::ranges::sort(drawn, std::ranges::greater{}, [](const auto& each) { return each.end_s - each.begin_s; });
-  drawn.resize(kMostDrawn);
-  std::ranges::sort(drawn, {}, &DrawnInterval::begin_s);
   return drawn;
 }
 
@@ -106,12 +112,12 @@ json lanes_of_measured(const MeasuredStep& step) {
       {MeasuredInterval::Kind::kCollective, "collectives"}};
   json lanes = json::array();
   for (const auto& [kind, name] : kLanesOfMeasured) {
-    json intervals = json::array();
+    std::vector<DrawnInterval> drawn;
     for (const MeasuredInterval& each : step.intervals)
-      if (each.kind == kind && intervals.size() < kMostDrawn)
-        intervals.push_back(interval_of(each.name, each.begin_s, each.end_s, each.in_backward,
-                                        kind == MeasuredInterval::Kind::kCompute ? 1 : 0));
-    if (!intervals.empty()) lanes.push_back({{"lane", name}, {"intervals", std::move(intervals)}});
+      if (each.kind == kind)
+        drawn.push_back(
+            {each.name, each.begin_s, each.end_s, each.in_backward, kind == MeasuredInterval::Kind::kCompute ? 1 : 0});
+    add_lane(lanes, name, std::move(drawn));
   }
   return lanes;
 }
@@ -132,13 +138,8 @@ std::string difference_of(const BytesByKind& predicted, const BytesByKind& measu
 
 json lanes_of(const StepTime& time) {
   json lanes = json::array();
-  for (size_t i = 0; i < kLanes; ++i) {
-    json intervals = json::array();
-    for (const DrawnInterval& each : joined(time, static_cast<Lane>(i)))
-      intervals.push_back(interval_of(each.name, each.begin_s, each.end_s, each.in_backward, each.operators));
-    if (!intervals.empty())
-      lanes.push_back({{"lane", name_of(static_cast<Lane>(i))}, {"intervals", std::move(intervals)}});
-  }
+  for (size_t i = 0; i < kLanes; ++i)
+    add_lane(lanes, name_of(static_cast<Lane>(i)), joined(time, static_cast<Lane>(i)));
   return lanes;
 }
 

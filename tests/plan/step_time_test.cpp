@@ -395,6 +395,17 @@ TEST(MeasuredStep, IsComparedByName) {
   EXPECT_FALSE(data["differences"][1]["is_large"].get<bool>());
 }
 
+TEST(MeasuredStep, DrawsTheLongestIntervalsOfALane) {
+  MeasuredStep measured{.total_s = 3};
+  for (int i = 0; i < 2500; ++i)
+    measured.intervals.push_back({MeasuredInterval::Kind::kWait, std::to_string(i), i * 1e-3, i * 1e-3 + i * 1e-7});
+  const auto lanes = measured_time_of({}, measured)["lanes"];
+  ASSERT_EQ(lanes.size(), 1U);
+  ASSERT_EQ(lanes[0]["intervals"].size(), 2000U);
+  EXPECT_EQ(lanes[0]["intervals"][0]["name"], "500");
+  EXPECT_EQ(lanes[0]["intervals"][1999]["name"], "2499");
+}
+
 RunRecord dry_gpt(int prefetch, int world, HybridSharding hybrid = {}) {
   return dry_run(
       [&](std::shared_ptr<Communicator> comm) {
