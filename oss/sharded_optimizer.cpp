@@ -2,9 +2,11 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <unordered_set>
@@ -36,7 +38,7 @@ using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
 // Returns the parameters without duplicates, named by group and index, because an optimizer does not know their names.
-std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
+std::vector<PlannedParameter> parameters_of(std::span<const OptimizerParamGroup> groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (size_t group = 0; group < groups.size(); ++group)
@@ -147,6 +149,14 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
                                     c10::str(parameter.sizes()) + " is in group " + std::to_string(known->second) +
                                     " and in group " + std::to_string(group));
   check_agreement(first_group);
+  // Called if an exception leaves this function.
+  auto undo =
+      c10::make_scope_exit([&, ownership = ownership_, partition = *partition_, costs = owned_costs_]() mutable {
+        ownership_ = std::move(ownership);
+        *partition_ = std::move(partition);
+        owned_costs_ = std::move(costs);
+        while (local_ && local_->param_groups().size() > first_group) local_->param_groups().pop_back();
+      });
   assign_owners(first_group);
   if (!local_) {
     Groups owned;
@@ -159,16 +169,13 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
   }
   std::vector<at::Tensor> parameters;
   std::vector<int> owners;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (size_t i = first_group; i < param_groups_.size(); ++i) {
-    for (const at::Tensor& parameter : param_groups_[i].params()) {
-      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-      parameters.push_back(parameter);
-      owners.push_back(owner(parameter));
-    }
+  for (const PlannedParameter& added : parameters_of(std::span(param_groups_).subspan(first_group))) {
+    parameters.push_back(added.tensor);
+    owners.push_back(owner(added.tensor));
   }
   buckets_.push_back(std::make_unique<ParameterBuckets>(
       std::move(parameters), std::move(owners), options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
+  undo.release();
 }
 
 // Assigns an owner to each parameter. Balances parameters with expensive steps by cost, then other trainable parameters
@@ -223,15 +230,10 @@ OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& grou
 }
 
 void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
-  Optimizer::add_param_group(group);
-  restore_options(param_groups_, param_groups_.size() - 1, {group});
-  try {
+  add_checked_group(*this, group, [this] {
     require_shardable(parameters_of(param_groups_), *comm_, "OSS");
     adopt_groups_from(param_groups_.size() - 1);
-  } catch (...) {
-    param_groups_.pop_back();
-    throw;
-  }
+  });
 }
 
 bool ShardedOptimizer::has(const at::Tensor& parameter) const {

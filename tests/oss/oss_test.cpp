@@ -559,6 +559,29 @@ TEST(OssMistakes, AreNamed) {
 }
 
 // Converts a small parameter, which shares a bucket, and a large one with its own.
+// The bucket of the frozen parameter would be larger than the address space.
+TEST(OssMistakes, AGroupWithoutMemoryChangesNothing) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto own = make_parameters(1, {{4}, {5}, {6}}), reference = make_parameters(1, {{4}, {5}, {6}});
+    OSS<Adam> sharded(std::vector<at::Tensor>(own.begin(), own.end() - 1), AdamOptions(1e-2), comm);
+    Adam whole(reference, AdamOptions(1e-2));
+    const Partition before = sharded.partition();
+    const at::Tensor huge = own[0].detach().narrow(0, 0, 1).clone().expand({int64_t{1} << 45});
+    EXPECT_ANY_THROW(sharded.add_param_group(std::vector<at::Tensor>{own[2], huge}));
+    EXPECT_EQ(sharded.partition(), before);
+    EXPECT_FALSE(sharded.has(own[2]));
+    EXPECT_EQ(sharded.local().param_groups().size(), 1U);
+    sharded.add_param_group(std::vector<at::Tensor>{own[2]});
+    for (int step = 0; step < 2; ++step) {
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+    }
+    expect_equal(own, reference);
+  });
+}
+
 TEST(OssMistakes, ConversionsAreNoticedBeforeAnythingIsChanged) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (size_t converted : {size_t{0}, size_t{1}}) {
