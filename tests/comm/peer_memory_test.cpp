@@ -12,6 +12,7 @@
 
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -304,9 +305,10 @@ TEST(PeerMemory, NothingOnTheBoardIsFollowedAsAnAddress) {
           EXPECT_TRUE(x.eq(1.0).all().item<bool>());
         }
         meet(store, "received " + round);
-        if (rank == 0) {
-          EXPECT_EQ(memory.wait(announced), Outcome::kPeerLeft);
+        if (rank == 0) {  // rank 1 is still a member
+          EXPECT_THROW(memory.wait(announced), PeerMemory::Unreachable);
         }
+        meet(store, "waited " + round);
       });
     }
 }
@@ -350,6 +352,45 @@ TEST(PeerMemory, APeerThatDoesNotComeIsWaitedForOnlySoLong) {
         EXPECT_EQ(memory.wait(message), Outcome::kTimedOut);
       },
       200ms);
+}
+
+// Sends until the channel is full. Returns the text of the error.
+std::string send_without_end(PeerMemory& memory) {
+  std::vector<at::Tensor> tensors;
+  try {
+    for (int tag = 0;; ++tag) (void)memory.send(tensors.emplace_back(torch::ones({3})), 1, tag);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
+TEST(PeerMemory, AFullChannelIsAnErrorWithItsCause) {
+  c10d::HashStore store;
+  on_two_threads(
+      [&](PeerMemory& memory, int rank) {
+        if (rank == 0) {
+          EXPECT_EQ(send_without_end(memory), "timed out");
+        }
+        meet(store, "timed out");
+      },
+      200ms);
+  on_two_threads([&](PeerMemory& memory, int rank) {
+    if (rank == 0) {
+      std::thread interrupter([&] {
+        std::this_thread::sleep_for(50ms);
+        memory.interrupt();
+      });
+      EXPECT_EQ(send_without_end(memory), "");
+      interrupter.join();
+      memory.clear_interrupt();
+    }
+    meet(store, "interrupted");
+    if (rank == 1) {
+      memory.close();
+    } else {
+      EXPECT_EQ(send_without_end(memory), "it has left the group");
+    }
+  });
 }
 
 TEST(PeerMemory, OtherNumbersOfBytesAreAnErrorOnBothSides) {
@@ -444,6 +485,40 @@ TEST(PeerMemoryProcesses, ReachEachOtherHere) {
   const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
     auto memory = PeerMemory::connect(*store, rank, 2, 30s, true);
     return memory != nullptr && memory->reaches(1 - rank) ? 0 : 77;
+  });
+  if (codes == std::vector<int>{77, 77}) GTEST_SKIP() << "the kernel does not let processes read each other's memory";
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
+}
+
+// Rank 0 cannot write to rank 1's memory. Both are still members of the group.
+TEST(PeerMemoryProcesses, AMessageThatCannotBeCopiedIsNamedOnBothSides) {
+  const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
+    auto memory = PeerMemory::connect(*store, rank, 2, 30s, true);
+    if (!memory) return 77;
+    int code = 1;
+    if (rank == 0) {
+      store->wait({"announced"});
+      const auto message = memory->send(torch::ones({kLargeNumel}), 1, 7);
+      try {
+        (void)memory->wait(message);
+      } catch (const PeerMemory::Unreachable&) {
+        code = 0;
+      }
+      put(*store, "failed");
+    } else {
+      const size_t bytes = kLargeNumel * sizeof(float);
+      void* const none = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      const auto message = memory->receive(torch::from_blob(none, {kLargeNumel}), 0, 7);
+      put(*store, "announced");
+      store->wait({"failed"});
+      try {
+        (void)memory->wait(message);
+      } catch (const PeerMemory::Unreachable& error) {
+        code = std::string(error.what()) == "a message could not be copied" ? 0 : 2;
+      }
+    }
+    meet(*store, "over");
+    return code;
   });
   if (codes == std::vector<int>{77, 77}) GTEST_SKIP() << "the kernel does not let processes read each other's memory";
   EXPECT_EQ(codes, std::vector<int>(2, 0));

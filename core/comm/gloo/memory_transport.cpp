@@ -3,15 +3,6 @@
 #include <utility>
 
 namespace tessera::internal {
-namespace {
-
-// Indexed by PeerMemory::Outcome.
-constexpr const char* kCauses[] = {
-    "", "", "timed out", "it has left the group", "its process is gone", "it has another number of bytes for it"};
-
-}  // namespace
-
-std::string cause_of(PeerMemory::Outcome outcome) { return kCauses[static_cast<size_t>(outcome)]; }
 
 uint64_t memory_tag(const MessageTag& tag) {
   // The factor is odd, so different parts have different numbers.

@@ -30,7 +30,4 @@ class MemoryTransport : public Transport {
 // Returns a message's tag for PeerMemory, which matches messages by tag alone. Each part of a step has its own tag.
 uint64_t memory_tag(const MessageTag& tag);
 
-// Returns the text of an outcome other than kDone; "" for an interrupted wait, whose cause the watchdog reports.
-std::string cause_of(PeerMemory::Outcome outcome);
-
 }  // namespace tessera::internal

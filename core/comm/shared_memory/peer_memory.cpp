@@ -58,6 +58,10 @@ const uint64_t& magic() {
   return number;
 }
 
+// Indexed by PeerMemory::Outcome.
+constexpr const char* kCauses[] = {
+    "", "", "timed out", "it has left the group", "its process is gone", "it has another number of bytes for it"};
+
 uint64_t operation_of(uint64_t tag) { return tag >> 32; }
 
 uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
@@ -200,6 +204,8 @@ PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedB
 
 PeerMemory::~PeerMemory() { close(); }
 
+std::string cause_of(PeerMemory::Outcome outcome) { return kCauses[static_cast<size_t>(outcome)]; }
+
 bool PeerMemory::is_alive(int peer) const {
   const auto& [process, descriptor] = peers_[local_[peer]];
   if (descriptor < 0) return process.is_reached();
@@ -251,8 +257,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
       if (reap()) SharedBoard::notify(member(peer), self);
       return try_to_announce();
     });
-    if (outcome != Outcome::kDone)
-      throw std::runtime_error(c10::str("it is ", size_t{SharedBoard::Channel::kSlots}, " messages behind"));
+    if (outcome != Outcome::kDone) throw std::runtime_error(cause_of(outcome));
   }
   Announced message = std::make_shared<Announcement>(
       Announcement{made.slot, kind, data, tensor.nbytes(), tag, peer, std::move(published)});
@@ -328,7 +333,8 @@ PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
   });
   if (outcome != Outcome::kDone || message->slot == nullptr) return outcome;
   if (state == SharedBoard::kOtherBytes) return Outcome::kOtherBytes;
-  if (state == SharedBoard::kBroken) return Outcome::kPeerLeft;
+  if (state == SharedBoard::kBroken && has_left(message->peer)) return Outcome::kPeerLeft;
+  if (state == SharedBoard::kBroken) throw Unreachable(message->peer, "a message could not be copied");
   message->published = {};
   std::exchange(message->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
   return Outcome::kDone;

@@ -71,7 +71,7 @@ class PeerMemory {
   // Announces a message: the tensor's bytes are sent to, or received from, the peer's message with the same tag. The
   // tensor must be contiguous, on the CPU, and stay alive and unchanged until wait() or close(). The upper half of a
   // tag identifies the operation. Throws Unreachable, or std::runtime_error if the peer has announced another number of
-  // bytes. If the channel to the peer is full (1024 messages), blocks until there is room, or throws after the timeout.
+  // bytes. If the channel to the peer is full (1024 messages), blocks until there is room, or throws why it cannot.
   Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
     return announce(SharedBoard::kSend, tensor, peer, tag);
   }
@@ -82,7 +82,7 @@ class PeerMemory {
   using Deadline = SharedBoard::Deadline;
 
   // Blocks until the message is complete or the deadline passes. After any outcome but kDone the message is still
-  // announced, and close() must be called. Throws Unreachable for any message of the operation that it cannot copy.
+  // announced, and close() must be called. Throws Unreachable if a message of the operation could not be copied.
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
@@ -134,5 +134,8 @@ class PeerMemory {
   std::atomic<bool> interrupted_ = false;
   std::atomic<bool> may_be_touched_ = false;  // whether a peer may still copy; set by close()
 };
+
+// Returns the text of an outcome other than kDone; "" for an interrupted wait, whose cause the watchdog reports.
+std::string cause_of(PeerMemory::Outcome outcome);
 
 }  // namespace tessera::internal
