@@ -300,8 +300,10 @@ class ShapeCheck {
     };
     const auto zero = at(0), one = at(1);
     if (!zero || !one || *zero == *one) return;
-    const int64_t value = (size.value - *zero) / (*one - *zero);
-    if (at(value) == size.value) return bind(*unknown, value, size.label);
+    int64_t slope = 0, rise = 0;
+    if (__builtin_sub_overflow(*one, *zero, &slope) || __builtin_sub_overflow(size.value, *zero, &rise)) slope = 0;
+    const auto value = floor_division(rise, slope);
+    if (value && at(*value) == size.value) return bind(*unknown, *value, size.label);
     throw std::invalid_argument(size.label + " is " + std::to_string(size.value) + ", exported as " +
                                 size.expected->to_string());
   }

@@ -213,6 +213,21 @@ TEST(Archive, GuardsThatCannotBeReadAreNamed) {
     expect_contains(with(guard), "'" + std::string(guard) + "', cannot be read");
 }
 
+// The size -s - (2^63 - 1) of a dimension has no solution in 64 bits for a size of 1.
+TEST(Archive, SizesThatOverflowAreRefused) {
+  Changed archive("adapted");
+  const std::string symbol = "Symbol('s77', positive=True, integer=True)";
+  std::string text = archive.program.dump();
+  for (size_t at = 0; (at = text.find(symbol, at)) != std::string::npos; at += 100)
+    text.replace(at, symbol.size(), "Add(Mul(Integer(-1), " + symbol + "), Integer(-9223372036854775807))");
+  archive.members[archive.folder + "models/model.json"] = text;
+  const TemporaryFolder temporary;
+  const auto model = load_exported(temporary.write("changed.pt2", zip_of(archive.members)));
+  const at::Tensor x = Expected("adapted").at("input.x");
+  expect_contains(error_of<std::invalid_argument>([&] { model->forward(x.narrow(0, 0, 1)); }),
+                  "is 1, exported as ((-1*s77) + -9223372036854775807)");
+}
+
 TEST(Archive, NothingIsUnpickled) {
   Changed pickled("adapted");
   auto& text = pickled.members.at(pickled.folder + "data/weights/model_weights_config.json");
