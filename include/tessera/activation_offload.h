@@ -33,7 +33,7 @@ struct ActivationOffloadOptions {
 // those without offload. Thread-safe. This object must outlive the autograd graphs of the blocks.
 class ActivationOffload {
  public:
-  // All tensors passed to keep() must be on `device`.
+  // Tensors in memory of another type, such as masks in host memory, stay there. Others must be on `device`.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload();
 

@@ -11,6 +11,7 @@
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
 #include "core/runtime/graph_recorder.h"
+#include "core/runtime/lazy_values.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera {
@@ -29,7 +30,8 @@ static void free_on_device(at::Tensor& device, at::Device home) {
 class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   Pipeline(at::Device device, ActivationOffloadOptions options)
-      : options_(options),
+      : device_type_(device.type()),
+        options_(options),
         pool_({device, options_.pin_memory, options_.host_limit_bytes}),
         copies_(CopyEngine::make(device)) {}
 
@@ -43,6 +45,7 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
   void start_fetch(Kept& kept);
   void forget(Kept& kept);
 
+  const at::DeviceType device_type_;
   const ActivationOffloadOptions options_;
   std::mutex mutex_;
   PinnedPool pool_;
@@ -79,14 +82,16 @@ int64_t ActivationOffload::host_bytes() const { return pipeline_->host_bytes(); 
 CopyTraffic ActivationOffload::traffic() const { return pipeline_->traffic(); }
 
 ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
-      tensor.numel() == 0)
+  if (tensor.device().type() != device_type_ || tensor.layout() != at::kStrided ||
+      static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes || tensor.numel() == 0)
     return {};
   CapturedWork::refuse(tensor.device(), "ActivationOffload, whose copies the host awaits", "use checkpointed() alone");
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   auto kept = std::make_shared<Kept>();
-  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor.detach() : tensor.detach().contiguous();
+  // A copy engine copies bytes, so lazy values become ordinary ones first.
+  const at::Tensor own = has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
+  const at::Tensor dense = own.is_non_overlapping_and_dense() ? own : own.contiguous();
   kept->sizes = dense.sizes().vec();
   kept->strides = dense.strides().vec();
   kept->home = tensor.device();

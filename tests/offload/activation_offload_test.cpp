@@ -113,6 +113,27 @@ TEST(ActivationOffload, AnInputThatIsChangedLaterIsNamedInBackward) {
 }
 
 // Tensors made under InferenceMode have no versions, but are valid inputs.
+// The memory of a conjugated tensor has other values than the tensor.
+TEST(ActivationOffload, KeepsLazyValues) {
+  ActivationOffload activations(at::kCPU, {.min_bytes = 1});
+  const at::Tensor z = torch::tensor({1.0F, 2.0F, 3.0F, 4.0F}).view({2, 2});
+  const at::Tensor complex = torch::view_as_complex(z).conj();
+  ASSERT_TRUE(complex.is_conj());
+  for (const at::Tensor& tensor : {complex, complex.expand({3, 2}), torch::imag(complex)}) {
+    const auto fetch = activations.keep(tensor);
+    ASSERT_TRUE(fetch);
+    for (int i = 0; i < 5; ++i) (void)activations.keep(z);  // frees the device's copy
+    EXPECT_TRUE(torch::equal(fetch(), tensor));
+  }
+}
+
+// Such as a mask in host memory, an input of a block on a GPU.
+TEST(ActivationOffload, LeavesTensorsOfOtherMemory) {
+  ActivationOffload activations(at::kCPU, {.min_bytes = 1});
+  EXPECT_FALSE(activations.keep(torch::ones({4}, at::kMeta)));
+  EXPECT_TRUE(activations.keep(torch::ones({4}, at::kCPU)));
+}
+
 TEST(ActivationOffload, KeepsTensorsWithoutVersions) {
   ActivationOffload activations(at::kCPU, {.min_bytes = 0});
   at::Tensor fixed, weight = torch::ones({4}).requires_grad_();
