@@ -354,6 +354,9 @@ class Ranks {
     return std::ranges::count_if(pids_, [](pid_t pid) { return pid > 0; });
   }
 
+  // A rank that SIGUSR1 has stopped has not failed.
+  bool has_failed() const { return code_ && (signal_ != SIGUSR1 || code_ != 128 + SIGUSR1); }
+
   void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR2 : signal); }
 
   // Returns false if the keeper has ended.
@@ -378,11 +381,12 @@ class Ranks {
   void note_end(const Report& report) {
     const int status = report.status;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-    ended_well_ += code == 0 ? 1 : 0;
+    const bool is_stopped = signal_ == SIGUSR1 && code == 128 + SIGUSR1, is_well = code == 0 || is_stopped;
+    ended_well_ += is_well ? 1 : 0;
     const auto rank = static_cast<size_t>(report.rank);
     const std::string text = c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status));
     // A restarted rank needs at least one living rank to join.
-    if (code != 0 && !code_ && restarts_[rank] < survival_.restarts && alive() > 0 &&
+    if (!is_well && !has_failed() && restarts_[rank] < survival_.restarts && alive() > 0 &&
         alive() + starting_ + ended_well_ + 1 >= survival_.least_ranks && survival_.may_restart()) {
       ++restarts_[rank];
       ++starting_;
@@ -390,24 +394,24 @@ class Ranks {
       ::sigqueue(keeper_, SIGRTMIN, {.sival_int = report.rank});
       return;
     }
-    const bool others_go_on = code == 0 || alive() + starting_ + ended_well_ >= survival_.least_ranks;
-    if (others_go_on && !code_) ended_(report.rank);
-    if (code != 0 && others_go_on && !code_) return say(text + "; the others go on");
-    // Only the first failure sets the exit code, because later ones follow from it or from our signals. SIGUSR1 is only
-    // a warning, so a failure after SIGUSR1 also sets the exit code.
-    const bool is_only_warned = code_ == 128 + SIGUSR1 && !interrupted_;
-    if (code == 0 || (code_ && (!is_only_warned || code == code_))) return;
+    const bool others_go_on = is_well || alive() + starting_ + ended_well_ >= survival_.least_ranks;
+    if (others_go_on && !has_failed()) ended_(report.rank);
+    if (is_stopped && !code_) code_ = code;
+    // Only the first failure sets the exit code, because later ones follow from it or from our signals.
+    if (is_well || has_failed()) return;
+    if (others_go_on) return say(text + "; the others go on");
     code_ = code;
     say(text + (alive() > 0 ? "; ending the others" : ""));
     end_rest(SIGTERM, std::min(grace_, kGraceAfterFailure));
   }
 
   void interrupt(int signal, int origin) {
-    if (interrupted_) return kill_rest();  // a second signal ends the grace period
-    interrupted_ = signal != SIGUSR1;
-    say(describe_signal(signal) + "; ending all ranks");
-    if (!code_ || *code_ == 128 + SIGUSR1) code_ = 128 + signal;
-    if (signal == SIGUSR1) return send(signal);
+    if (signal_ != 0 && signal_ != SIGUSR1) return kill_rest();  // a second signal ends the grace period
+    const bool is_warning = signal == SIGUSR1;
+    say(describe_signal(signal) + (is_warning ? "; forwarding it to all ranks" : "; ending all ranks"));
+    if (!is_warning && !has_failed()) code_ = 128 + signal;
+    signal_ = signal;
+    if (is_warning) return send(signal);
     // A key such as Ctrl-C has signalled the terminal's whole foreground process group, which includes the ranks.
     if (origin == SI_KERNEL) signal = 0;
     end_rest(signal, grace_);
@@ -434,9 +438,9 @@ class Ranks {
   std::ptrdiff_t starting_ = 0;
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
-  std::optional<int> code_;  // exit code of the first failure or signal
+  std::optional<int> code_;  // exit code of the first failure or signal, or of ranks that SIGUSR1 has stopped
   std::optional<RunClock::time_point> kill_at_;
-  bool interrupted_ = false;
+  int signal_ = 0;  // the newest signal to this process; SIGUSR1 is only a warning
 };
 
 }  // namespace

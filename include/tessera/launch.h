@@ -177,9 +177,9 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // that ranks have equal shares of the cores.
 //
 // Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. Kills (SIGKILL) ranks that are still alive `grace` after
-// the first signal. SIGUSR1, which Slurm sends as a warning, does not start this period. If ranks call
-// stop_requested(), `grace` must suffice to save a checkpoint. A second signal kills the ranks at once, unless the
-// first was SIGUSR1. After a rank fails, the other ranks have 5 s to end, or `grace` if that is shorter.
+// the first signal. SIGUSR1, Slurm's warning, does not start this period; a rank that then ends with 128 + SIGUSR1 has
+// not failed. If ranks call stop_requested(), `grace` must suffice for a checkpoint. A second signal kills the ranks at
+// once, unless the first was SIGUSR1. After a failure, other ranks have 5 s to end, or `grace` if that is shorter.
 //
 // Throws std::invalid_argument for world < 1 or a negative `grace`. Throws std::logic_error in a process that a
 // launcher, such as this function, has started: see launched().

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <set>
 #include <string>
 #include <thread>
@@ -239,6 +240,28 @@ TEST(ElasticRestart, DISABLED_Rank) {
   std::ofstream(folder / ("parameters-" + rank)) << parameters;
 }
 
+// Rank 1 is killed after all ranks have received SIGUSR1. Training stops when it has joined again, or at step 2000.
+TEST(ElasticRestart, DISABLED_RankThatIsWarned) {
+  static volatile sig_atomic_t is_warned = 0;
+  ::signal(SIGUSR1, [](int) { is_warned = 1; });
+  const std::string rank = std::getenv("RANK");
+  const std::filesystem::path folder = std::getenv("TESSERA_TEST_OUTPUT");
+  at::set_num_threads(1);
+  Elastic elastic(quick_options());
+  elastic.run([&](ElasticRun& run) {
+    Trainer trainer(run.comm(), {});
+    run.restore(trainer.state());
+    while (run.step() < 2000 && (run.generation() == 0 || run.comm()->size() < 3)) {
+      trainer.step();
+      run.commit();
+      if (run.step() == 1) std::ofstream(folder / ("began-" + rank)).flush();
+      std::this_thread::sleep_for(milliseconds(5));
+      if (rank == "1" && run.generation() == 0 && is_warned != 0) ::kill(::getpid(), SIGKILL);
+    }
+    std::ofstream(folder / ("end-" + rank)) << run.comm()->size();
+  });
+}
+
 // As above, but all ranks throw.
 TEST(ElasticRestart, DISABLED_RankThatThrows) {
   std::ofstream(std::filesystem::path(std::getenv("TESSERA_TEST_OUTPUT")) / "starts", std::ios::app) << "x";
@@ -250,8 +273,9 @@ TEST(ElasticRestart, DISABLED_RankThatThrows) {
 }
 
 // Returns the exit code of spawn_elastic() for three ranks.
-int spawn_job(const TemporaryFolder& folder, int deaths, int last_world, const SpawnElasticOptions& options,
-              const std::string& body = "Rank") {
+int spawn_job(
+    const TemporaryFolder& folder, int deaths, int last_world, const SpawnElasticOptions& options,
+    const std::string& body = "Rank", const std::function<void(pid_t)>& meanwhile = [](pid_t) {}) {
   std::ofstream(folder / "deaths").flush();
   const pid_t child = run_in_child([&] {
     ::setenv("TESSERA_TEST_OUTPUT", folder.path().c_str(), 1);
@@ -264,6 +288,7 @@ int spawn_job(const TemporaryFolder& folder, int deaths, int last_world, const S
     for (std::string& argument : arguments) argv.push_back(argument.data());
     ::_exit(spawn_elastic(3, static_cast<int>(argv.size()), argv.data(), options));
   });
+  meanwhile(child);
   int status = 0;
   ::waitpid(child, &status, 0);
   return WEXITSTATUS(status);
@@ -275,6 +300,19 @@ TEST(ElasticRestart, ADeadRankIsStartedAgainAndJoins) {
   const std::string parameters = file_bytes(folder / "parameters-0");
   EXPECT_EQ(parameters.size(), 16U);
   for (const char* rank : {"1", "2"}) EXPECT_EQ(file_bytes(folder / (std::string("parameters-") + rank)), parameters);
+}
+
+// SIGUSR1 is only a warning, which the parent forwards.
+TEST(ElasticRestart, ARankThatDiesAfterAWarningIsStartedAgain) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(spawn_job(folder, 0, 3, {}, "RankThatIsWarned",
+                      [&](pid_t parent) {
+                        for (const char* rank : {"began-0", "began-1", "began-2"})
+                          while (!std::filesystem::exists(folder / rank)) std::this_thread::sleep_for(milliseconds(5));
+                        ::kill(parent, SIGUSR1);
+                      }),
+            0);
+  for (const char* rank : {"end-0", "end-1", "end-2"}) EXPECT_EQ(file_bytes(folder / rank), "3") << rank;
 }
 
 TEST(ElasticRestart, TheGroupWaitsForTheRankIfItNeedsAll) {
