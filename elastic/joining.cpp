@@ -231,14 +231,16 @@ void Joiner::fail(const std::string& reason) const {
 }
 
 std::optional<Joiner::Place> Joiner::await_place() {
-  auto last_answer = RunClock::now(), last_living = last_answer;
+  const auto began = RunClock::now();
+  const bool was_over = read_file();  // the file of a former run, if the next run is about to begin
+  auto last_answer = began, last_living = began;
   for (;;) {
     if (auto place = ask()) return place;
     const auto now = RunClock::now();
     if (has_answer_) last_answer = now;
     if (!are_all_gone_) last_living = now;
     // A newer group, whose members this process does not know, may have written the file.
-    if (!has_answer_ && read_file()) return std::nullopt;
+    if (!has_answer_ && read_file() && (!was_over || now - began > stopped_after_)) return std::nullopt;
     if (now - last_answer > timeout_)
       fail(run_ ? "no member has answered for " + std::to_string(timeout_.count()) +
                       " ms (ElasticOptions::regroup_timeout)"

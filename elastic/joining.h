@@ -123,9 +123,10 @@ class Joiner {
   };
   Joiner(RunFile file, Member self, std::string options, std::chrono::milliseconds stopped_after,
          std::chrono::milliseconds timeout);
-  // Blocks until a decision contains this process. Returns nullopt if the run has ended without an error. Throws
-  // std::invalid_argument if the run has other options. Throws CommError if no member has answered for the timeout, or
-  // if all members have been proven dead for `stopped_after`.
+  // Blocks until a decision contains this process. Returns nullopt if the run has ended without an error; if it had
+  // ended before the call, only after `stopped_after`, because a next run may begin. Throws std::invalid_argument if
+  // the run has other options. Throws CommError if no member has answered for the timeout, or if all members have been
+  // proven dead for `stopped_after`.
   std::optional<Place> await_place();
 
  private:

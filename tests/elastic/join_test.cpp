@@ -168,6 +168,20 @@ TEST(ElasticJoin, ASpareOfAFullGroupEndsWithTheRun) {
   EXPECT_TRUE(segments_of(folder, 2).empty());
 }
 
+// The spare finds the file of the former run, which has ended.
+TEST(ElasticJoin, ASpareMayStartBeforeTheNextRunInAFolder) {
+  const TemporaryFolder former, folder;
+  ElasticOptions options = options_for(2);
+  options.rendezvous = folder / "rendezvous";
+  EXPECT_EQ(run_ranks_as_processes(former, 1, {.steps = 3}, options, nullptr), std::vector<int>{0});
+  const auto codes = run_ranks_as_processes(folder, 1, {.joiners = 1, .least_generation = 1}, options, nullptr, nullptr,
+                                            [](int process) {
+                                              if (process == 0) std::this_thread::sleep_for(milliseconds(1000));
+                                            });
+  EXPECT_EQ(codes, std::vector<int>(2, 0)) << warnings_of(folder, 2);
+  EXPECT_EQ(segments_of(folder, 1).size(), 1U);
+}
+
 TEST(ElasticJoin, AProcessWithOtherOptionsIsRefusedByNameOnBothSides) {
   const TemporaryFolder folder;
   ElasticOptions options = quick_options();
