@@ -170,11 +170,12 @@ int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int 
   // Offloaded parameters have no kind of their own in the record. Their size is half of the size of AdamW's state.
   const int64_t parameters = choice.offload ? optimizer / 2 : record.end[MemoryKind::kParameters];
   // The number of ranks that hold the same values. Each of them writes an equal part of these values.
-  const int holders = choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;
-  const int64_t part = choice.stage == 3   ? (parameters + optimizer) / holders
-                       : choice.stage == 0 ? (parameters + optimizer) / ranks
-                                           : parameters / ranks + optimizer;
-  return int64_t{2} * (1 + std::min(copies, ranks - 1)) * part;
+  const int holders = choice.stage < 3 ? ranks : choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;
+  const int64_t own_parameters = parameters / holders;
+  const int64_t own_optimizer = choice.stage == 1 || choice.stage == 2 ? optimizer : optimizer / holders;
+  // Both steps share the memory of frozen parameters. AdamW's state has twice the size of the trained parameters.
+  const int64_t own_trained = std::min(own_parameters, own_optimizer / 2);
+  return (1 + std::min(copies, ranks - 1)) * (2 * own_optimizer + own_parameters + own_trained);
 }
 
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines) {

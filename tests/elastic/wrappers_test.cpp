@@ -19,6 +19,7 @@
 
 #include <tessera/exported.h>
 #include <tessera/optim/fused_optimizers.h>
+#include <tessera/plan/dry_run.h>
 #include <tessera/plan/memory_plan.h>
 #include <tessera/zero.h>
 #include "tests/elastic/elastic_ranks.h"
@@ -753,6 +754,12 @@ TEST(ElasticWrappers, ASignalToStopOutlivesAChangeOfTheGroup) {
   expect_all_end_well(pids);
 }
 
+torch::nn::Sequential frozen_model(int64_t rows) {
+  torch::nn::Sequential net(torch::nn::Embedding(rows, 8), torch::nn::Linear(8, 8));
+  net->ptr(0)->as<torch::nn::Embedding>()->weight.set_requires_grad(false);
+  return net;
+}
+
 // Most weights are frozen. Returns the bytes of rank 0's copies of two steps.
 int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
   const TemporaryFolder folder;
@@ -764,10 +771,9 @@ int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
       if (!shares_memory) ::setrlimit(RLIMIT_FSIZE, &little);
       Elastic elastic(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 2), rank, 2, quick_options());
       elastic.run([&](ElasticRun& run) {
-        torch::nn::Sequential net(torch::nn::Embedding(rows, 8), torch::nn::Linear(8, 8));
-        net->ptr(0)->as<torch::nn::Embedding>()->weight.set_requires_grad(false);
         FullyShardedDataParallel<torch::nn::Sequential> fsdp(
-            net, run.comm(), {.auto_wrap = wrap_modules<torch::nn::EmbeddingImpl, torch::nn::LinearImpl>()});
+            frozen_model(rows), run.comm(),
+            {.auto_wrap = wrap_modules<torch::nn::EmbeddingImpl, torch::nn::LinearImpl>()});
         torch::optim::Adam adam(fsdp.parameters(), 1e-2);
         run.restore({fsdp, adam});
         while (run.step() < 10) {
@@ -784,11 +790,26 @@ int64_t copied_bytes_of_frozen_model(int64_t rows, bool shares_memory) {
 
 TEST(ElasticWrappers, FrozenWeightsAreCopiedOnce) {
   constexpr int64_t kRows = 1 << 20;
+  const RunRecord record = dry_run(
+      [&](Comm comm) {
+        return zero(
+            frozen_model(kRows), torch::optim::AdamOptions(1e-2), comm,
+            {.stage = 3, .fsdp = {.auto_wrap = wrap_modules<torch::nn::EmbeddingImpl, torch::nn::LinearImpl>()}});
+      },
+      [](auto& training) {
+        training(torch::arange(4)).sum().backward();
+        training.step();
+      },
+      {.world_size = 2});
+  const auto planned = static_cast<double>(copies_bytes(record, {.stage = 3}, 2, 1));
   for (const bool shares_memory : {true, false}) {  // false: as on different hosts
     const int64_t bytes = copied_bytes_of_frozen_model(kRows, shares_memory);
     // This rank's half and its partner's, and a few blocks that change for each of two steps.
     EXPECT_LT(bytes, kRows * 8 * 4 + (int64_t{12} << 20)) << shares_memory;
     EXPECT_GT(bytes, kRows * 8 * 4) << shares_memory;
+    if (shares_memory) {
+      EXPECT_NEAR(static_cast<double>(bytes) / planned, 1, 0.01);
+    }
   }
 }
 
