@@ -203,6 +203,7 @@ const std::vector<NamedShard>& Scheduler::named_shards() {
 }
 
 bool Scheduler::shows_exact_values() const {
+  std::lock_guard lock(mutex_);
   return summon_ != Summon::kNone &&
          std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_summoned(); });
 }
