@@ -22,8 +22,8 @@ void require_at_least_one(int64_t value, const char* name) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
 }
 
-// Upper limit of the items in a step. Positions add up the items of all steps, and must not overflow.
-constexpr int64_t kMostItems = int64_t{1} << 40;
+// Upper limits of the items in a step and before an epoch. Positions add up the items of all steps, without overflow.
+constexpr int64_t kMostItems = int64_t{1} << 40, kMostTaken = int64_t{1} << 62;
 
 void require_at_most(int64_t value, int64_t most, const char* name) {
   if (value > most)
@@ -57,6 +57,7 @@ int64_t EpochOrder::item(int64_t place) {
 }
 
 int64_t EpochOrder::draw_of_epoch(int64_t epoch, int64_t bound) {
+  require_at_least_one(bound, "bound");
   prepare(epoch, bound);
   return drawn_;
 }
@@ -224,7 +225,7 @@ void DistributedSampler::reset(std::optional<size_t> new_items_numel) {
 
 void DistributedSampler::set_epoch(int64_t epoch) {
   if (epoch < 0) throw std::invalid_argument("epoch is " + std::to_string(epoch) + ", expected 0 or more");
-  require_at_most(epoch, (int64_t{1} << 62) / position_->order.items_numel(), "epoch");
+  require_at_most(epoch, kMostTaken / position_->order.items_numel(), "epoch");
   if (epoch != this->epoch()) position_->begin_at(epoch * position_->order.items_numel());
 }
 
@@ -271,8 +272,8 @@ void DistributedSampler::check_state_values(const StateValues& values) const {
   for (const char* name : {"items", "seed", "shuffle"})
     if (values.at(name) != own.at(name))
       throw std::invalid_argument(std::string("the state of a sampler is of other data: '") + name + "' differs");
-  if (std::get<int64_t>(values.at("taken")) < 0)
-    throw std::invalid_argument("the state of a sampler has taken fewer than 0 items");
+  if (const auto taken = std::get<int64_t>(values.at("taken")); taken < 0 || taken > kMostTaken)
+    throw std::invalid_argument("the state of a sampler has taken " + std::to_string(taken) + " items");
 }
 
 void DistributedSampler::load_state_values(const StateValues& values) {

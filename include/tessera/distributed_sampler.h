@@ -27,7 +27,7 @@ class EpochOrder {
   // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps one epoch's
   // permutation in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // Returns the epoch's random number in [0, bound), for example as the offset of the epoch's windows of text.
+  // Returns the epoch's random number in [0, bound), as an offset. Throws std::invalid_argument unless bound > 0.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <set>
+#include <stdexcept>
 
 namespace train_gpt {
 namespace {
@@ -34,6 +36,24 @@ Order make_epoch_order(uint64_t seed, int64_t epoch, int64_t windows, int64_t ma
   Order result{.offset = order.draw_of_epoch(epoch, max_offset + 1)};
   for (int64_t i = 0; i < windows; ++i) result.window.push_back(order.item(epoch * windows + i));
   return result;
+}
+
+TEST(Sampler, DrawsOfAnyBoundLeaveTheOrderOfItems) {
+  tessera::EpochOrder order(7, 3), with_draws(7, 3);
+  for (int64_t place = 0; place < 21; ++place) {
+    const int64_t draw = with_draws.draw_of_epoch(place / 7, 1 + place);
+    EXPECT_TRUE(draw >= 0 && draw <= place) << draw;
+    EXPECT_EQ(with_draws.item(place), order.item(place));
+  }
+  EXPECT_THROW(order.draw_of_epoch(0, 0), std::invalid_argument);
+}
+
+// Positions of later items would overflow.
+TEST(Sampler, RefusesTooLargePositions) {
+  const tessera::DistributedSampler sampler(10, 0, 1, {.batch_numel = 4});
+  auto values = sampler.state_values();
+  values["taken"] = std::numeric_limits<int64_t>::max();
+  EXPECT_THROW(sampler.check_state_values(values), std::invalid_argument);
 }
 
 TEST(Sampler, EveryShapeWithTheSameProductSeesTheSameSequences) {
