@@ -305,10 +305,11 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
     stepped.emplace_back(&group, parameter);
   });
   SgdBatches batches;
-  const bool run_each = lists_a_parameter_twice(optimizer);
+  const auto listed_twice = parameters_listed_twice(optimizer);
   for (const auto& [group, parameter] : stepped) {
+    if (std::ranges::find(listed_twice, parameter.unsafeGetTensorImpl()) != listed_twice.end())
+      run_batches(optimizer, std::exchange(batches, {}));
     add_to(batches, optimizer, *group, parameter);
-    if (run_each) run_batches(optimizer, std::exchange(batches, {}));
   }
   run_batches(optimizer, std::move(batches));
 }

@@ -119,12 +119,15 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   return at::empty_like(parameter).copy_(tensor);
 }
 
-bool lists_a_parameter_twice(const torch::optim::Optimizer& optimizer) {
+std::vector<const c10::TensorImpl*> parameters_listed_twice(const torch::optim::Optimizer& optimizer) {
   std::vector<const c10::TensorImpl*> listed;
   for (const auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) listed.push_back(parameter.unsafeGetTensorImpl());
   std::ranges::sort(listed);
-  return std::ranges::adjacent_find(listed) != listed.end();
+  std::vector<const c10::TensorImpl*> twice;
+  for (size_t i = 1; i < listed.size(); ++i)
+    if (listed[i] == listed[i - 1]) twice.push_back(listed[i]);
+  return twice;
 }
 
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
@@ -136,8 +139,9 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
     const auto index = static_cast<size_t>(&group - optimizer.param_groups().data());
     updates.push_back({.group = index, .rule = rule_of(group.options()), .parameter = parameter});
   });
-  const bool run_each = lists_a_parameter_twice(optimizer);
+  const auto listed_twice = parameters_listed_twice(optimizer);
   for (AdamUpdate& update : updates) {
+    if (std::ranges::find(listed_twice, update.parameter.unsafeGetTensorImpl()) != listed_twice.end()) run();
     if (update.rule.is_decoupled)
       begin<torch::optim::AdamWParamState>(optimizer, update, placement);
     else
@@ -145,9 +149,8 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
     // A parameter without elements on this rank may lack a gradient.
     if (update.parameter.numel() > 0) update.gradient = laid_out_as(update.parameter.grad(), update.parameter);
     take(std::move(update));
-    if (run_each) run();
   }
-  if (!run_each) run();
+  run();
 }
 
 void prepare_adam_replay(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {

@@ -35,12 +35,13 @@ struct AdamPlacement {
   at::Tensor (*placed)(const at::Tensor& state, const at::Tensor& parameter);
 };
 
-// Returns whether the groups list a parameter twice, as a tied weight in the parameters() of its module.
-bool lists_a_parameter_twice(const torch::optim::Optimizer& optimizer);
+// Returns the parameters that the groups list twice, such as a tied weight from its module's parameters(). Usually
+// empty.
+std::vector<const c10::TensorImpl*> parameters_listed_twice(const torch::optim::Optimizer& optimizer);
 
 // Calls take(update) for each parameter that has a gradient (only those in `chosen`, unless null), in the order of the
-// groups. Creates missing states, and increments step counts. Calls run() after the last update; after each update, if
-// the groups list a parameter twice, because each call of a fused operator may step a parameter only once.
+// groups. Creates missing states, and increments step counts. Calls run() after the last update, and before
+// each update of a parameter that is listed twice, because a call of a fused operator may step a parameter only once.
 // If the optimizer lacks a parameter of `chosen`, throws std::invalid_argument and changes nothing. Also throws if a
 // parameter is not dense, is not of floating-point type, has a sparse gradient, or has a placement.problem(). The text
 // then names the shape.

@@ -267,11 +267,11 @@ void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { ste
 void HostAdam::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 void HostAdamW::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 std::unique_ptr<PartialStep::RevocableSteps> HostAdam::revocable_steps() {
-  if (lists_a_parameter_twice(*this)) return nullptr;  // roll_back() could not undo two steps of one parameter
+  if (!parameters_listed_twice(*this).empty()) return nullptr;  // roll_back() could not undo two steps of one parameter
   return std::make_unique<RevocableHostSteps<torch::optim::AdamParamState>>(*this);
 }
 std::unique_ptr<PartialStep::RevocableSteps> HostAdamW::revocable_steps() {
-  if (lists_a_parameter_twice(*this)) return nullptr;  // roll_back() could not undo two steps of one parameter
+  if (!parameters_listed_twice(*this).empty()) return nullptr;  // roll_back() could not undo two steps of one parameter
   return std::make_unique<RevocableHostSteps<torch::optim::AdamWParamState>>(*this);
 }
 
