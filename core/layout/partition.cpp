@@ -31,13 +31,4 @@ Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int wo
   return partition;
 }
 
-std::ostream& operator<<(std::ostream& stream, const Partition& partition) {
-  for (size_t rank = 0; rank < partition.owned_bytes.size(); ++rank) {
-    const auto count = std::ranges::count(partition.owners, static_cast<int>(rank));
-    stream << (rank == 0 ? "" : "; ") << "rank " << rank << ": " << count
-           << (count == 1 ? " parameter, " : " parameters, ") << partition.owned_bytes[rank] << " bytes";
-  }
-  return stream;
-}
-
 }  // namespace tessera::internal

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <ostream>
 #include <vector>
 
 namespace tessera::internal {
@@ -20,8 +19,5 @@ struct Partition {
 // OSS and torch.distributed's ZeroRedundancyOptimizer.)
 Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int world_size,
                              const std::vector<int64_t>& already_bytes = {});
-
-// Writes "rank 0: 3 parameters, 1200 bytes; rank 1: ...".
-std::ostream& operator<<(std::ostream& stream, const Partition& partition);
 
 }  // namespace tessera::internal

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
-#include <sstream>
 
 namespace tessera::partition_test {
 using namespace internal;
@@ -32,12 +31,6 @@ TEST(Partition, LargestFirstToTheLeastLoadedAndWhatIsThereCounts) {
   EXPECT_EQ(partition_greedily({5, 9, 4, 6}, 2).owners, (std::vector<int>{1, 0, 0, 1}));
   EXPECT_EQ(partition_greedily({7, 7}, 3, {0, 100, 1}), (Partition{{0, 2}, {7, 100, 8}}));
   EXPECT_THROW(partition_greedily({1}, 0), std::invalid_argument);
-}
-
-TEST(Partition, IsPrinted) {
-  std::ostringstream text;
-  text << partition_greedily({5, 9, 4}, 2);
-  EXPECT_EQ(text.str(), "rank 0: 1 parameter, 9 bytes; rank 1: 2 parameters, 9 bytes");
 }
 
 }  // namespace
