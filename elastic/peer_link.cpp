@@ -27,7 +27,7 @@ using nlohmann::json;
 
 constexpr uint64_t kMagic = 0x3141'7365'5454'4c45;
 constexpr uint64_t kMostFieldBytes = uint64_t{1} << 30, kMostBytes = uint64_t{1} << 31, kMostGrowth = uint64_t{1} << 20;
-constexpr milliseconds kTurn{100}, kLeastStop{1000};  // poll of the accepting thread; shortest pause that is a stop
+constexpr milliseconds kTurn{100}, kLeastStop{1000};  // poll interval; shortest pause that counts as a stop
 
 struct FrameHead {
   uint64_t magic = kMagic, field_bytes = 0, bytes = 0;
