@@ -18,6 +18,11 @@ void StepCheck::attach(const at::Tensor& parameter) const {
   if (impl->get_backend_meta() != mark_.get()) impl->set_backend_meta(mark_);
 }
 
+bool StepCheck::is_replaced(const at::Tensor& parameter) const {
+  const c10::BackendMeta* const attached = parameter.unsafeGetTensorImpl()->get_backend_meta();
+  return attached != nullptr && attached != mark_.get();
+}
+
 void check_before_step(const std::vector<at::Tensor>& parameters) {
   std::vector<const StepCheck::Mark*> called;
   for (const at::Tensor& parameter : parameters) {

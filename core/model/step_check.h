@@ -8,8 +8,8 @@
 namespace tessera::internal {
 
 // Checks a wrapper's gradients before an optimizer's step. The check is attached to the parameters, because an
-// optimizer such as OSS has no reference to the wrapper. The check of a later wrapper replaces that of an earlier
-// wrapper. set_data() removes the check, so each forward attaches it again.
+// optimizer such as OSS has no reference to the wrapper. A training forward replaces the check of another wrapper.
+// set_data() removes the check, so each forward attaches it again.
 class StepCheck {
  public:
   // `check` throws if a step must not use the gradients. It may be called after the wrapper was destroyed.
@@ -17,6 +17,8 @@ class StepCheck {
 
   // Attaches the check to the parameter. A no-op if already attached.
   void attach(const at::Tensor& parameter) const;
+  // Whether the check of another wrapper is attached to the parameter.
+  bool is_replaced(const at::Tensor& parameter) const;
 
  private:
   friend void check_before_step(const std::vector<at::Tensor>& parameters);

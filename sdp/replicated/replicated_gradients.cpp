@@ -177,9 +177,17 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     return gradient;  // autograd adds it to `.grad`
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
+  require_own_forward(parameter);
   enter();
   if (reducer_.add(parameter, gradient)) reducer_.start_full_ones();
   return {};
+}
+
+// With owners, a gradient of another wrapper's forward would go to a rank whose optimizer may not step it.
+void ReplicatedGradients::require_own_forward(size_t parameter) const {
+  if (owner_of_ && step_check_->is_replaced(binding_.tensor(parameter)))
+    throw std::logic_error(binding_.label(parameter) +
+                           " has a gradient of a forward through another wrapper: train it through one wrapper");
 }
 
 // Records the state of a gradient in a group of one rank, where autograd accumulates gradients. A divisor may be set
@@ -223,7 +231,7 @@ void ReplicatedGradients::begin_forward() {
   binding_.require_nothing_new();
   for (size_t i = 0; i < states_.size(); ++i) {
     binding_.require_same_kind(i);
-    step_check_->attach(binding_.tensor(i));
+    if (trains || !step_check_->is_replaced(binding_.tensor(i))) step_check_->attach(binding_.tensor(i));
   }
   if (trains && reduces() && options_.copies_are_equal) comparison_.count_step(binding_.parameters(), *mesh_.world);
   note_failed_forward();

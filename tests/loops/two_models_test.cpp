@@ -132,22 +132,42 @@ struct SharesALayer : Net {
   torch::nn::Linear shared, own{kFeatures, kFeatures};
 };
 
-// Each has a wrapper and an optimizer.
+// Each has a wrapper and an optimizer. Under ShardedDataParallel, the first wrapper's owners differ from the second's.
+Play two_wrappers_of_one_parameter(const Setup& setup) {
+  return {.expect = setup.stage >= 2 ? Expect::kRefused : Expect::kEqual,
+          .unused = true,
+          .says = {"is sharded already, by another wrapper", "has a gradient of a forward through another wrapper"},
+          .equal_alone = true};
+}
+
 TEST_P(TwoModels, TwoModelsThatShareALayerInTurns) {
-  if (is_at_owners(GetParam())) GTEST_SKIP() << kOwnersAlone;
-  const bool is_sharded = GetParam().stage == 3;
-  play(GetParam(),
-       {.expect = is_sharded ? Expect::kRefused : Expect::kEqual,
-        .unused = true,
-        .says = {"is sharded already, by another wrapper"},
-        .equal_alone = true},
-       [](Trainer& run) {
-         const auto other = run.another(std::make_shared<SharesALayer>(mlp_of(*run.model).fc2));
-         for (int step = 0; step < 4; ++step) {
-           run.train(step);
-           other->train(step + 10);
-         }
-       });
+  play(GetParam(), two_wrappers_of_one_parameter(GetParam()), [](Trainer& run) {
+    const auto other = run.another(std::make_shared<SharesALayer>(mlp_of(*run.model).fc2));
+    for (int step = 0; step < 4; ++step) {
+      run.train(step);
+      other->train(step + 10);
+    }
+  });
+}
+
+struct Holds : Net {
+  explicit Holds(Model model) : inner(register_module("inner", std::move(model))) { register_module("fc1", head); }
+  at::Tensor forward(const at::Tensor& x) override { return inner->forward(head(x).tanh()); }
+  Model inner;
+  torch::nn::Linear head{kFeatures, kFeatures};
+};
+
+// The outer model is trained. Its optimizer has the parameters of the inner one, too.
+TEST_P(TwoModels, AModelAroundAWrappedOne) {
+  play(GetParam(), two_wrappers_of_one_parameter(GetParam()), [](Trainer& run) {
+    const auto outer = run.another(seeded(3, [&]() -> Model {
+      auto model = std::make_shared<Holds>(run.model);
+      model->head->to(at::kDouble);
+      return model;
+    }));
+    for (int step = 0; step < 3; ++step) outer->train(step);
+    run.note_state(*outer);
+  });
 }
 
 TEST_P(TwoModelsReplicated, TwoModelsThatShareAFrozenLayer) {
