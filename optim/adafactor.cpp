@@ -1,5 +1,6 @@
 #include <tessera/optim/adafactor.h>
 
+#include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
@@ -22,16 +23,8 @@ namespace {
 constexpr int64_t kChunkNumel = int64_t{1} << 20;
 
 double epsilon_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return 9.765625e-4;
-    case at::kBFloat16:
-      return 7.8125e-3;
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "Adafactor",
+                                         [] { return static_cast<double>(std::numeric_limits<scalar_t>::epsilon()); });
 }
 
 double sum_of_squares(const at::Tensor& values) { return values.to(at::kDouble).square().sum().item<double>(); }
