@@ -180,9 +180,7 @@ void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor
 }
 
 void require_inputs(torch::optim::SGD& optimizer) {
-  for (const auto& group : optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.grad().defined()) require_dense(parameter, kName);
+  for_each_stepped(optimizer, nullptr, [](auto&, const at::Tensor& parameter) { require_dense(parameter, kName); });
 }
 
 struct SgdBatch {

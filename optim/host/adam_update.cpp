@@ -166,9 +166,7 @@ at::Tensor in_recorded_memory(const at::Tensor& state, const at::Tensor& recorde
 }
 
 void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement) {
-  for (const auto& group : optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.grad().defined()) require_steppable(parameter, placement);
+  for_each_stepped(optimizer, nullptr, [&](auto&, const at::Tensor& each) { require_steppable(each, placement); });
 }
 
 void fused_adam_update(const std::vector<AdamUpdate>& updates) {

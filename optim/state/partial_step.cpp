@@ -1,6 +1,7 @@
 #include <tessera/optim/partial_step.h>
 
 #include <c10/util/StringUtil.h>
+#include <c10/util/Type.h>
 
 #include <stdexcept>
 #include <typeinfo>
@@ -34,12 +35,15 @@ void for_each_stepped(
   std::unordered_set<const c10::TensorImpl*> wanted, found;
   if (chosen != nullptr)
     for (const at::Tensor& parameter : *chosen) wanted.insert(parameter.unsafeGetTensorImpl());
-  for (auto& group : optimizer.param_groups())
+  for (auto& group : optimizer.param_groups()) {
+    if (const auto &own = group.options(), &usual = optimizer.defaults(); typeid(own) != typeid(usual))
+      throw std::invalid_argument(c10::demangle(typeid(usual).name()) + ": a group has options of another optimizer");
     for (const at::Tensor& parameter : group.params()) {
       if (chosen != nullptr && !wanted.contains(parameter.unsafeGetTensorImpl())) continue;
       if (chosen != nullptr) found.insert(parameter.unsafeGetTensorImpl());
       if (parameter.grad().defined()) take(group, parameter);
     }
+  }
   if (found.size() < wanted.size())
     throw std::invalid_argument(c10::str("step_parameters: ", wanted.size() - found.size(), " of ", chosen->size(),
                                          " tensors are no parameters of the optimizer"));

@@ -188,5 +188,27 @@ TEST(FusedAdam, MistakesAreNamed) {
   EXPECT_TRUE(torch::equal(fine, torch::ones({2})));
 }
 
+// libtorch reads options of another class as if they were its own; 2.15 replaces them by the optimizer's.
+TEST(FusedOptimizers, RefuseGroupsWithOptionsOfAnotherOptimizer) {
+  const auto refuse = [](const auto& options, const auto make) {
+    auto weight = torch::ones({2}).set_requires_grad(true);
+    weight.mutable_grad() = torch::ones({2});
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{weight}, std::make_unique<std::decay_t<decltype(options)>>(options));
+    const auto optimizer = make(std::move(groups));
+    optimizer->param_groups()[0].set_options(std::make_unique<std::decay_t<decltype(options)>>(options));
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer->step(); }),
+                    "a group has options of another optimizer");
+    EXPECT_TRUE(torch::equal(weight.detach(), torch::ones({2})));
+  };
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  const torch::optim::AdamOptions adam(0.1);
+  const torch::optim::SGDOptions sgd(0.1);
+  refuse(adam, [](const Groups& groups) { return std::make_unique<AdamW>(groups); });
+  refuse(adam, [&](const Groups& groups) { return std::make_unique<SGD>(groups, sgd); });
+  refuse(sgd, [](const Groups& groups) { return std::make_unique<HostAdamW>(groups); });
+  refuse(torch::optim::AdamWOptions(0.1), [](const Groups& groups) { return std::make_unique<HostAdam>(groups); });
+}
+
 }  // namespace
 }  // namespace tessera::fused_adam_test

@@ -16,8 +16,8 @@ namespace internal {
 // covers all shards of a rank. Results are equal to those of `Base` up to rounding. Options, states and archives are
 // those of `Base`. On devices, the learning rate is rounded to fp32 unless parameters are fp64, so that captured and
 // eager steps are bit-equal. On CPUs, SGD steps 16-bit parameters by operators, because libtorch's kernel has a bug for
-// them (pytorch#191763). Gradients may have any strides. step() throws std::invalid_argument for sparse gradients, and
-// for parameters that are not dense or not of floating-point type.
+// them (pytorch#191763). Gradients may have any strides. step() throws std::invalid_argument for sparse gradients, for
+// parameters that are not dense or not of floating-point type, and for groups with options of another class.
 template <class Base>
 class FusedOptimizer : public Base, public ChosenStep {
  public:

@@ -19,8 +19,9 @@ namespace tessera {
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //
 // The pass steps fp32 parameters; libtorch's fused operator steps other floating-point types. Gradients on a device are
-// first copied to the host. Must be used by one thread at a time. If a gradient is sparse, or a parameter is not dense
-// or not in host memory, both step functions throw std::invalid_argument, with nothing changed.
+// first copied to the host. Must be used by one thread at a time. If a gradient is sparse, a parameter is not dense or
+// not in host memory, or a group has options of another class, both step functions throw std::invalid_argument, with
+// nothing changed.
 //
 // Steps of revocable_steps() keep previous values in host memory or, for parameters on disk, on disk. The first step
 // allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to the spare
