@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/detail/listed_optimizer.h>
 #include <tessera/host_results.h>
 #include "core/runtime/graph_recorder.h"
 #include "core/runtime/lazy_values.h"
@@ -32,17 +34,21 @@ at::Tensor writable_values(const at::Tensor& parameter) {
   return values.is_complex() ? at::view_as_real(values) : values;
 }
 
+// Gradients are scaled and unscaled in fp32, so the scale and its reciprocal must be finite there.
+constexpr const char* kUsable = "more than 0, and finite in fp32 like its reciprocal";
+bool is_usable(double scale) {
+  return scale > 0 && std::isfinite(static_cast<float>(scale)) && std::isfinite(static_cast<float>(1 / scale));
+}
+
 }  // namespace
 
 ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options)
     : comm_(std::move(comm)), options_(options), scale_(options.initial_scale) {
-  auto require = [](bool holds, const char* field, double value, const char* expected) {
-    if (!holds)
-      throw std::invalid_argument(std::string("GradScalerOptions::") + field + " is " + std::to_string(value) +
-                                  ", expected " + expected);
-  };
   if (!comm_) throw std::invalid_argument("ShardedGradScaler: the communicator is null");
-  require(options.initial_scale > 0, "initial_scale", options.initial_scale, "more than 0");
+  const auto require = [](bool holds, const char* field, double value, const char* expected) {
+    require_option(holds, "GradScalerOptions", field, value, expected);
+  };
+  require(is_usable(options.initial_scale), "initial_scale", options.initial_scale, kUsable);
   require(options.growth_factor >= 1, "growth_factor", options.growth_factor, "1 or more");
   require(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor", options.backoff_factor,
           "between 0 and 1");
@@ -96,14 +102,13 @@ void ShardedGradScaler::update() {
   const bool all_finite = std::ranges::all_of(seen_, [](const auto& entry) { return entry.second.is_finite; });
   seen_.clear();
   if (all_finite && ++finite_steps_ < options_.growth_interval) return;
-  scale_ *= all_finite ? options_.growth_factor : options_.backoff_factor;
+  const double next = scale_ * (all_finite ? options_.growth_factor : options_.backoff_factor);
+  if (is_usable(next)) scale_ = next;
   finite_steps_ = 0;
 }
 
 void ShardedGradScaler::load_state(State state) {
-  if (!(state.scale > 0))
-    throw std::invalid_argument("ShardedGradScaler::load_state: scale is " + std::to_string(state.scale) +
-                                ", expected more than 0");
+  require_option(is_usable(state.scale), "ShardedGradScaler::load_state", "scale", state.scale, kUsable);
   scale_ = state.scale;
   finite_steps_ = state.finite_steps;
   seen_.clear();

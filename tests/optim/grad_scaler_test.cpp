@@ -105,6 +105,34 @@ TEST(GradScaler, SavesSmallGradientsInHalf) {
   });
 }
 
+// Small losses raise the scale without end, and NaN in every step lowers it (pytorch#98828).
+TEST(GradScaler, KeepsAScaleThatFp32CanMultiplyAndDivideBy) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto weight = torch::ones({1}).set_requires_grad(true);
+    torch::optim::SGD sgd({weight}, 1.0);
+    auto train = [&](ShardedGradScaler& scaler, double slope) {
+      sgd.zero_grad();
+      scaler.scale((weight * slope).sum()).backward();
+      const bool steps = scaler.step(sgd);
+      scaler.update();
+      return steps;
+    };
+    ShardedGradScaler grows(comm, {.initial_scale = 0x1p120, .growth_interval = 1});
+    for (int step = 0; step < 20; ++step) EXPECT_TRUE(train(grows, 0x1p-30)) << step;
+    EXPECT_EQ(grows.get_scale(), 0x1p127);
+    EXPECT_EQ(weight.item<float>(), 1 - 20 * 0x1p-30F);
+    ShardedGradScaler falls(comm, {.initial_scale = 0x1p-120});
+    for (int step = 0; step < 20; ++step) EXPECT_FALSE(train(falls, NAN)) << step;
+    EXPECT_EQ(falls.get_scale(), 0x1p-127);
+    EXPECT_TRUE(train(falls, 0x1p20));
+    EXPECT_EQ(weight.item<float>(), 1 - 0x1p20F);
+    for (const double scale : {double{INFINITY}, 0x1p128, 0x1p-130, double{NAN}}) {
+      EXPECT_THROW(ShardedGradScaler(comm, {.initial_scale = scale}), std::invalid_argument) << scale;
+      EXPECT_THROW(grows.load_state({.scale = scale}), std::invalid_argument) << scale;
+    }
+  });
+}
+
 TEST(GradScaler, MistakesAreNamed) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     auto weight = torch::ones({1}).set_requires_grad(true);

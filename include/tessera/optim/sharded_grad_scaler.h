@@ -13,7 +13,7 @@ namespace tessera {
 
 // Options of ShardedGradScaler: torch.amp.GradScaler's arguments.
 struct GradScalerOptions {
-  double initial_scale = 65536.0;  // the first scale; above 0
+  double initial_scale = 65536.0;  // the first scale; above 0, and finite in fp32 like its reciprocal
   double growth_factor = 2.0;      // 1 or more; multiplies the scale after growth_interval successive finite steps
   double backoff_factor = 0.5;     // between 0 and 1; multiplies the scale after an infinite or NaN gradient
   int64_t growth_interval = 2000;  // successive finite steps before the scale grows; 1 or more
@@ -48,7 +48,8 @@ class ShardedGradScaler {
   // otherwise returns false. Throws std::logic_error if called twice for an optimizer without an update() in between.
   bool step(torch::optim::Optimizer& optimizer);
 
-  // Ends the step, and raises, lowers or keeps the scale. Throws std::logic_error before any unscale_() or step().
+  // Ends the step, and raises, lowers or keeps the scale. Keeps it if fp32 cannot represent the new scale or its
+  // reciprocal. Throws std::logic_error before any unscale_() or step().
   void update();
 
   // Returns the current scale.
@@ -61,7 +62,7 @@ class ShardedGradScaler {
   };
   // Returns the state, equal on all ranks. Must be called after update().
   State state() const { return {scale_, finite_steps_}; }
-  // Continues from `state`. Throws std::invalid_argument unless `state.scale` is above 0.
+  // Continues from `state`. Throws std::invalid_argument if its scale would be refused as an initial scale.
   void load_state(State state);
 
  private:
