@@ -1,5 +1,6 @@
 #include <tessera/optim/lamb.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
@@ -22,6 +23,7 @@ void check_options(const torch::optim::OptimizerOptions& options) {
   const auto* own = dynamic_cast<const AdamWOptions*>(&options);
   if (own == nullptr) throw std::invalid_argument("Lamb: a group has options of another optimizer");
   if (own->amsgrad()) throw std::invalid_argument("Lamb: amsgrad is true, expected false: LAMB has no such form");
+  torch::optim::AdamW(std::vector<at::Tensor>(), *own);  // checks the values
 }
 
 void require_steppable(const at::Tensor& parameter) {
@@ -43,8 +45,9 @@ at::Tensor direction(torch::optim::Optimizer& optimizer, const at::Tensor& param
   state.exp_avg_sq().mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
   const double correction1 = 1 - std::pow(beta1, static_cast<double>(state.step()));
   const double correction2 = 1 - std::pow(beta2, static_cast<double>(state.step()));
-  at::Tensor result = state.exp_avg().div(correction1);
-  result.div_(state.exp_avg_sq().div(correction2).sqrt_().add_(options.eps()));
+  const at::ScalarType dtype = at::toOpMathType(parameter.scalar_type());  // in fp16, eps would be rounded to 0
+  at::Tensor result = state.exp_avg().to(dtype).div(correction1);
+  result.div_(state.exp_avg_sq().to(dtype).div(correction2).sqrt_().add_(options.eps()));
   if (options.weight_decay() != 0) result.add_(parameter, options.weight_decay());
   return result;
 }

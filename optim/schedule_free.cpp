@@ -1,5 +1,6 @@
 #include <tessera/optim/schedule_free.h>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
@@ -50,10 +51,12 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
 
       const at::Tensor gradient = laid_out_as(y.grad(), y);
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
-      at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
+      const at::Tensor squares = state.exp_avg_sq().to(at::toOpMathType(y.scalar_type()));  // in fp16, eps would be 0
+      at::Tensor direction = gradient / squares.sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // Updates y for the new z and the new average. The average is not stored, because y and z determine it.
-      y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
+      // Updates y for the new z and the new average. The average is not stored, because y and z determine it. lerp_()
+      // changes no bit where y equals z.
+      y.lerp_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }
   }

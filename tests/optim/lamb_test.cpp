@@ -109,6 +109,11 @@ TEST(Lamb, MistakesAreNamed) {
                     }),
                     "none of the wrapper's");
     expect_contains(error_of<std::invalid_argument>([&] { Lamb lamb(fsdp.parameters()); }), "is a shard of");
+    for (const auto& [options, name] : {std::pair{torch::optim::AdamWOptions(-1.0), "learning rate"},
+                                        std::pair{torch::optim::AdamWOptions(1.0).betas({0.9, 1.0}), "beta"},
+                                        std::pair{torch::optim::AdamWOptions(1.0).eps(-1.0), "epsilon"},
+                                        std::pair{torch::optim::AdamWOptions(1.0).weight_decay(NAN), "weight_decay"}})
+      expect_contains(error_of<c10::Error>([&, &of = options] { Lamb lamb(fsdp, of); }), name);
   });
 }
 

@@ -204,6 +204,34 @@ TEST(ScheduleFree, IsTheAlgorithm) {
 }
 
 // A swap that fails restores the parameters, and the next one succeeds.
+// In fp16, an eps of 1e-8 is 0, and a gradient of 0 would be divided by 0. The average of equal iterates is the
+// iterate.
+TEST(Recipes, GradientsOfZeroChangeNothingInAnyDtype) {
+  const auto check = [](const char* name, auto make) {
+    for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble}) {
+      const at::Tensor weight = seeded(1, [&] { return torch::randn({1000}).to(dtype); }).set_requires_grad(true);
+      const at::Tensor before = weight.detach().clone();
+      const auto optimizer = make(std::vector<at::Tensor>{weight});
+      for (int step = 0; step < 20; ++step) {
+        weight.mutable_grad() = torch::zeros_like(before);
+        optimizer->step();
+      }
+      EXPECT_TRUE(torch::equal(weight.detach(), before)) << name << " " << dtype;
+    }
+  };
+  using Parameters = std::vector<at::Tensor>;
+  const auto adamw = torch::optim::AdamWOptions(0.1).weight_decay(0);
+  check("AdamW", [&](const Parameters& all) { return std::make_unique<AdamW>(all, adamw); });
+  check("HostAdamW", [&](const Parameters& all) { return std::make_unique<HostAdamW>(all, adamw); });
+  check("Lamb", [&](const Parameters& all) { return std::make_unique<Lamb>(all, adamw); });
+  check("Lion", [](const Parameters& all) { return std::make_unique<Lion>(all); });
+  check("Adafactor", [](const Parameters& all) { return std::make_unique<Adafactor>(all); });
+  check("AdamW8bit", [](const Parameters& all) {
+    return std::make_unique<AdamW8bit>(all, AdamW8bitOptions(0.1).weight_decay(0).min_8bit_numel(1));
+  });
+  check("ScheduleFreeAdamW", [](const Parameters& all) { return std::make_unique<ScheduleFreeAdamW>(all); });
+}
+
 TEST(ScheduleFree, ASwapThatFailsChangesNothing) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 2; ++i) parameters.push_back(torch::ones({3}).set_requires_grad(true));

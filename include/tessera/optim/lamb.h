@@ -18,7 +18,8 @@ namespace tessera {
 // floating-point type; states have the parameter's dtype. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
-  // Accepts whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad.
+  // Accepts whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad. Refuses
+  // options out of range like torch::optim::AdamW.
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
