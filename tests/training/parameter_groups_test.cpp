@@ -2,6 +2,8 @@
 
 #include <tessera/ddp.h>
 #include <tessera/fsdp.h>
+#include <tessera/optim/fused_optimizers.h>
+#include <tessera/optim/host_adam.h>
 #include <tessera/zero.h>
 
 #include <set>
@@ -68,6 +70,30 @@ TEST(DecayGroups, FollowTheShapesOfWholeParametersUnderEveryWrapper) {
         model.step();
       }
     });
+}
+
+// libtorch 2.15 gives a group whose decay is the default of its class, 0, the decay of the optimizer.
+TEST(DecayGroups, DecayNothingElseWhateverTheOptimizersDefaultsAre) {
+  const auto check = [](const auto& options, const auto make) {
+    auto matrix = torch::ones({2, 2}).set_requires_grad(true), vector = torch::ones({2}).set_requires_grad(true);
+    const auto optimizer = make(
+        decay_groups(torch::OrderedDict<std::string, at::Tensor>({{"matrix", matrix}, {"vector", vector}}), options));
+    for (at::Tensor* parameter : {&matrix, &vector}) parameter->mutable_grad() = torch::zeros_like(*parameter);
+    optimizer->step();
+    EXPECT_FALSE(torch::equal(matrix.detach(), torch::ones({2, 2})));
+    EXPECT_TRUE(torch::equal(vector.detach(), torch::ones({2})));
+  };
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  const auto sgd = torch::optim::SGDOptions(0.5).weight_decay(0.1);
+  const auto adam = torch::optim::AdamOptions(0.5).weight_decay(0.1);
+  const auto adamw = AdamWOptions(0.5).weight_decay(0.1);
+  const auto lion = LionOptions(0.5).weight_decay(0.1);
+  check(sgd, [&](const Groups& groups) { return std::make_unique<torch::optim::SGD>(groups, sgd); });
+  check(sgd, [&](const Groups& groups) { return std::make_unique<SGD>(groups, sgd); });
+  check(adam, [&](const Groups& groups) { return std::make_unique<torch::optim::Adam>(groups, adam); });
+  check(adam, [&](const Groups& groups) { return std::make_unique<HostAdam>(groups, adam); });
+  check(adamw, [&](const Groups& groups) { return std::make_unique<torch::optim::AdamW>(groups, adamw); });
+  check(lion, [&](const Groups& groups) { return std::make_unique<Lion>(groups, lion); });
 }
 
 }  // namespace

@@ -3,8 +3,10 @@
 #include <torch/optim/optimizer.h>
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,7 +23,8 @@ struct GroupRule {
 
 // Splits the parameters of a wrapped model into optimizer groups. A parameter belongs to the group of the first rule
 // that matches it. The last group has all other parameters, with the options `rest`. All ranks get equal groups in the
-// same order. A group may be empty.
+// same order. A group may be empty. libtorch 2.15 takes a value that is the default of its class as not set, and uses
+// the optimizer's default options instead.
 //
 //   auto no_decay = tessera::GroupRule<AdamWOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2; }, AdamWOptions(1e-3).weight_decay(0)};
@@ -64,6 +67,10 @@ std::vector<torch::optim::OptimizerParamGroup> decay_groups(
   }
   Options without = options;
   without.weight_decay(0.0);
+  // libtorch 2.15 would replace 0 by the optimizer's decay if 0 is the default of the class, as for SGD and Adam. The
+  // smallest number stays, and changes no parameter.
+  if constexpr (std::is_constructible_v<Options, double>)
+    if (Options(1.0).weight_decay() == 0) without.weight_decay(std::numeric_limits<double>::denorm_min());
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::move(decayed), std::make_unique<Options>(options));
   groups.emplace_back(std::move(others), std::make_unique<Options>(without));
