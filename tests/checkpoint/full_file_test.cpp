@@ -270,6 +270,21 @@ TEST(FullFile, NamesAreMappedWeightsTransposedAndDtypesConverted) {
     });
 }
 
+// Weights in 8 bits, and their scales in powers of two (DeepSeek's F8_E8M0).
+TEST(FullFile, EightBitFloatsAreReadAsTheirValues) {
+  const TemporaryFolder folder;
+  const at::Tensor values = torch::tensor({0.25, 1.0, 2.0, 64.0});
+  for (const auto dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e8m0fnu}) {
+    write_full(folder / "m.safetensors", {{"weight", dtype, {4}, {}}},
+               [&](const FullTensor& tensor) { return values.to(tensor.dtype); });
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(on_rank_device(torch::nn::LayerNorm(torch::nn::LayerNormOptions({4}))), comm);
+      load_full(folder / "m.safetensors", fsdp, {.strict = false, .convert_dtypes = true});
+      EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["weight"].cpu(), values)) << dtype;
+    });
+  }
+}
+
 // Embedding and head are one tensor; other programs write both names, and an untied model has two tensors.
 TEST(FullFile, AnUntiedHeadIsNotDroppedByATiedModel) {
   struct Weight : torch::nn::Module {
