@@ -140,6 +140,8 @@ std::string read_header_bytes(const InputFile& file) {
   file.read(beginning.data(), std::ssize(beginning), 0);
   if (const std::string problem = lfs_problem(beginning); !problem.empty())
     throw CheckpointError(where + ": " + problem);
+  if (beginning.starts_with("PK\3\4") || beginning.starts_with("\x80\2"))
+    throw CheckpointError(where + ": is a file of torch.save(); save it by Python's safetensors.torch instead");
   uint64_t text_bytes = 0;
   std::memcpy(&text_bytes, beginning.data(), kLengthBytes);
   text_bytes = le64toh(text_bytes);

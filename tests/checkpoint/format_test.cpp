@@ -113,6 +113,12 @@ TEST(SafetensorsHeader, ALengthThatTheFileDoesNotHaveIsRefused) {
     std::ofstream(path, std::ios::binary) << bytes;
     EXPECT_NE(error_of<CheckpointError>([&] { read_safetensors_header(*open_file(path)); }), "");
   }
+  for (const char* bytes : {"PK\3\4 a zip archive", "\x80\2\x8a\nl\xfc a pickle"}) {
+    std::ofstream(folder / "pytorch_model.bin", std::ios::binary) << bytes;
+    expect_contains(
+        error_of<CheckpointError>([&] { read_safetensors_header(*open_file(folder / "pytorch_model.bin")); }),
+        "pytorch_model.bin: is a file of torch.save()");
+  }
 }
 
 // Writes a checkpoint of version 1, which Tessera reads but does not write, with a list of pieces for each file.
