@@ -96,26 +96,26 @@ DecoderOptions decoder_of(const std::string& text) {
         "that has it, and an archive of torch.export, .pt2)");
   DecoderOptions options;
   options.is_llama = kind == "llama";
-  options.tie = !options.is_llama;
+  int64_t tie = options.is_llama ? 0 : 1;
   std::map<std::string, int64_t*> fields = {{"layers", &options.layers},     {"width", &options.width},
                                             {"heads", &options.heads},       {"kv_heads", &options.key_value_heads},
                                             {"mlp", &options.mlp_width},     {"vocab", &options.vocabulary},
                                             {"head_dim", &options.head_dim}, {"sequence", &options.sequence},
-                                            {"batch", &options.batch}};
+                                            {"batch", &options.batch},       {"tie", &tie}};
   for (size_t begin = colon + 1; begin < text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
     begin = end + 1;
     const size_t equals = part.find('=');
-    const std::string name = part.substr(0, equals);
-    const bool is_tie = name == "tie";
-    if (equals == std::string::npos || (!is_tie && !fields.contains(name)))
+    const auto field = fields.extract(part.substr(0, equals));
+    if (equals == std::string::npos || !field)
       refuse("'" + text + "': '" + part +
-             "', expected layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch or tie, each =number");
-    const int64_t number = number_of(text, part.substr(equals + 1));
-    if (is_tie && number != 0 && number != 1) refuse("'" + text + "': tie is 0 or 1");
-    is_tie ? static_cast<void>(options.tie = number == 1) : static_cast<void>(*fields[name] = number);
+             "', expected layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch or tie, each =number "
+             "and at most once");
+    *field.mapped() = number_of(text, part.substr(equals + 1));
   }
+  if (tie != 0 && tie != 1) refuse("'" + text + "': tie is 0 or 1");
+  options.tie = tie == 1;
   return checked(options);
 }
 

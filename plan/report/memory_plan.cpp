@@ -273,7 +273,7 @@ int64_t bytes_of_text(const std::string& text) {
   // Refuses a small number without a unit, because "8" most likely means 8 GiB.
   const bool lacks_unit = bytes && *bytes < 0x1p20 && text.find_first_not_of("0123456789.eE+- ") == std::string::npos;
   if (!bytes || *bytes == 0 || *bytes > 0x1p62 || lacks_unit)
-    throw std::invalid_argument("memory '" + text + "', expected a number of bytes with a unit, as 80GiB");
+    throw std::invalid_argument("'" + text + "', expected a number of bytes with a unit, as 80GiB");
   return static_cast<int64_t>(*bytes);
 }
 

@@ -179,6 +179,18 @@ TEST_F(Command, DiffOfParametersLeavesBuffersOutOfFullFilesToo) {
     EXPECT_EQ(tessera_command({"diff", a, b, "--parameters"}).output, "the same\n");
 }
 
+// A file name may hold any bytes, and JSON only text.
+TEST_F(Command, PrintsJsonForAPathThatIsNoText) {
+  std::filesystem::rename(at("a"), at("a\xff"));
+  for (const std::vector<std::string>& arguments : {std::vector<std::string>{"verify", at("a\xff"), "--json"},
+                                                    {"reshard", at("a\xff"), at("b"), "--ranks", "2", "--json"},
+                                                    {"consolidate", at("a\xff"), at("c\xff"), "--json"}}) {
+    const auto result = tessera_command(arguments);
+    EXPECT_EQ(result.code, 0) << result.output;
+    expect_contains(json::parse(result.output).dump(), "a\xef\xbf\xbd");  // U+FFFD
+  }
+}
+
 TEST_F(Command, MistakesAreExplained) {
   ASSERT_EQ(tessera_command({"consolidate", at("a"), at("full.safetensors")}).code, 0);
   std::filesystem::create_directory(at("files"));
@@ -200,6 +212,9 @@ TEST_F(Command, MistakesAreExplained) {
       {{"consolidate", at("a"), at("a/rank-00000-0.safetensors")}, "is in the checkpoint"},
       {{"diff", at("a"), at("a"), "--tolerance", "-1"}, "tolerance is -1"},
       {{"help", "bogus"}, "no command 'bogus'"},
+      {{"inspect", ""}, "a path is empty, expected: tessera inspect PATH"},
+      {{"consolidate", at("a"), ""}, "a path is empty"},
+      {{"trace", "merge", "", at("a")}, "a path is empty"},
       {{}, "Usage"},
   };
   for (const auto& [arguments, message] : wrong) {

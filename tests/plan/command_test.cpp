@@ -81,6 +81,47 @@ TEST(PlanCommand, PrintsWhatFits) {
     EXPECT_EQ(help.find(part), std::string::npos) << help;
 }
 
+TEST(PlanCommand, MistakesNameTheOption) {
+  const std::string model = "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32";
+  std::vector<std::pair<std::map<std::string, std::string>, std::string>> wrong = {
+      {{{"--link", "0"}}, "--link '0' a second, expected more than 0"},
+      {{{"--latency", "-1us"}}, "--latency '-1us', expected a time"},
+      {{{"--host-link", "1 apple"}}, "--host-link '1 apple'"},
+      {{{"--host-latency", "1"}}, "--host-latency '1'"},
+      {{{"--operator-time", "nan"}}, "--operator-time 'nan'"},
+      {{{"--flops-fp32", "0"}}, "--flops-fp32 '0'"},
+      {{{"--flops", "1x"}, {"--memory-bandwidth", "1GB"}}, "--flops '1x'"},
+      {{{"--memory-bandwidth", "-1"}}, "--memory-bandwidth '-1'"},
+      {{{"--memory", "0"}}, "--memory '0', expected a number of bytes"},
+      {{{"--host-memory", "8"}}, "--host-memory '8'"},
+      {{{"--elastic", "-1"}}, "--elastic is -1, expected 0 to"},
+      {{{"--gpus", "0"}}, "--gpus is 0, expected 1 to 1000000"},
+      {{{"--gpus", "100000000"}}, "--gpus is 100000000, expected 1 to 1000000"},
+      {{{"--ranks-per-host", "0"}}, "--ranks-per-host is 0, expected 1 to"},
+      {{{"--batch", "0"}}, "--batch is 0, expected 1 to"},
+      {{{"--sequence", "-1"}}, "--sequence is -1, expected 1 to"},
+      {{{"--model", "gpt:layers=2,layers=3"}}, "'layers=3', expected layers, width"},
+      {{{"--model", "gpt:tie=1,tie=0"}}, "at most once"},
+      {{{"--model", "gpt:layers=1,heads=1,width=4611686018427387904"}}, "no choice can be run: Storage size"},
+      {{{"--model", "gpt:layers=1,vocab=9223372036854775807"}}, "no choice can be run: "},
+  };
+  for (const char* option :
+       {"--model", "--memory", "--gpu", "--html", "--speed", "--flops", "--measured", "--host-memory"})
+    wrong.push_back({{{option, ""}}, std::string(option) + " is empty"});
+  for (const auto& [given, message] : wrong) {
+    std::map<std::string, std::string> options = {{"--model", model}, {"--gpus", "4"}, {"--memory", "64MiB"}};
+    for (const auto& [option, value] : given) options[option] = value;
+    std::vector<std::string> arguments;
+    for (const auto& [option, value] : options) {
+      arguments.push_back(value.empty() ? option : option + "=" + value);
+      if (value.empty()) arguments.emplace_back();
+    }
+    const auto [code, text] = plan(arguments);
+    EXPECT_EQ(code, 2) << message << ": " << text;
+    expect_contains(text, message);
+  }
+}
+
 TEST(PlanCommand, TakesAFolderWithAConfig) {
   const TemporaryFolder folder;
   const std::string path = folder.path().string();
@@ -289,6 +330,11 @@ TEST(PlanCommand, CalibrateAddsTheLinkBetweenHosts) {
   tessera::testing::ChildProcess nowhere({command, "calibrate", "--quick", "-o", (folder / "none/a.json").string()});
   EXPECT_EQ(nowhere.wait(), 2);
   expect_contains(nowhere.output(), "none/a.json cannot be written: No such file or directory");
+  for (const std::string option : {"--ranks", "--threads"}) {
+    tessera::testing::ChildProcess many({command, "calibrate", "--quick", "-o", file, option, "100000"});
+    EXPECT_EQ(many.wait(), 2) << many.output();
+    expect_contains(many.output(), option + " is 100000, expected 1 to");
+  }
   EXPECT_EQ(nowhere.output().find("collectives"), std::string::npos) << "it has measured first";
   MachineSpeed measured = plan_tests::plain();
   measured.tcp = {1e-6, 2e9, 1e9};

@@ -8,12 +8,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include <tessera/launch.h>
 #include "commands.h"
+#include "core/memory/container_limits.h"
 #include "gpu_cards.h"
 #include "plan/report/quantity_text.h"
 
@@ -35,6 +37,8 @@ int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions
     throw std::invalid_argument(
         "--speed adds the link between hosts to a machine's speed, as a launcher's group of one rank a host: expected "
         "torchrun's, Open MPI's or Slurm's environment");
+  if (arguments.ranks)
+    throw std::invalid_argument("--ranks is for one host: with --speed the launcher gives the number of ranks");
   const char* on_host = std::getenv("LOCAL_WORLD_SIZE");
   if (on_host && std::string(on_host) != "1")
     throw std::invalid_argument(std::string("LOCAL_WORLD_SIZE is ") + on_host + ", expected one rank on each host");
@@ -59,9 +63,14 @@ int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions
 
 int calibrate(const Arguments& arguments) {
   const std::filesystem::path& file = arguments.out;
+  constexpr int kMostThreadsOfACore = 4;  // more measure the scheduler
+  const int most = kMostThreadsOfACore * available_cores();
+  const int ranks = arguments.ranks.value_or(2);
+  require_range("ranks", ranks, 1, most);
+  require_range("threads", arguments.threads, 1, most / ranks);
   if (std::filesystem::is_directory(file))
     throw std::invalid_argument("--output " + file.string() + " is a directory, expected a file");
-  CalibrationOptions options{.ranks = arguments.ranks, .threads = arguments.threads, .quick = arguments.quick};
+  CalibrationOptions options{.ranks = ranks, .threads = arguments.threads, .quick = arguments.quick};
   options.progress = [](const std::string& what) { std::fprintf(stderr, "%s\n", what.c_str()); };
   if (!arguments.speed.file.empty()) return calibrate_between_hosts(arguments, options);
   require_writable(file);
@@ -96,9 +105,9 @@ namespace {
 // Options replace the numbers of a speed file. On one host, --link is the link within it. With several, --link is the
 // link between hosts, and also within a host if neither the file nor --host-link gives that.
 void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines& machines) {
-  const auto set = [](LinkSpeed& link, const std::string& bytes, const std::string& latency) {
-    if (!bytes.empty()) link = {link.latency_s, bytes_per_s_of_text(bytes), 0};
-    if (!latency.empty()) link.latency_s = seconds_of_text(latency);
+  const auto set = [](LinkSpeed& link, const std::string& host, const std::string& bytes, const std::string& latency) {
+    if (!bytes.empty()) link = {link.latency_s, parse_option(host + "link", bytes, bytes_per_s_of_text), 0};
+    if (!latency.empty()) link.latency_s = parse_option(host + "latency", latency, seconds_of_text);
   };
   const bool is_one_host = machines.ranks <= machines.ranks_per_host;
   if (is_one_host &&
@@ -107,9 +116,9 @@ void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines&
                                 std::to_string(machines.ranks) + " ranks are on one host of " +
                                 std::to_string(machines.ranks_per_host) +
                                 ", which has one link; --ranks-per-host says how many are");
-  if (is_one_host || !(speed.within_host.bytes_per_s > 0)) set(speed.within_host, given.link, given.latency);
-  set(speed.within_host, given.host_link, given.host_latency);
-  if (!is_one_host) set(speed.between_hosts, given.link, given.latency);
+  if (is_one_host || !(speed.within_host.bytes_per_s > 0)) set(speed.within_host, "", given.link, given.latency);
+  set(speed.within_host, "host-", given.host_link, given.host_latency);
+  if (!is_one_host) set(speed.between_hosts, "", given.link, given.latency);
 }
 
 std::string missing_in(const MachineSpeed& speed, const Machines& machines) {
@@ -133,14 +142,12 @@ KnownSpeed speed_of(const Arguments& arguments, Machines& machines) {
   if (!given.file.empty()) speed = read_speed(given.file);
   if (!given.gpu.empty()) speed = gpu_card(given.gpu).speed();
   constexpr int kUsualRanksPerHost = 8;
-  if (machines.ranks_per_host == 0) machines.ranks_per_host = speed.ranks_per_host;
-  if (machines.ranks_per_host == 0) machines.ranks_per_host = kUsualRanksPerHost;
-  if (machines.ranks < 1 || machines.ranks_per_host < 1)
-    throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
-                                std::to_string(machines.ranks_per_host) + ", expected 1 or more");
+  machines.ranks_per_host =
+      arguments.ranks_per_host.value_or(speed.ranks_per_host > 0 ? speed.ranks_per_host : kUsualRanksPerHost);
+  require_range("ranks-per-host", machines.ranks_per_host, 1, std::numeric_limits<int>::max());
   if (given == SpeedArguments{}) return {};
-  const auto set = [](SpeedCurve& curve, const std::string& text, double (*per_s_of)(const std::string&)) {
-    if (!text.empty()) curve = SpeedCurve::of_speed(per_s_of(text));
+  const auto set = [](SpeedCurve& curve, const char* option, const std::string& text, auto per_s_of) {
+    if (!text.empty()) curve = SpeedCurve::of_speed(parse_option(option, text, per_s_of));
   };
   if (!given.flops.empty()) {
     const SpeedCurve memory = given.gpu.empty() ? SpeedCurve() : speed.work[static_cast<size_t>(WorkClass::kMemory)];
@@ -151,11 +158,12 @@ KnownSpeed speed_of(const Arguments& arguments, Machines& machines) {
   if (!given.flops.empty() || !given.flops_fp32.empty() || !given.bandwidth.empty()) speed.operators.clear();
   if (!given.flops.empty() && given.bandwidth.empty() && given.gpu.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
-  set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32,
-      flop_per_s_of_text);
-  set(speed.work_16bit[static_cast<size_t>(WorkClass::kMatmul)], given.flops, flop_per_s_of_text);
-  set(speed.work[static_cast<size_t>(WorkClass::kMemory)], given.bandwidth, bytes_per_s_of_text);
-  if (!given.operator_time.empty()) speed.operator_s = seconds_of_text(given.operator_time);
+  for (auto* work : {&speed.work, &speed.work_16bit})
+    set((*work)[static_cast<size_t>(WorkClass::kMatmul)], "flops", given.flops, flop_per_s_of_text);
+  set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], "flops-fp32", given.flops_fp32, flop_per_s_of_text);
+  set(speed.work[static_cast<size_t>(WorkClass::kMemory)], "memory-bandwidth", given.bandwidth, bytes_per_s_of_text);
+  if (!given.operator_time.empty())
+    speed.operator_s = parse_option("operator-time", given.operator_time, seconds_of_text);
   set_links(speed, given, machines);
   if (std::string missing = missing_in(speed, machines); !missing.empty()) return {std::nullopt, std::move(missing)};
   return {speed, ""};

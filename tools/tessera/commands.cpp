@@ -76,8 +76,6 @@ void read_beside_jobs(const std::vector<fs::path>& given, fs::path (*choose)(con
   }
 }
 
-void print(const json& value) { std::printf("%s\n", value.dump(2).c_str()); }
-
 json slice_json(const SavedTensors& saved, const SavedSlice& slice) {
   return {{"file", saved.files[slice.file].name},
           {"begin", slice.begin},
@@ -146,7 +144,7 @@ void inspect_one(const Arguments& arguments, const fs::path& path) {
                              : lists   ? with_every_slice(manifest->saved)
                                        : manifest->saved;
   if (arguments.json) {
-    print(inspect_json(saved, manifest ? &*manifest : nullptr));
+    print_json(inspect_json(saved, manifest ? &*manifest : nullptr));
     return;
   }
   std::printf("%s: %s, %s", path.c_str(), counted(std::ssize(saved.tensors), "tensor").c_str(),
@@ -166,6 +164,16 @@ void inspect_one(const Arguments& arguments, const fs::path& path) {
 }
 
 }  // namespace
+
+void require_range(const std::string& option, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    throw std::invalid_argument("--" + option + " is " + std::to_string(value) + ", expected " + std::to_string(least) +
+                                " to " + std::to_string(most));
+}
+
+void print_json(const json& value) {
+  std::printf("%s\n", value.dump(2, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace).c_str());
+}
 
 int inspect(const Arguments& arguments) {
   read_beside_jobs({arguments.paths[0]}, resolve, [&](const auto& paths, auto&) { inspect_one(arguments, paths[0]); });
@@ -197,7 +205,7 @@ int verify(const Arguments& arguments) {
     if (problems.empty()) throw;
   }
   if (arguments.json) {
-    print({{"path", path.string()}, {"sound", problems.empty()}, {"bytes", bytes}, {"problems", problems}});
+    print_json({{"path", path.string()}, {"sound", problems.empty()}, {"bytes", bytes}, {"problems", problems}});
   } else if (problems.empty()) {
     std::printf("%s: sound, %s verified\n", path.c_str(), human_bytes(bytes).c_str());
   } else {
@@ -212,7 +220,7 @@ int consolidate(const Arguments& arguments) {
     ProgressBar bar("consolidating", bytes_of(read_manifest(from).saved));
     consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
                            [&](int64_t bytes) { bar.add(bytes); });
-    if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}});
+    if (arguments.json) print_json({{"from", from.string()}, {"to", arguments.paths[1].string()}});
   });
   return 0;
 }
@@ -223,8 +231,8 @@ int reshard(const Arguments& arguments) {
     std::error_code error;
     if (fs::equivalent(from, to, error)) locks.clear();  // a lock would keep the replaced checkpoint from removal
     ProgressBar bar("resharding", bytes_of(read_manifest(from).saved));
-    reshard_checkpoint(from, to, arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
-    if (arguments.json) print({{"from", from.string()}, {"to", to.string()}, {"ranks", arguments.ranks}});
+    reshard_checkpoint(from, to, *arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
+    if (arguments.json) print_json({{"from", from.string()}, {"to", to.string()}, {"ranks", *arguments.ranks}});
   });
   return 0;
 }
@@ -251,7 +259,7 @@ int diff(const Arguments& arguments) {
                   static_cast<long long>(difference.different_numel), difference.max_difference);
     }
   }
-  if (arguments.json) print(result);
+  if (arguments.json) print_json(result);
   if (!arguments.json && differences.empty()) std::printf("the same\n");
   return differences.empty() ? 0 : 1;
 }

@@ -3,7 +3,9 @@
 #include <boost/optional.hpp>
 
 #include <filesystem>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -26,28 +28,28 @@ struct SpeedArguments {
 struct Arguments {
   std::vector<std::filesystem::path> paths;
   bool json = false;
-  bool slices = false;         // inspect: the place of each slice
-  bool state = false;          // consolidate: the optimizer's tensors too
-  int ranks = 2;               // reshard (required); calibrate: concurrent ranks
-  int64_t max_file_bytes = 0;  // consolidate
-  double tolerance = 0;        // diff
-  bool parameters = false;     // diff: parameters only
-  std::string model;           // plan: its shape, or a file
-  int gpus = 0;                // plan
-  std::string memory;          // plan: of each GPU
-  int64_t sequence = 0;        // plan: for a model file; 0: its whole context, or as exported
-  int64_t batch = 0;           // plan: for a model file; 0: 1, or as exported
-  int ranks_per_host = 0;      // plan; 0: from the speed file, or 8
-  std::string host_memory;     // plan: of each host; "": unknown
-  int copies = -1;             // plan: of an elastic run; -1: no elastic run
-  bool search = false;         // plan: further options
-  std::string html;            // plan: the page to write
-  boost::optional<int> draw;   // plan: the line of the table to draw; none: the recommended one
-  std::string measured;        // plan: a trace of a real run to draw beside it
-  SpeedArguments speed;        // plan
-  std::filesystem::path out;   // calibrate
-  int threads = 1;             // calibrate: of each rank
-  bool quick = false;          // calibrate
+  bool slices = false;                  // inspect: the place of each slice
+  bool state = false;                   // consolidate: the optimizer's tensors too
+  boost::optional<int> ranks;           // reshard (required); calibrate: concurrent ranks; none: 2
+  int64_t max_file_bytes = 0;           // consolidate
+  double tolerance = 0;                 // diff
+  bool parameters = false;              // diff: parameters only
+  std::string model;                    // plan: its shape, or a file
+  int gpus = 0;                         // plan
+  std::string memory;                   // plan: of each GPU
+  boost::optional<int64_t> sequence;    // plan: for a model file; none: its whole context, or as exported
+  boost::optional<int64_t> batch;       // plan: for a model file; none: 1, or as exported
+  boost::optional<int> ranks_per_host;  // plan; none: from the speed file, or 8
+  std::string host_memory;              // plan: of each host; "": unknown
+  boost::optional<int> copies;          // plan: of an elastic run; none: no elastic run
+  bool search = false;                  // plan: further options
+  std::string html;                     // plan: the page to write
+  boost::optional<int> draw;            // plan: the line of the table to draw; none: the recommended one
+  std::string measured;                 // plan: a trace of a real run to draw beside it
+  SpeedArguments speed;                 // plan
+  std::filesystem::path out;            // calibrate
+  int threads = 1;                      // calibrate: of each rank
+  bool quick = false;                   // calibrate
 };
 
 int inspect(const Arguments& arguments);
@@ -59,12 +61,28 @@ int plan(const Arguments& arguments);
 int merge_trace_files(const Arguments& arguments);
 int calibrate(const Arguments& arguments);
 
+// Throws std::invalid_argument that names the option if the value is out of range.
+void require_range(const std::string& option, int64_t value, int64_t least, int64_t most);
+
+// Returns parse(text). Errors begin with the option.
+template <class Parse>
+auto parse_option(const std::string& option, const std::string& text, Parse parse) {
+  try {
+    return parse(text);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument("--" + option + " " + error.what());
+  }
+}
+
+// Prints a value. Paths may hold bytes that are not UTF-8; each is printed as U+FFFD.
+void print_json(const nlohmann::json& value);
+
 // The speed of machines, if all that times need is known; otherwise the missing part, "" if no speed was given.
 struct KnownSpeed {
   std::optional<tessera::MachineSpeed> speed;
   std::string missing;
 };
 
-// Returns the speed for SpeedArguments. Sets machines.ranks_per_host if it is 0. Throws std::invalid_argument that
-// names an invalid argument.
+// Returns the speed for SpeedArguments. Sets machines.ranks_per_host. Throws std::invalid_argument that names an
+// invalid argument.
 KnownSpeed speed_of(const Arguments& arguments, tessera::Machines& machines);

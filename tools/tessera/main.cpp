@@ -160,6 +160,11 @@ int run_command(const std::string& name, const po::variables_map& values, const 
     for (const auto& option : other.options)
       if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
         throw po::error("--" + option + " is for " + commands_with(option));
+  for (const auto& [option, value] : values)
+    if (const auto* text = boost::any_cast<std::string>(&value.value()); text != nullptr && text->empty())
+      throw po::error("--" + option + " is empty; `tessera " + name + " --help` says what it takes");
+  if (std::ranges::find(paths, "") != paths.end())
+    throw po::error("a path is empty, expected: tessera " + name + " " + command.arguments);
   const std::string with_default = command.run == calibrate ? "ranks" : "";
   for (const char* required : {"ranks", "model", "gpus", "output"})
     if (command.has(required) && values.count(required) == 0 && required != with_default)
@@ -211,7 +216,7 @@ void add_plan_options(po::options_description& options, Arguments& arguments) {
       "plan: number of ranks on a host; default: that of the calibration, or 8");
   add("host-memory", po::value(&arguments.host_memory),
       "plan: memory of each host for offload and copies, for example 1.5TB; default: not checked");
-  add("elastic", po::value(&arguments.copies)->implicit_value(1),
+  add("elastic", po::value(&arguments.copies)->implicit_value(1, "1"),
       "plan: also the memory of an elastic run's copies; N: copies of each rank's part; default: 1");
   add("search", po::bool_switch(&arguments.search), "plan: also tries units, hybrid sharding, prefetching and offload");
   add("html", po::value(&arguments.html), "plan: file for a page that draws the memory of a step by operator");

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -21,17 +22,18 @@ using namespace tessera::internal;
 
 namespace {
 
+constexpr int64_t kMostNumber = std::numeric_limits<int>::max();
+
 std::unique_ptr<PlannedModel> model_of(const Arguments& arguments) {
   std::string model = arguments.model;
   std::error_code ignored;
   if (std::filesystem::is_directory(model, ignored)) model = std::filesystem::path(model) / "config.json";
-  if (arguments.sequence < 0 || arguments.batch < 0)
-    throw std::invalid_argument("--sequence is " + std::to_string(arguments.sequence) + " and --batch " +
-                                std::to_string(arguments.batch) + ", expected 1 or more");
-  if (model.ends_with(".pt2")) return planned_archive(model, arguments.batch, arguments.sequence);
-  if (model.ends_with(".json"))
-    return planned_decoder(decoder_of_config(model, arguments.sequence, std::max<int64_t>(arguments.batch, 1)));
-  if (arguments.sequence != 0 || arguments.batch != 0)
+  if (arguments.sequence) require_range("sequence", *arguments.sequence, 1, kMostNumber);
+  if (arguments.batch) require_range("batch", *arguments.batch, 1, kMostNumber);
+  const int64_t sequence = arguments.sequence.value_or(0);
+  if (model.ends_with(".pt2")) return planned_archive(model, arguments.batch.value_or(0), sequence);
+  if (model.ends_with(".json")) return planned_decoder(decoder_of_config(model, sequence, arguments.batch.value_or(1)));
+  if (arguments.sequence || arguments.batch)
     throw std::invalid_argument("--sequence and --batch are for files; say '" + model + ",sequence=...,batch=...'");
   return planned_decoder(decoder_of(model));
 }
@@ -71,7 +73,7 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
 }
 
 int64_t memory_bytes_of(const Arguments& arguments) {
-  if (!arguments.memory.empty()) return bytes_of_text(arguments.memory);
+  if (!arguments.memory.empty()) return parse_option("memory", arguments.memory, bytes_of_text);
   if (arguments.speed.gpu.empty())
     throw std::invalid_argument("--memory is missing, of each GPU, as 80GiB; or --gpu with the name of a card");
   return static_cast<int64_t>(gpu_card(arguments.speed.gpu).memory_bytes);
@@ -107,14 +109,18 @@ void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTr
 }  // namespace
 
 int plan(const Arguments& arguments) {
-  const auto model = model_of(arguments);
-  Machines machines{
-      .ranks = arguments.gpus, .ranks_per_host = arguments.ranks_per_host, .memory_bytes = memory_bytes_of(arguments)};
-  if (arguments.copies < -1) throw std::invalid_argument("--elastic is the number of copies, expected 0 or more");
-  if (arguments.copies >= 0) machines.copies = arguments.copies;
-  if (!arguments.host_memory.empty()) machines.host_memory_bytes = bytes_of_text(arguments.host_memory);
+  constexpr int kMostGpus = 1'000'000;  // a dry run takes time and memory for each rank
+  require_range("gpus", arguments.gpus, 1, kMostGpus);
+  if (arguments.copies) require_range("elastic", *arguments.copies, 0, kMostNumber);
+  if (arguments.html.empty() && (arguments.draw || !arguments.measured.empty()))
+    throw std::invalid_argument("--draw and --measured are of the page: --html is missing");
+  Machines machines{.ranks = arguments.gpus, .memory_bytes = memory_bytes_of(arguments)};
+  if (arguments.copies) machines.copies = *arguments.copies;
+  if (!arguments.host_memory.empty())
+    machines.host_memory_bytes = parse_option("host-memory", arguments.host_memory, bytes_of_text);
   const auto [speed, missing] = speed_of(arguments, machines);
   if (speed) machines.speed = &*speed;
+  const auto model = model_of(arguments);
   std::vector<PlannedTraining> plans;
   std::string notes = model->description();
   if (!notes.empty()) notes += "\n\n";
@@ -126,12 +132,12 @@ int plan(const Arguments& arguments) {
   } else {
     for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, machines));
   }
+  if (std::ranges::all_of(plans, [](const PlannedTraining& plan) { return !plan.why_not.empty(); }))
+    throw std::runtime_error("no choice can be run: " + plans.at(0).why_not.substr(0, plans[0].why_not.find('\n')));
   notes += plan_text(plans, machines);
   if (!missing.empty())
     notes += "No times of steps, because these are not known: " + missing +
              ". --gpu NAME knows a card's, --speed FILE those that `tessera calibrate` measured.\n";
-  if (arguments.html.empty() && (arguments.draw || !arguments.measured.empty()))
-    throw std::invalid_argument("--draw and --measured are of the page: --html is missing");
   if (arguments.draw && (*arguments.draw < 1 || *arguments.draw > std::ssize(plans)))
     throw std::invalid_argument("--draw is " + std::to_string(*arguments.draw) +
                                 ", expected a line of the table, 1 to " + std::to_string(plans.size()));
@@ -146,6 +152,6 @@ int plan(const Arguments& arguments) {
   auto result = nlohmann::json::array();
   for (int i = 0; i < static_cast<int>(plans.size()); ++i)
     result.push_back(json_of(plans[static_cast<size_t>(i)], i == best));
-  std::printf("%s\n", result.dump(2).c_str());
+  print_json(result);
   return 0;
 }

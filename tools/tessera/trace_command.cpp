@@ -31,7 +31,7 @@ int merge_trace_files(const Arguments& arguments) {
   const auto merged = tessera::internal::merge_traces(out, {arguments.paths.begin() + 1, arguments.paths.end()});
   for (const auto& note : merged.notes) std::fprintf(stderr, "tessera: %s\n", note.c_str());
   if (arguments.json) {
-    std::printf("%s\n", json_of(merged).dump(2).c_str());
+    print_json(json_of(merged));
     return 0;
   }
   std::printf("%s: %s\n", out.c_str(), tessera::internal::counted(merged.events, "event").c_str());
