@@ -69,11 +69,13 @@ int train(const std::string& folder, int64_t steps, const std::shared_ptr<tesser
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bool is_given = argc == 5 && std::string(argv[3]) == "--ranks";
+  const bool has_ranks = argc == 5 && std::string(argv[3]) == "--ranks";
+  const std::string folder = argc > 2 ? argv[1] : "", ranks_text = has_ranks ? argv[4] : argc == 3 ? "2" : "";
   const int64_t steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 0;
-  const int64_t ranks = is_given ? std::strtoll(argv[4], nullptr, 10) : argc == 3 ? 2 : 0;
-  if (argc < 3 || argv[1][0] == '-' || steps < 1 || ranks < 1 || ranks > 1024)
+  const int ranks = std::atoi(ranks_text.c_str());
+  if (folder.empty() || folder[0] == '-' || steps < 1 || std::to_string(steps) != argv[2] || ranks < 1 ||
+      ranks > 1024 || std::to_string(ranks) != ranks_text)
     return std::cerr << "usage: checkpoint FOLDER STEPS [--ranks N]\n", 2;
-  if (!tessera::launched()) return tessera::spawn_local(static_cast<int>(ranks), argc, argv);
-  return tessera::run_main([&] { return train(argv[1], steps, tessera::init()); });
+  if (!tessera::launched()) return tessera::spawn_local(ranks, argc, argv);
+  return tessera::run_main([&] { return train(folder, steps, tessera::init()); });
 }

@@ -143,11 +143,13 @@ int train(const std::string& folder, int64_t epochs, int stage, const std::share
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t epochs = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 5;
-  const std::string stage = argc > 3 ? argv[3] : "2";
+  const std::string folder = argc > 1 ? argv[1] : "", number = argc > 2 ? argv[2] : "5",
+                    stage = argc > 3 ? argv[3] : "2";
+  const int64_t epochs = std::strtoll(number.c_str(), nullptr, 10);
   const bool is_stage = stage == "0" || stage == "1" || stage == "2" || stage == "3";
-  if (argc < 2 || argc > 4 || argv[1][0] == '-' || epochs < 1 || epochs > 1'000'000 || !is_stage)
+  if (argc > 4 || folder.empty() || folder[0] == '-' || epochs < 1 || epochs > 1'000'000 ||
+      std::to_string(epochs) != number || !is_stage)
     return std::cerr << "usage: classifier FOLDER [EPOCHS [STAGE]]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);
-  return tessera::run_main([&] { return train(argv[1], epochs, std::stoi(stage), tessera::init()); });
+  return tessera::run_main([&] { return train(folder, epochs, std::stoi(stage), tessera::init()); });
 }

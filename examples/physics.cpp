@@ -88,9 +88,10 @@ void train(int64_t adamw_steps, int64_t lbfgs_steps, const std::shared_ptr<tesse
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t adamw_steps = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 500;
-  const int64_t lbfgs_steps = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 20;
-  if (argc > 3 || adamw_steps < 1 || lbfgs_steps < 1)
+  const std::string adamw = argc > 1 ? argv[1] : "500", lbfgs = argc > 2 ? argv[2] : "20";
+  const int adamw_steps = std::atoi(adamw.c_str()), lbfgs_steps = std::atoi(lbfgs.c_str());
+  if (argc > 3 || adamw_steps < 1 || std::to_string(adamw_steps) != adamw || lbfgs_steps < 1 ||
+      std::to_string(lbfgs_steps) != lbfgs)
     return std::cerr << "usage: physics [ADAMW_STEPS [LBFGS_STEPS]]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);
   return tessera::run_main([&] { train(adamw_steps, lbfgs_steps, tessera::init()); });

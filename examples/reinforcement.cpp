@@ -113,8 +113,10 @@ void train(int64_t iterations, const std::shared_ptr<tessera::Communicator>& com
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t iterations = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 40;
-  if (argc > 2 || iterations < 1) return std::cerr << "usage: reinforcement [ITERATIONS]\n", 2;
+  const std::string number = argc > 1 ? argv[1] : "40";
+  const int64_t iterations = std::strtoll(number.c_str(), nullptr, 10);
+  if (argc > 2 || iterations < 1 || std::to_string(iterations) != number)
+    return std::cerr << "usage: reinforcement [ITERATIONS]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(2, argc, argv);
   return tessera::run_main([&] { train(iterations, tessera::init()); });
 }

@@ -63,8 +63,9 @@ void train(const std::shared_ptr<tessera::Communicator>& comm) {
 
 int main(int argc, char** argv) {
   const bool has_ranks = argc == 3 && std::string(argv[1]) == "--ranks";
-  const int ranks = has_ranks ? std::atoi(argv[2]) : argc == 1 ? 2 : 0;
-  if (ranks < 1 || ranks > 1024) return std::cerr << "usage: sdp [--ranks N]\n", 2;
+  const std::string number = has_ranks ? argv[2] : argc == 1 ? "2" : "";
+  const int ranks = std::atoi(number.c_str());
+  if (ranks < 1 || ranks > 1024 || std::to_string(ranks) != number) return std::cerr << "usage: sdp [--ranks N]\n", 2;
   if (!tessera::launched()) return tessera::spawn_local(ranks, argc, argv);  // processes on this host
   return tessera::run_main([] { train(tessera::init()); });  // an error is one line, and the exit code is 1
 }

@@ -8,8 +8,8 @@
 //
 //   mpirun -n 4 mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]
 //
-// SHARE is the part of the time that training may take, 0.5 by default. FOLDER gets the checkpoint, error.csv and
-// error.svg, the error over time.
+// SHARE is the part of the time that training may take, 0.5 by default, below 1. FOLDER gets the checkpoint, error.csv
+// and error.svg, the error over time.
 #include <tessera/mpi.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -140,12 +141,7 @@ void plot(const std::filesystem::path& folder, const std::vector<std::pair<int, 
   picture << "\"/>\n</svg>\n";
 }
 
-int stage_of(const std::string& wrapper) {
-  if (wrapper == "ddp") return 0;
-  if (wrapper == "sdp") return 2;
-  if (wrapper == "fsdp") return 3;
-  throw std::invalid_argument("the wrapper is '" + wrapper + "', expected ddp, sdp or fsdp");
-}
+const std::map<std::string, int> kStages = {{"ddp", 0}, {"sdp", 2}, {"fsdp", 3}};  // by wrapper
 
 void run(const std::string& wrapper, int strides, double share, const std::filesystem::path& folder) {
   int rank = 0, size = 1;
@@ -167,7 +163,7 @@ void run(const std::string& wrapper, int strides, double share, const std::files
   if (training != MPI_COMM_NULL) {
     comm = tessera::communicator_from_mpi(training);
     zero.reset(
-        new Training(tessera::zero(surrogate, torch::optim::AdamOptions(2e-3), comm, {.stage = stage_of(wrapper)})));
+        new Training(tessera::zero(surrogate, torch::optim::AdamOptions(2e-3), comm, {.stage = kStages.at(wrapper)})));
   }
   torch::manual_seed(100 + rank);
 
@@ -217,17 +213,24 @@ void run(const std::string& wrapper, int strides, double share, const std::files
 }  // namespace
 
 int main(int argc, char** argv) {
-  int level = 0;
+  int level = 0, rank = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  const std::string wrapper = argc > 1 ? argv[1] : "", number = argc > 2 ? argv[2] : "100",
+                    part = argc > 3 ? argv[3] : "0.5", folder = argc > 4 ? argv[4] : "mpi_host_out";
+  const int strides = std::atoi(number.c_str());
+  char* end = nullptr;
+  const double share = std::strtod(part.c_str(), &end);
+  if (argc > 5 || !kStages.contains(wrapper) || strides < 1 || std::to_string(strides) != number || *end != '\0' ||
+      !(share > 0.0 && share < 1.0) || folder.empty()) {
+    if (rank == 0) std::fprintf(stderr, "usage: mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]\n");
+    MPI_Finalize();
+    return 2;
+  }
   int code = 0;
   try {
-    const int64_t strides = argc > 2 ? std::strtoll(argv[2], nullptr, 10) : 100;
-    const double share = argc > 3 ? std::strtod(argv[3], nullptr) : 0.5;
-    if (argc < 2 || argc > 5 || strides < 1 || strides > 1'000'000 || !(share > 0.0))
-      throw std::invalid_argument("usage: mpi_host ddp|sdp|fsdp [STRIDES] [SHARE] [FOLDER]");
-    const std::filesystem::path folder = argc > 4 ? argv[4] : "mpi_host_out";
     std::filesystem::create_directories(folder);
-    run(argv[1], static_cast<int>(strides), share, folder);
+    run(wrapper, strides, share, folder);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "mpi_host: %s\n", error.what());
     MPI_Abort(MPI_COMM_WORLD, code = 1);

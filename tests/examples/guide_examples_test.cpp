@@ -83,16 +83,25 @@ TEST(GuideExamples, WrongArgumentsPrintTheUsage) {
   const tessera::testing_support::TemporaryFolder folder;
   std::vector<std::vector<std::string>> commands;
   for (const std::string example : {"ddp", "sdp", "fsdp", "offload"})
-    for (const std::string ranks : {"0", "-1", "x", "99999999999"}) commands.push_back({example, "--ranks", ranks});
+    for (const std::string ranks : {"0", "-1", "x", "99999999999", "4294967297", "2x", " 1", ""})
+      commands.push_back({example, "--ranks", ranks});
   for (const std::string example : {"fsdp", "classifier", "physics", "reinforcement"})
     commands.insert(commands.end(), {{example, "--help"}, {example, "a", "b", "c", "d"}});
   const auto out = (folder / "out").string();
   commands.insert(commands.end(), {{"fsdp", "--ranks"},
                                    {"checkpoint", "--ranks", "2"},
                                    {"checkpoint", out, "x"},
+                                   {"checkpoint", out, "1x"},
+                                   {"checkpoint", "", "1"},
+                                   {"checkpoint", out, "1", "--ranks", "1x"},
+                                   {"checkpoint", out, "99999999999999999999"},
                                    {"checkpoint", out, "10", "--ranks", "0"},
                                    {"classifier", out, "2", "4"},
                                    {"classifier", out, "0"},
+                                   {"classifier", out, "1x"},
+                                   {"classifier", "", "1"},
+                                   {"physics", "1", "1x"},
+                                   {"reinforcement", "1x"},
                                    {"physics", "x"}});
   for (auto command : commands) {
     const std::string usage = "usage: " + command[0] + " ";
