@@ -6,6 +6,7 @@
 #include <thread>
 
 #include <tessera/errors.h>
+#include "checkpoint/format/entries.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/storage/storage.h"
 
@@ -15,10 +16,12 @@ namespace {
 namespace fs = std::filesystem;
 
 // Returns the absolute form of a local path. If the path contains "..", resolves it through the file system, because
-// after a symbolic link ".." means the parent of the link's target.
+// after a symbolic link ".." means the parent of the link's target. First creates missing parents, so that readers find
+// the same path.
 fs::path where_it_leads(const fs::path& path) {
   const fs::path whole = fs::absolute(path);
   if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();
+  make_directories(whole.parent_path());
   std::error_code error;
   const fs::path found = fs::weakly_canonical(whole, error);
   if (error) throw CheckpointError(path.string() + ": looking at: " + error.message());

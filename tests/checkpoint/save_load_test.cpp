@@ -788,6 +788,8 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     save_checkpoint(folder / "runs/../behind", model, {{"step", 7}});
     EXPECT_EQ(load_checkpoint(folder / "runs/../behind", model)["step"], 7);
     EXPECT_EQ(load_checkpoint(folder / "disk/behind", model)["step"], 7);
+    save_checkpoint(folder / "missing/../beside", model, {{"step", 8}});
+    EXPECT_EQ(load_checkpoint(folder / "missing/../beside", model)["step"], 8);
   });
   EXPECT_TRUE(std::filesystem::exists(folder / "mine/thesis.txt"));
   expect_eventually(folder / "a", {"b"});
