@@ -4,11 +4,11 @@
 
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <iostream>
 #include <string>
 
 #include <tessera/tessera.h>
+#include "number_argument.h"
 #include "plan/calibrate/processor_time.h"
 
 namespace {
@@ -33,7 +33,7 @@ struct Stepped {
 }  // namespace
 
 int main(int argc, char** argv) {
-  at::set_num_threads(argc > 1 ? std::atoi(argv[1]) : at::get_num_threads());
+  at::set_num_threads(number_argument(argc, argv, 1, at::get_num_threads()));
   Stepped<tessera::HostAdamW> host;
   Stepped<tessera::AdamW> fused;
   for (std::string line; std::getline(std::cin, line);) {

@@ -12,13 +12,13 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "core/memory/memory_cache.h"
 #include "median.h"
+#include "number_argument.h"
 
 namespace {
 
@@ -135,7 +135,7 @@ double peak_mib(Which which) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
+  const int rounds = number_argument(argc, argv, 1, 40);
   start_caching_memory();
   static Chosen allocator(memory_cache_allocator());
   constexpr uint8_t kAnyPriority = 255;

@@ -8,12 +8,12 @@
 
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <vector>
 
 #include <tessera/exported.h>
 #include <tessera/tessera.h>
 #include "median.h"
+#include "number_argument.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ int main(int argc, char** argv) {
                  "exported_bench: expected the archive of bench/exported_chain.py, and how many nodes it has\n");
     return 2;
   }
-  const int64_t nodes = argc > 2 ? std::atoll(argv[2]) : 500;
+  const int64_t nodes = number_argument<int64_t>(argc, argv, 2, 500);
   at::set_num_threads(1);
   const auto model = tessera::load_exported(argv[1]);
   const at::Tensor shift = model->named_parameters()["shift"], x = torch::ones({4});

@@ -21,6 +21,7 @@
 
 #include <tessera/tessera.h>
 #include "core/layout/flat_layout.h"
+#include "number_argument.h"
 #include "optim/state/optimizer_state.h"
 
 namespace {
@@ -198,7 +199,7 @@ double largest(const Need& need, double ranks, double device, double host, doubl
 }  // namespace
 
 int main(int argc, char** argv) {
-  auto number = [&](int index, double otherwise) { return argc > index ? std::atof(argv[index]) : otherwise; };
+  auto number = [&](int index, double otherwise) { return number_argument(argc, argv, index, otherwise); };
   const double ranks = number(1, 8), device = number(2, 24), host = number(3, 64), disk = number(4, 512);
   constexpr double kUnits = 64;
   const Need flight = check_small();

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <string_view>
 
-// Returns argument `index` of the command line as a positive number, or `otherwise` if there is none. For any other text,
-// prints an error and exits with code 2.
+// Returns argument `index` of the command line as a positive number, or `otherwise` if there is none. For any other
+// text, prints an error and exits with code 2.
 template <class Number>
 Number number_argument(int argc, char** argv, int index, Number otherwise) {
   if (index >= argc) return otherwise;

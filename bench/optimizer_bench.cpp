@@ -17,12 +17,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <string>
 #include <string_view>
 
 #include <tessera/tessera.h>
+#include "number_argument.h"
 #include "optim/state/optimizer_state.h"
 #include "plan/calibrate/processor_time.h"
 
@@ -232,7 +232,7 @@ int main(int argc, char** argv) {
       {"Lbfgs, 3 remembered", with<Lbfgs>(LbfgsOptions(0.1).max_iter(1).history_size(3))},
   };
   const std::string wanted = argc > 1 ? argv[1] : "";
-  const int rounds = argc > 2 ? std::atoi(argv[2]) : 1;
+  const int rounds = number_argument(argc, argv, 2, 1);
   watch_products();
   std::printf(
       "| optimizer | ranks | stage | step, ms | CPU of all ranks, ms | of one rank's | products of matrices, ms | of "

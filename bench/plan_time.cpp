@@ -34,6 +34,7 @@
 #include <tessera/plan/step_time.h>
 #include <tessera/tessera.h>
 #include "core/layout/deferred.h"
+#include "number_argument.h"
 #include "plan/calibrate/calibrate.h"
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/calibrate/processor_time.h"
@@ -204,9 +205,8 @@ Options options_of(int argc, char** argv) {
     const std::string flag = argv[i];
     if (const auto one = switches.find(flag); one != switches.end()) {
       *one->second = true;
-    } else if (const auto number = numbers.find(flag);
-               number != numbers.end() && i + 1 < argc && std::atoi(argv[i + 1]) > 0) {
-      *number->second = std::atoi(argv[++i]);
+    } else if (const auto number = numbers.find(flag); number != numbers.end() && i + 1 < argc) {
+      *number->second = number_argument(argc, argv, ++i, 0);
     } else if (const auto text = texts.find(flag); text != texts.end() && i + 1 < argc) {
       *text->second = argv[++i];
     } else {

@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <functional>
@@ -42,7 +43,14 @@ class Settings {
     if (found == values_.end()) throw std::invalid_argument("gpu_bench: there is no setting " + name + "=");
     return found->second;
   }
-  int64_t number(const std::string& name) const { return std::stoll(text(name)); }
+  int64_t number(const std::string& name) const {
+    const std::string& value = text(name);
+    int64_t number = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+    if (error != std::errc() || end != value.data() + value.size())
+      throw std::invalid_argument("gpu_bench: " + name + "=" + value + "; expected a whole number");
+    return number;
+  }
   bool flag(const std::string& name) const { return values_.contains(name) && number(name) != 0; }
 
  private:

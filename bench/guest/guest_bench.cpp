@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "bench/median.h"
+#include "bench/number_argument.h"
 
 namespace {
 
@@ -128,7 +129,7 @@ int run(int width, int layers, int batch, int rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto argument = [&](int index, int otherwise) { return argc > index ? std::stoi(argv[index]) : otherwise; };
+  const auto argument = [&](int index, int otherwise) { return number_argument(argc, argv, index, otherwise); };
   int level = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int code = 1;
