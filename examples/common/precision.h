@@ -1,9 +1,11 @@
-// The options of train_gpt and finetune that say where ranks compute, and in which precision.
+// What the options of train_gpt and finetune have in common: where ranks compute, in which precision, and their checks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <boost/program_options/options_description.hpp>
+#include <boost/program_options/variables_map.hpp>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -45,6 +47,18 @@ struct ComputeOptions {
 // OptionsError for unknown ones.
 void describe_device(boost::program_options::options_description& description, ComputeOptions& options);
 void describe_precision(boost::program_options::options_description& description, ComputeOptions& options);
+
+// Throws OptionsError for an empty text, except for the text of --prompt.
+void refuse_empty(const boost::program_options::variables_map& values);
+
+struct Range {
+  const char* option;
+  int64_t value, least, most;
+};
+// Throws OptionsError for the first value that is out of its range.
+void check_ranges(std::initializer_list<Range> ranges);
+// Throws OptionsError unless the value is finite and at least 0.
+void check_not_negative(const char* option, double value);
 
 // "cuda:0, bf16, parameters and optimizer fp32"
 std::string describe(const std::string& device, Precision precision);

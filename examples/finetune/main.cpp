@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -58,9 +59,11 @@ tessera::NamedInputs as_inputs(const at::Tensor& ids, at::Device device) {
 class Batches {
  public:
   Batches(const Options& options, at::Device device) : options_(options), device_(device) {
-    if (options.ids.empty() == options.rows.empty()) throw std::invalid_argument("give --ids or --rows, one of both");
     if (!options.ids.empty()) {
       ids_ = read_tensor(options.ids, "ids");
+      if (ids_.numel() <= options.length)
+        throw std::invalid_argument("--length is " + std::to_string(options.length) + ", and " + options.ids + " has " +
+                                    std::to_string(ids_.numel()) + " ids, expected more");
       if (options.are_characters && ids_.max().item<int64_t>() > 127)
         throw std::invalid_argument(options.ids + " has the id " + std::to_string(ids_.max().item<int64_t>()) +
                                     ", and --characters says that all are ASCII");
@@ -194,6 +197,8 @@ void write_logits(const Forward& forward, const at::Tensor& ids, const fs::path&
 
 void train(const Options& options, const Comm& comm) {
   const Batches batches(options, comm->device());
+  const fs::path trained = fs::path(options.out) / "trained";
+  if (comm->rank() == 0) fs::create_directories(trained);  // an error must not come after the training
   const examples::Precision precision = options.compute.precision_on(comm->device());
   if (comm->rank() == 0) std::printf("%s\n", examples::describe(comm->device().str(), precision).c_str());
   // Also in stage 3: an exported graph has fp32 constants, such as masks, beside parameters that FSDP casts.
@@ -226,9 +231,6 @@ void train(const Options& options, const Comm& comm) {
     if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
   }
 
-  const fs::path trained = fs::path(options.out) / "trained";
-  if (comm->rank() == 0) fs::create_directories(trained);
-  comm->barrier();
   tessera::save_full(trained / "model.safetensors", model);
   if (comm->rank() == 0) write_adapters(trained, options.archive);
   module->eval();
@@ -268,13 +270,24 @@ int main(int argc, char** argv) {
     po::store(po::command_line_parser(argc, argv).options(described).positional({}).run(), values);
     if (values.contains("help")) return std::cout << described, 0;
     po::notify(values);
+    examples::refuse_empty(values);
+    constexpr int64_t kMost = std::numeric_limits<int>::max();
+    examples::check_ranges({{"stage", options.stage, 0, 3},
+                            {"ranks", options.ranks, 1, kMost},
+                            {"steps", options.steps, 0, kMost},
+                            {"batch", options.batch, 1, kMost},
+                            {"length", options.length, 1, kMost},
+                            {"sample", options.sample, 0, kMost},
+                            {"log-every", options.log_every, 1, kMost},
+                            {"checkpoint-every", options.checkpoint_every, 0, kMost}});
+    examples::check_not_negative("lr", options.lr);
+    examples::check_not_negative("weight-decay", options.weight_decay);
+    if (options.ids.empty() == options.rows.empty()) throw std::invalid_argument("give --ids or --rows, one of both");
     if (!options.prompt.empty() && !options.are_characters)
       throw std::invalid_argument("--prompt is text, and only with --characters it is known what its ids are");
-    if (options.log_every < 1)
-      throw std::invalid_argument("--log-every is " + std::to_string(options.log_every) + ", expected 1 or more");
   } catch (const std::exception& error) {
     std::cerr << "finetune: " << error.what() << "\n";
-    return 1;
+    return 2;
   }
   return tessera::run_main([&] {
     if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);

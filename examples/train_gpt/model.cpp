@@ -270,7 +270,9 @@ class DistributedModel final : public Trainable {
 class WithEma final : public Trainable {
  public:
   WithEma(std::unique_ptr<Trainable> model, double decay)
-      : model_(std::move(model)), ema_(model_->shards(), {.decay = decay, .warmup = true}) {}
+      : model_(std::move(model)),
+        options_{.decay = decay, .warmup = true},
+        ema_(std::in_place, model_->shards(), options_) {}
 
   at::Tensor forward(const at::Tensor& tokens) override { return model_->forward(tokens); }
   at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override {
@@ -279,21 +281,23 @@ class WithEma final : public Trainable {
   double clip_grad_norm(double max_norm) override { return model_->clip_grad_norm(max_norm); }
   void step() override {
     model_->step();
-    ema_.update();
+    ema_->update();
   }
   void zero_grad() override { model_->zero_grad(); }
-  std::optional<tessera::ScopeExit> averaged() override { return ema_.swap_in(); }
+  std::optional<tessera::ScopeExit> averaged() override { return ema_->swap_in(); }
   torch::optim::Optimizer& optimizer() override { return model_->optimizer(); }
   tessera::ShardedGradScaler* scaler() override { return model_->scaler(); }
-  tessera::ModelShards& shards() override { return ema_.with_model(); }
+  tessera::ModelShards& shards() override { return ema_->with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }
+  void restart_average() override { ema_.emplace(model_->shards(), options_); }
   NamedTensors full_state() override { return model_->full_state(); }
   MemoryUse memory() const override { return model_->memory(); }
   std::string describe() const override { return model_->describe() + ", with the average of weights"; }
 
  private:
   std::unique_ptr<Trainable> model_;
-  tessera::Ema ema_;
+  const tessera::EmaOptions options_;
+  std::optional<tessera::Ema> ema_;  // always has a value
 };
 
 // `Offloaded`: the optimizer with --offload.

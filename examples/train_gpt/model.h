@@ -56,6 +56,7 @@ class Trainable {
   virtual tessera::ShardedGradScaler* scaler() { return nullptr; }
   virtual tessera::ModelShards& shards() = 0;                      // for checkpoints
   virtual tessera::ModelShards& own_shards() { return shards(); }  // without the average of weights
+  virtual void restart_average() {}                                // from the weights, if there is one
   // The model's own parameters by name, whole on every rank; read only.
   using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
   virtual NamedTensors full_state() = 0;

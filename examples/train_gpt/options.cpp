@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <boost/program_options.hpp>
-#include <cmath>
 #include <limits>
 #include <ostream>
 #include <sstream>
@@ -219,7 +218,8 @@ po::options_description describe_checkpoints(TrainOptions& options) {
       "continue from the newest checkpoint, if there is one, or from this one; any number of ranks and any wrapper, "
       "with the same data, seed and ranks * batch * accumulate; more --steps make the run longer")(
       "allow-changes", po::bool_switch(&options.allow_changes),
-      "resume with this command line's lr, warmup, weight-decay, clip and ema where the checkpoint's differ")(
+      "resume with this command line's lr, warmup, weight-decay, clip and ema where the checkpoint's differ; an average "
+      "that the checkpoint lacks begins with its weights")(
       "import-gpt2", po::value(&options.import_gpt2)->value_name("DIR"),
       "start from the weights of a Hugging Face GPT-2 (config.json, model.safetensors) of the same sizes")(
       "export-gpt2", po::value(&options.export_gpt2)->value_name("DIR"),
@@ -306,56 +306,43 @@ bool given(const po::variables_map& values, const char* name) {
   return values.count(name) > 0 && !values[name].defaulted();
 }
 
-void check_at_least(const char* name, int64_t value, int64_t least) {
-  if (value >= least) return;
-  throw OptionsError("--" + std::string(name) + " must be at least " + std::to_string(least) + ", got " +
-                     std::to_string(value));
-}
-
-void check_at_most(const char* name, int64_t value, int64_t most) {
-  if (value <= most) return;
-  throw OptionsError("--" + std::string(name) + " must be at most " + std::to_string(most) + ", got " +
-                     std::to_string(value));
-}
-
-void check_not_negative(const char* name, double value) {
-  if (value >= 0.0 && std::isfinite(value)) return;
-  throw OptionsError("--" + std::string(name) + " must be a number of at least 0, got " + text_of(value));
-}
-
-void check_ranges(const TrainOptions& options) {
-  if (options.ranks) check_at_least("ranks", *options.ranks, 1);
-  check_at_least("prefetch", options.prefetch, 0);
-  check_at_least("threads", options.threads, 0);
-  check_at_most("threads", options.threads, 4096);
-  check_at_most("keep", options.keep, std::numeric_limits<int>::max());
-  check_at_most("copy-every", options.copy_every, std::numeric_limits<int>::max());
-  check_at_most("restarts", options.restarts, std::numeric_limits<int>::max());
-  check_at_least("layers", options.model.layers, 1);
-  check_at_least("width", options.model.width, 1);
-  check_at_least("heads", options.model.heads, 1);
-  check_at_least("context", options.model.context, 1);
-  check_at_least("batch", options.batch, 1);
-  check_at_least("accumulate", options.accumulate, 1);
-  check_at_least("steps", options.steps, 1);
-  check_at_least("seed", options.seed, 0);
-  check_at_least("warmup", options.warmup_steps(), 0);
-  check_at_least("val-every", options.validation_interval(), 0);
-  check_at_least("val-batches", options.val_batches, 1);
-  check_at_least("save-every", options.save_every, 0);
-  check_at_least("keep", options.keep, 1);
-  check_at_least("copy-every", options.copy_every, 1);
-  check_at_least("restarts", options.restarts, 0);
-  check_at_least("sample", options.sample, 0);
-  check_at_least("top-k", options.top_k, 0);
-  check_at_least("lora", options.lora_rank, 0);
-  check_at_least("report-every", options.report_interval(), 0);
+void check_values(const TrainOptions& options) {
+  constexpr int64_t kInt = std::numeric_limits<int>::max(), kAny = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMostSteps = std::numeric_limits<uint32_t>::max();  // of a learning rate schedule
+  const auto& model = options.model;
+  examples::check_ranges({{"ranks", options.ranks.value_or(1), 1, 1'000'000},
+                          {"prefetch", options.prefetch, 0, kInt},
+                          {"threads", options.threads, 0, 4096},
+                          {"layers", model.layers, 1, 100'000},
+                          {"width", model.width, 1, 1'000'000},
+                          {"heads", model.heads, 1, 1'000'000},
+                          {"context", model.context, 1, kInt},
+                          {"batch", options.batch, 1, kInt},
+                          {"accumulate", options.accumulate, 1, kInt},
+                          {"steps", options.steps, 1, kMostSteps},
+                          {"seed", options.seed, 0, kAny},
+                          {"warmup", options.warmup_steps(), 0, kMostSteps},
+                          {"val-every", options.validation_interval(), 0, kAny},
+                          {"val-batches", options.val_batches, 1, kInt},
+                          {"save-every", options.save_every, 0, kAny},
+                          {"keep", options.keep, 1, kInt},
+                          {"copy-every", options.copy_every, 1, kInt},
+                          {"restarts", options.restarts, 0, kInt},
+                          {"sample", options.sample, 0, kInt},
+                          {"top-k", options.top_k, 0, kAny},
+                          {"lora", options.lora_rank, 0, 1'000'000},
+                          {"report-every", options.report_interval(), 0, kAny}});
+  // The product must not overflow.
+  if (static_cast<double>(options.ranks.value_or(1)) * static_cast<double>(options.batch * options.accumulate) > kInt)
+    throw OptionsError("--ranks * --batch * --accumulate must be at most " + std::to_string(kInt) +
+                       " sequences a step");
   if (!(options.ema >= 0.0 && options.ema < 1.0))
     throw OptionsError("--ema must be 0 or more and below 1, got " + text_of(options.ema));
-  check_not_negative("lr", options.lr);
-  check_not_negative("weight-decay", options.weight_decay);
-  check_not_negative("clip", options.clip);
-  check_not_negative("temperature", options.temperature);
+  for (const auto& [name, value] : {std::pair{"lr", options.lr},
+                                    {"weight-decay", options.weight_decay},
+                                    {"clip", options.clip},
+                                    {"temperature", options.temperature}})
+    examples::check_not_negative(name, value);
 }
 
 // Refuses options that contradict each other or have no effect.
@@ -403,9 +390,6 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   if (options.save_every == 0 && given(values, "keep")) throw OptionsError("--keep has no effect without --save-every");
   if (options.allow_changes && options.resume.empty())
     throw OptionsError("--allow-changes has no effect without --resume");
-  if (given(values, "tensorboard") && options.tensorboard.empty())
-    throw OptionsError("--tensorboard is empty: name a folder");
-  if (given(values, "resume") && options.resume.empty()) throw OptionsError("--resume is empty: auto or a directory");
   if (options.temperature == 0.0 && given(values, "top-k")) {
     throw OptionsError("--top-k has no effect with --temperature 0");
   }
@@ -437,6 +421,7 @@ po::variables_map parse(int argc, const char* const* argv, const po::options_des
                   .run(),
               values);
     po::notify(values);
+    examples::refuse_empty(values);
   } catch (const po::error& error) {
     throw OptionsError(error.what());
   }
@@ -481,7 +466,7 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   if (given(values, "warmup")) options.warmup = raw.warmup;
   if (given(values, "report-every")) options.report_every = raw.report_every;
   if (given(values, "val-every")) options.val_every = raw.val_every;
-  check_ranges(options);
+  check_values(options);
   check_together(options, values);
   check_adapters(options);
   return options;

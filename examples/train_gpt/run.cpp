@@ -175,6 +175,17 @@ bool resumes(const TrainOptions& options) {
   return tessera::latest_checkpoint(checkpoints_of(options)).has_value();
 }
 
+// Makes the folder, unless its name is empty, and checks that files can be made in it.
+void make_writable(const char* option, const std::filesystem::path& folder) try {
+  if (folder.empty()) return;
+  std::filesystem::create_directories(folder);
+  if (::access(folder.c_str(), W_OK | X_OK) != 0)
+    throw std::filesystem::filesystem_error("cannot be written", folder,
+                                            std::error_code(errno, std::generic_category()));
+} catch (const std::filesystem::filesystem_error& error) {
+  throw std::runtime_error(std::string(option) + ": " + error.what());
+}
+
 }  // namespace
 
 Job prepare(TrainOptions options) {
@@ -199,6 +210,9 @@ Job prepare(TrainOptions options) {
 
 tessera::FolderLock prepare_output(const TrainOptions& options, bool continues) try {
   tessera::FolderLock lock(options.out);
+  make_writable("--tensorboard", options.tensorboard);
+  make_writable("--export-gpt2", options.export_gpt2);
+  if (options.offload == Offload::kDisk) make_writable("--offload-directory", options.offload_directory);
   // A run that does not resume must not destroy the metrics or delete the checkpoints of an earlier run.
   const auto metrics = options.out / kMetricsFile;
   std::error_code none;  // there is no such file

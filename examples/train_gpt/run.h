@@ -22,8 +22,8 @@ struct Job {
 // Reads the data. Throws OptionsError and std::runtime_error.
 Job prepare(TrainOptions options);
 
-// Makes the folder --out, checks that it can be written, and locks it against other jobs. Keeps the metrics of a run
-// that continues. Throws std::runtime_error.
+// Makes the folders of all outputs, checks that they can be written, and locks --out against other jobs. Keeps the
+// metrics of a run that continues. Throws std::runtime_error.
 [[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options, bool continues);
 
 // Trains on this rank of the group; rank 0 prints. `elastic` is null, or the run of this group, which the launcher has

@@ -246,7 +246,9 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
     const std::string change = name + " is " + value.dump() + ", was " + saved.dump();
     if (name != "steps" && !options_.allow_changes)
       throw OptionsError("--resume: " + path + ": " + change + "; --allow-changes goes on with the new one");
-    resumed.notes.push_back(change + (name == "steps" ? ": the learning rate follows that length from here on" : ""));
+    resumed.notes.push_back(change + (name == "steps" ? ": the learning rate follows that length from here on"
+                                      : name == "ema" && saved == 0.0 ? ": the average begins with the loaded weights"
+                                                                      : ""));
   }
   if (options_.warmup) resumed.warmup = *options_.warmup;
   if (options_.steps < resumed.step)
@@ -259,13 +261,35 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
   return resumed;
 }
 
-Checkpoints::Resumed Checkpoints::resume_elastically() {
+namespace {
+
+// Returns load() of the model and its average of weights. If the checkpoint has no average, loads the model alone, and
+// the average begins with the loaded weights.
+template <class Load>
+auto load_with_average(Trainable& model, bool averages, Load load) {
+  try {
+    return load(model.shards());
+  } catch (const tessera::CheckpointMismatch&) {
+    if (!averages) throw;
+  }
+  auto loaded = load(model.own_shards());
+  model.restart_average();
+  return loaded;
+}
+
+}  // namespace
+
+Checkpoints::Resumed Checkpoints::resume_elastically() try {
   Resumed resumed{.warmup = warmup_};
   const auto decays = weight_decays(model_.optimizer());
   const auto extra = elastic_->restore({model_.shards(), model_.optimizer()});
   if (elastic_->step() > 0) resumed = compare(checkpoints_of(options_).string(), extra);
   continue_from(extra, resumed, decays);
   return resumed;
+} catch (const tessera::CheckpointMismatch& error) {
+  if (options_.ema == 0) throw;
+  throw OptionsError(std::string(error.what()) +
+                     "\nif --ema is new, begin it in a run without --elastic, with --resume and --allow-changes");
 }
 
 // Sets all that is in no tensor.
@@ -286,14 +310,18 @@ Checkpoints::Resumed Checkpoints::resume() {
   const auto decays = weight_decays(model_.optimizer());  // loading overwrites them with the saved ones
   nlohmann::json extra;
   if (options_.resume == "auto") {
-    auto loaded = tessera::load_newest_checkpoint(checkpoints_of(options_), model_.shards(), model_.optimizer());
+    auto loaded = load_with_average(model_, options_.ema > 0, [&](tessera::ModelShards& shards) {
+      return tessera::load_newest_checkpoint(checkpoints_of(options_), shards, model_.optimizer());
+    });
     if (!loaded) return resumed;
     extra = loaded->extra;
     resumed = compare(loaded->path.string(), extra);
     for (const auto& error : loaded->damaged) resumed.notes.push_back("passed over: " + error);
     if (!loaded->damaged.empty()) resumed.notes.push_back("goes on from " + loaded->path.string());
   } else {
-    extra = tessera::load_checkpoint(options_.resume, model_.shards(), model_.optimizer());
+    extra = load_with_average(model_, options_.ema > 0, [&](tessera::ModelShards& shards) {
+      return tessera::load_checkpoint(options_.resume, shards, model_.optimizer());
+    });
     resumed = compare(options_.resume, extra);
   }
   continue_from(extra, resumed, decays);

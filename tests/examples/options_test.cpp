@@ -161,6 +161,17 @@ TEST(Options, MistakesAreNamed) {
       {{"--quantize", "nf4"}, "--quantize nf4 is for the frozen base of adapters: it needs --lora"},
       {{"--lora", "4"}, "name them with --import-gpt2"},
       {{"--steps", "3", "--steps", "4"}, "steps"},
+      {{"--data", ""}, "--data is empty"},
+      {{"--out", ""}, "--out is empty"},
+      {{"--resume", ""}, "--resume is empty"},
+      {{"--import-gpt2", ""}, "--import-gpt2 is empty"},
+      {{"--export-gpt2", ""}, "--export-gpt2 is empty"},
+      {{"--offload", "disk", "--offload-directory", ""}, "--offload-directory is empty"},
+      {{"--layers", "9000000000000000000"}, "--layers must be at most 100000"},
+      {{"--width", "4611686018427387904"}, "--width must be at most 1000000"},
+      {{"--ranks", "100000000"}, "--ranks must be at most 1000000"},
+      {{"--val-batches", "9000000000000000000"}, "--val-batches must be at most"},
+      {{"--batch", "100000", "--accumulate", "100000"}, "--ranks * --batch * --accumulate must be at most"},
   };
   for (const auto& [arguments, expected] : cases) {
     EXPECT_NE(error_of(arguments).find(expected), std::string::npos) << expected << ": " << error_of(arguments);

@@ -398,6 +398,30 @@ TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   for (const auto& group : manifest["optimizer"]["groups"]) EXPECT_EQ(group["options"]["weight_decay"], 0.0);
 }
 
+// As in other training programs: an average that is new begins with the weights of the checkpoint.
+TEST(TrainGpt, ANewAverageBeginsWithTheLoadedWeights) {
+  const TemporaryFolder folder;
+  const std::string common =
+      "--layers 1 --width 12 --heads 2 --context 16 --batch 2 --threads 1 --sample 0 --val-batches 1 --save-every 4 "
+      "--ranks 2 --resume auto --out " +
+      (folder / "a").string();
+  ASSERT_EQ(run(common + " --steps 4 --lr 1e-2").exit_code, 0);
+  const auto refused = run(common + " --steps 8 --lr 1e-2 --ema 0.9");
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.output.find("ema is 0.9, was 0.0; --allow-changes"), std::string::npos) << refused.output;
+  const auto begun = run(common + " --steps 8 --lr 0 --ema 0.9 --allow-changes");
+  EXPECT_EQ(begun.exit_code, 0) << begun.output;
+  EXPECT_NE(begun.output.find("the average begins with the loaded weights"), std::string::npos) << begun.output;
+  const auto metrics = metrics_in(folder / "a");
+  ASSERT_EQ(metrics.size(), 8u);
+  EXPECT_NEAR(metrics[7]["val_loss"].get<double>(), metrics[3]["val_loss"].get<double>(), 1e-5);
+  EXPECT_EQ(run(common + " --steps 12 --lr 0 --ema 0.9").exit_code, 0);  // the checkpoint has it now
+  EXPECT_EQ(run(common + " --steps 16 --lr 0 --allow-changes").exit_code, 0);
+  const auto elastic = run(common + " --steps 20 --lr 0 --ema 0.9 --elastic --allow-changes");
+  EXPECT_NE(elastic.output.find("if --ema is new, begin it in a run without --elastic"), std::string::npos)
+      << elastic.output;
+}
+
 TEST(TrainGpt, ADamagedNewestCheckpointIsPassedOverAndSaid) {
   const TemporaryFolder folder;
   const std::string common =
@@ -658,6 +682,11 @@ TEST(TrainGpt, MistakesEndWithAMessageBeforeTraining) {
   check("--ranks 2 --prompt '#'", 2, "does not occur in the data");
   check("--ranks 2 --out " + short_text + "/x", 1, "--out");
   check("--ranks 100000", 2, "--oversubscribe allows it");
+  const std::string tiny = kTiny + "--sample 0 --out " + (folder / "out").string();
+  for (const std::string option : {"--export-gpt2", "--tensorboard", "--offload disk --offload-directory"}) {
+    check(tiny + " " + option + " " + short_text + "/x", 1, option.substr(option.rfind("--")) + ": ");
+    EXPECT_FALSE(std::filesystem::exists(folder / "out/metrics.jsonl"));
+  }
   check("--help", 0, "--accumulate");
 }
 

@@ -114,10 +114,17 @@ class Finetune(unittest.TestCase):
         resumed, _ = self.train("rest", *half, "--steps", "4", "--resume", self.folder / "part/checkpoint")
         self.assertEqual(resumed, {step: whole[step] for step in (3, 4)})
 
-    def test_refuses_an_unknown_precision(self):
-        done = subprocess.run([PROGRAM, "--archive", "a", "--out", "b", "--dtype", "int8"], capture_output=True, text=True)
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("--dtype must be fp32, bf16 or fp16, got 'int8'", done.stderr)
+    def test_mistakes_name_the_option(self):
+        for option, value, message in (("--dtype", "int8", "--dtype must be fp32, bf16 or fp16, got 'int8'"),
+                                       ("--ranks", "0", "--ranks must be at least 1, got 0"),
+                                       ("--stage", "4", "--stage must be at most 3, got 4"),
+                                       ("--lr", "nan", "--lr must be a number of at least 0, got nan"),
+                                       ("--resume", "", "--resume is empty"),
+                                       ("--rows", "r", "give --ids or --rows, one of both")):
+            done = subprocess.run([PROGRAM, "--archive", "a", "--out", "b", "--ids", "i", option, value],
+                                  capture_output=True, text=True)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(message, done.stderr)
 
     def test_adapters_train_beside_a_base_that_stays(self):
         import transformers
