@@ -272,14 +272,23 @@ class Convert(Base):
         self.assertIn("extra/global_step is 1180591620717411303424, which has more than 64 bits",
                       self.convert(self.path / "large.ckpt", self.path / "large", code=1))
 
-    def test_a_transposed_view_is_no_tied_weight(self):
+    def test_views_with_other_values_are_no_tied_weights(self):
         weight = torch.arange(9.0).view(3, 3)
-        torch.save({"a": weight, "b": weight.t(), "c": weight}, self.path / "model.pt")
-        self.convert(self.path / "model.pt", self.path / "ours")
-        told = json.loads(self.run_words(COMMAND, "inspect", self.path / "ours", "--json"))
-        self.assertEqual(sorted(told["tensors"]), ["a", "b"])
-        self.run_words(COMMAND, "consolidate", self.path / "ours", self.path / "ours.safetensors")
-        self.assertTrue(torch.equal(load_file(self.path / "ours.safetensors")["b"], weight.t()))
+        complex_weight = torch.complex(weight, weight + 1)
+        # A conjugated and a negated view have the memory and strides of the tensor, with other values.
+        state = {"a": weight, "b": weight.t(), "c": weight, "d": complex_weight, "e": complex_weight.conj(),
+                 "f": weight.clone(), "g": torch.Tensor._neg_view(weight)}
+        torch.save(state, self.path / "model.pt")
+        dcp.save({"model": state}, checkpoint_id=self.path / "python", no_dist=True)
+        for source, names in (("model.pt", "abdefg"), ("python", "abcdefg")):
+            self.convert(self.path / source, self.path / "ours")
+            told = json.loads(self.run_words(COMMAND, "inspect", self.path / "ours", "--json"))
+            self.assertEqual("".join(sorted(told["tensors"])), names)
+            self.run_words(COMMAND, "consolidate", self.path / "ours", self.path / "ours.safetensors")
+            loaded = load_file(self.path / "ours.safetensors")
+            for name in names:
+                self.assertTrue(torch.equal(loaded[name], state[name]), name)
+            shutil.rmtree(self.path / "ours")
 
     def test_what_is_converted_later_is_newer_and_numbers_are_as_ours_print_them(self):
         torch.save(make_model().state_dict(), self.path / "model.pt")

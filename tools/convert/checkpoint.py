@@ -69,8 +69,8 @@ def xxh3(data):
 
 
 def bytes_of(tensor):
-    """A tensor's memory, without a copy."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    """A tensor's values in memory, without a copy unless they are conjugated, negated or strided."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 

@@ -79,7 +79,7 @@ def from_state_dicts(model, optimizer, extra, options):
     by_storage, tensors = {}, []
     for name, tensor in model.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
-                 tensor.dtype)
+                 tensor.dtype, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and place in by_storage:  # tied
             by_storage[place].aliases.append(name)
             continue
