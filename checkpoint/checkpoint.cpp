@@ -105,11 +105,13 @@ SavePlan internal::plan_save(const StateObjects& state, const json& extra, const
 namespace {
 
 void save(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
-  SaveJob::begin(dir, state.model.comm(), options)->run([&] { return plan_save(state, extra, options); });
+  SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/false)->run([&] {
+    return plan_save(state, extra, options);
+  });
 }
 
 PendingSave save_async(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
-  auto job = SaveJob::begin(dir, state.model.comm(), options);
+  auto job = SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/true);
   job->start([&] { return plan_save(state, extra, options); });
   return PendingSave(std::move(job));
 }

@@ -28,7 +28,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   // Waits for the group's previous save, and throws its error if it failed. Then creates the temporary directory.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
-                                        const SaveOptions& options);
+                                        const SaveOptions& options, bool is_async);
   // Blocks until the group's save in flight, if any, has ended, so that its checkpoint can be found. Not collective.
   // Does not throw the save's error: the save's PendingSave or the group's next save throws it.
   static void await_save_before(const std::shared_ptr<Communicator>& comm);

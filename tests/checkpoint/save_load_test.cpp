@@ -453,6 +453,11 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     expect_contains(
         error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.rng = comm->rank() == 0}); }),
         "the ranks disagree about where to save");
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      comm->rank() == 0 ? save_checkpoint(folder / "a", model)
+                                        : save_checkpoint_async(folder / "a", model).wait();
+                    }),
+                    "the ranks disagree about where to save a checkpoint: rank 0 has 'asynchronous 0'");
     expect_contains(
         error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.block_bytes = 3}); }),
         "block_bytes");
