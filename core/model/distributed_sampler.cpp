@@ -213,10 +213,11 @@ std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_numel) 
 void DistributedSampler::reset(std::optional<size_t> new_items_numel) {
   Position& at = *position_;
   if (new_items_numel && static_cast<int64_t>(*new_items_numel) != at.order.items_numel()) {
-    const int64_t of_now = epoch();
-    at.order = EpochOrder(static_cast<int64_t>(*new_items_numel), at.options.seed, at.options.shuffle);
-    at.set_drop_last(at.options.drop_last);
-    at.begin_at(of_now * at.order.items_numel());
+    Position changed = at;  // at first a copy: an error must not change the sampler
+    changed.order = EpochOrder(static_cast<int64_t>(*new_items_numel), at.options.seed, at.options.shuffle);
+    changed.set_drop_last(at.options.drop_last);
+    changed.begin_at(epoch() * changed.order.items_numel());
+    at = std::move(changed);
   }
   at.loop_end = at.begin_loop(at.received);
   at.requested = at.received;
@@ -273,7 +274,8 @@ void DistributedSampler::check_state_values(const StateValues& values) const {
     if (values.at(name) != own.at(name))
       throw std::invalid_argument(std::string("the state of a sampler is of other data: '") + name + "' differs");
   if (const auto taken = std::get<int64_t>(values.at("taken")); taken < 0 || taken > kMostTaken)
-    throw std::invalid_argument("the state of a sampler has taken " + std::to_string(taken) + " items");
+    throw std::invalid_argument("the state of a sampler has taken " + std::to_string(taken) + " items, expected 0 to " +
+                                std::to_string(kMostTaken));
 }
 
 void DistributedSampler::load_state_values(const StateValues& values) {

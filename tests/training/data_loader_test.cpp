@@ -237,6 +237,13 @@ TEST(DataLoader, MisuseIsNamed) {
   expect_contains(
       error_of<std::invalid_argument>([] { DistributedSampler(12, 0, 2, {.batch_numel = 8, .accumulation = kMost}); }),
       "accumulation is 9223372036854775807, expected at most 68719476736");
+  StateValues saved = sampler.state_values();
+  saved["taken"] = kMost;
+  expect_contains(error_of<std::invalid_argument>([&] { sampler.check_state_values(saved); }),
+                  "has taken 9223372036854775807 items, expected 0 to 4611686018427387904");
+  DistributedSampler full_steps(12, 0, 1, {.batch_numel = 4, .drop_last = true});
+  expect_contains(error_of<std::invalid_argument>([&] { full_steps.reset(3); }), "drop_last leaves no item of 3");
+  EXPECT_EQ(full_steps.batches_left(), 3);
   DistributedSampler partition(12, 0, 1, {.partition = true});
   EXPECT_THROW(static_cast<void>(partition.next()), std::logic_error);
   auto unordered = torch::data::make_data_loader(Indices(12), sampler,
