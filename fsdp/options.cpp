@@ -47,6 +47,11 @@ const FsdpOptions& checked(const FsdpOptions& options) {
   check_dtype("buffer_dtype", options.mixed_precision.buffer_dtype);
   check_dtype("output_dtype", options.mixed_precision.output_dtype);
   check_least("offload.host_limit_bytes", options.offload.host_limit_bytes, 0);
+  if (!options.offload.directory.empty())
+    check_least("offload.disk_buffer_bytes", options.offload.disk_buffer_bytes, 4096);
+  if (options.offload.directory.empty() && options.offload.disk_units)
+    throw std::invalid_argument(
+        "FsdpOptions::offload.disk_units is set, but offload.directory is empty: expected a folder for these units");
   if (!options.offload.directory.empty() && !options.offload.params)
     throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
                                 "', but offload.params is false: shards that stay on the device cannot lie on a disk");

@@ -65,7 +65,7 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   if (with_alignment(entry.bytes) > options_.buffer_bytes)
     throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
                              " bytes in memory when it is used, and the buffers of the disk tier hold " +
-                             std::to_string(options_.buffer_bytes) + " (DiskPagerOptions::buffer_bytes)");
+                             std::to_string(options_.buffer_bytes) + " (FsdpOptions::offload.disk_buffer_bytes)");
   reclaim();
   entry.offset = space_.claim(entry.bytes);
   if (vacant_.empty()) {

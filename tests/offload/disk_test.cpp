@@ -397,6 +397,12 @@ TEST(DiskTier, MistakesAreNamed) {
     expect_contains(error_of<std::invalid_argument>([&] { wrap({.directory = "/tmp"}); }), "offload.params is false");
     expect_contains(error_of<std::runtime_error>([&] { wrap({.params = true, .directory = "/no/such/folder"}); }),
                     "/no/such/folder");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { wrap({.params = true, .directory = "/tmp", .disk_buffer_bytes = 10}); }),
+        "FsdpOptions::offload.disk_buffer_bytes is 10, expected 4096 or more");
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { wrap({.params = true, .disk_units = [](const std::string&) { return true; }}); }),
+                    "FsdpOptions::offload.disk_units is set, but offload.directory is empty");
   });
 }
 
