@@ -3,17 +3,17 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <new>
 #include <stdexcept>
 #include <thread>
 
 #include <tessera/host_results.h>
 #include "core/comm/agreement.h"
+#include "core/comm/group_process.h"
 
 namespace tessera::internal {
 namespace {
@@ -36,25 +36,23 @@ Outcome Outcome::from_text(const std::string& text) {
 }
 
 Outcome attempt(const std::function<std::string()>& part) {
-  auto named = [](std::string error) { return error.empty() ? std::string("an error without a message") : error; };
+  const auto failure = [](Outcome::Kind kind) -> Outcome {
+    return {.kind = kind, .error = text_of(std::current_exception())};
+  };
   try {
     return {.result = part()};
   } catch (const CommError&) {
     throw;
-  } catch (const std::invalid_argument& error) {
-    return {.kind = Outcome::kMisuse, .error = named(error.what())};
-  } catch (const CheckpointMismatch& error) {
-    return {.kind = Outcome::kMismatch, .error = named(error.what())};
-  } catch (const StorageUnavailable& error) {
-    return {.kind = Outcome::kUnavailable, .error = named(error.what())};
-  } catch (const CheckpointError& error) {
-    return {.error = named(error.what())};
-  } catch (const c10::Error& error) {
-    return {.kind = Outcome::kOther, .error = named(error.what_without_backtrace())};
-  } catch (const std::bad_alloc&) {
-    return {.kind = Outcome::kOther, .error = "out of memory"};
-  } catch (const std::exception& error) {
-    return {.kind = Outcome::kOther, .error = named(error.what())};
+  } catch (const std::invalid_argument&) {
+    return failure(Outcome::kMisuse);
+  } catch (const CheckpointMismatch&) {
+    return failure(Outcome::kMismatch);
+  } catch (const StorageUnavailable&) {
+    return failure(Outcome::kUnavailable);
+  } catch (const CheckpointError&) {
+    return failure(Outcome::kFailure);
+  } catch (...) {
+    return failure(Outcome::kOther);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <new>
 #include <span>
 
 #include <tessera/errors.h>
@@ -64,8 +65,11 @@ std::string text_of(const std::exception_ptr& exception) {
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
     return text.substr(0, text.find("\nException raised"));
+  } catch (const std::bad_alloc&) {
+    return "out of memory";
   } catch (const std::exception& error) {
-    return error.what();
+    const std::string text = error.what();
+    return text.empty() ? "an error without a message" : text;
   } catch (...) {
     return "an exception of unknown type";
   }

@@ -478,6 +478,9 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     expect_contains(error_of<std::invalid_argument>(
                         [&] { load_checkpoint(folder / "a", model, adam, {.strict = comm->rank() == 0}); }),
                     "strict");
+    const auto rename = [&](const std::string& name) { return comm->rank() == 1 ? throw 1 : name; };
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", model, {.rename = rename}); }),
+                    "rank 1: an exception of unknown type");
   });
 }
 

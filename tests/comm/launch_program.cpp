@@ -22,7 +22,7 @@
 //   absent   ends without error before it joins the others
 //   torn     ends during a large message, which it cannot read to the end
 //   one-line throws in run_main(), while the others are in collectives
-//   one-line-all   all throw in run_main(); one-line-exit: all return 3
+//   one-line-all   all throw in run_main(); one-line-exit: all return 3; one-line-empty: all throw without a message
 //   until-stopped  all loop until stop_requested(), save for a second, and return 128 + signal
 // The other ranks continue with collectives until these fail ("hang": they hang as well).
 
@@ -199,6 +199,7 @@ int run_to_a_failure(const std::string& mode, int rank) {
     sum_of_ranks(*comm);
     const bool chosen = comm->rank() == rank;
     if (mode == "one-line-exit") return 3;
+    if (mode == "one-line-empty") throw std::runtime_error("");
     if (mode == "one-line-all" || chosen) throw std::runtime_error("rank has thrown this");
     for (;;) sum_of_ranks(*comm);
   });

@@ -278,6 +278,9 @@ TEST(RunMain, OneErrorPerFailure) {
   ChildProcess all({kProgram, "--spawn", "3", "one-line-all"});
   EXPECT_EQ(all.wait(), 1) << all.output();
   EXPECT_EQ(all.printed(error), 1) << all.output();
+  ChildProcess empty({kProgram, "one-line-empty"});
+  EXPECT_EQ(empty.wait(), 1);
+  EXPECT_EQ(empty.printed("launch_program: an error without a message\n"), 1) << empty.output();
   ChildProcess well({kProgram, "--spawn", "2", "one-line-exit"});
   EXPECT_EQ(well.wait(), 3) << well.output();
 }
