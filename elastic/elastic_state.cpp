@@ -61,7 +61,8 @@ std::string describe(const ElasticChange& change, const Decision& decision) {
     text = c10::str(change.lost.empty() ? "no rank" : ranks_text(change.lost), " of ", change.world_before,
                     change.lost.size() > 1 ? " were lost (" : " was lost (", change.reason, ")");
   if (!change.joined.empty()) text += c10::str(text.empty() ? "" : ", ", ranks_text(change.joined), " joined");
-  return c10::str(text, "; ", decision.members.size(), " ranks go on ",
+  return c10::str(text, "; ", decision.members.size(),
+                  decision.members.size() == 1 ? " rank goes on " : " ranks go on ",
                   decision.step.world > 0 ? c10::str("from step ", decision.step.step, " in memory")
                                           : std::string("without a step that is complete in memory"));
 }
@@ -543,7 +544,8 @@ json ElasticRunState::restore(const TrainingState& state) {
     return *extra;
   }
   // If a step was complete before, training must not silently start again from step 0.
-  const at::Tensor are_lost = at::scalar_tensor(change_ && all_.has_had_copies() ? 1 : 0, at::kInt);
+  const at::Tensor are_lost =
+      at::scalar_tensor(change_ && all_.has_had_copies() ? 1 : 0, at::device(at::kCPU).dtype(at::kInt));
   if (reduce_to_host(*comm_, are_lost, ReduceOp::kMax, "whether copies are lost").item<int>() == 1) {
     all_.note_complete_copy();  // after this error, a process that has joined must not start from step 0
     throw CheckpointError(
@@ -589,8 +591,8 @@ void ElasticRunState::report_resumed() {
   if (std::exchange(has_resumed_, true) || !change_) return;
   change_->seconds = std::chrono::duration<double>(Clock::now() - lost_at_).count();
   if (comm_->rank() == 0)
-    warn(c10::str("training goes on with ", comm_->size(), " ranks: step ", step_, " ended ", change_->seconds,
-                  " s after the ", change_->lost.empty() ? "change" : "loss"));
+    warn(c10::str("training goes on with ", comm_->size(), comm_->size() == 1 ? " rank: step " : " ranks: step ", step_,
+                  " ended ", change_->seconds, " s after the ", change_->lost.empty() ? "change" : "loss"));
 }
 
 void ElasticRunState::commit(const json& extra) {
