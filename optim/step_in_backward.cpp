@@ -83,6 +83,8 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             [this] {
                                               if (speculation_) return abandon();
+                                              for (std::future<void>& step : steps_) step.wait();
+                                              refusal_.reset();
                                               arrived_.clear();
                                               deferred_.clear();
                                             }));
@@ -105,8 +107,11 @@ void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   // With max_norm, finish() steps each parameter once, even if a second backward before finish() adds to its gradient.
   for (const at::Tensor& parameter : parameters)
     if (arrived_.insert(parameter.unsafeGetTensorImpl()).second && options_.max_norm) deferred_.push_back(parameter);
-  if (!options_.max_norm)
-    steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
+  if (options_.max_norm) return;
+  if (!refusal_)
+    refusal_.emplace(
+        source_.refuse_use("a step of a backward goes on in its thread: call StepInBackward::finish() first"));
+  steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
 }
 
 // If this function throws, the backward fails, and the second callback of the subscription calls abandon().
@@ -165,7 +170,7 @@ void StepInBackward::forget_speculation() {
 
 // Rolls back the steps of a backward. If this fails, uses of the parameters still throw, and the next finish() retries.
 void StepInBackward::abandon() noexcept {
-  if (!refusal_) return;
+  if (!refusal_ || !speculation_) return;
   must_be_taken_back_ = true;
   try {
     try {
@@ -215,6 +220,7 @@ std::optional<double> StepInBackward::finish() {
   if (speculation_) return finish_speculation();
   const std::vector<at::Tensor> others = take_others();
   if (!options_.max_norm) {
+    const auto refusal = std::exchange(refusal_, std::nullopt);  // released at the end, also by an exception
     if (!others.empty()) steps_.push_back(worker_->add([this, others] { optimizer_.step_parameters(others); }));
     wait_for_steps();
     return std::nullopt;

@@ -664,6 +664,20 @@ TEST(Speculation, ValuesThatMayBeTakenBackAreRefused) {
   });
 }
 
+TEST(StepInBackward, AForwardBeforeFinishIsRefused) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    Layers layers(comm);
+    HostAdamW optimizer(layers.fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    std::function<void()> nothing = [] {};
+    StepInBackward step(layers.fsdp, optimizer);
+    layers.loss(nothing).backward();
+    expect_contains(error_of<std::logic_error>([&] { layers.loss(nothing); }), "StepInBackward::finish()");
+    step.finish();
+    layers.loss(nothing).backward();
+    step.finish();
+  });
+}
+
 // Fails after a step, or at the rollback.
 struct Unreliable : PartialStep {
   explicit Unreliable(HostAdamW& inner) : optimizer(inner) {}

@@ -47,13 +47,14 @@ struct StepInBackwardOptions {
 // Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
 // that have only an older gradient, for example after zero_grad(false). Between backward and finish(), parameters,
 // gradients and the optimizer must not be used. Must not be used with ShardedGradScaler, which may skip a step. Cannot
-// be used with FsdpOptions::check_finite, whose check would run after the steps. If several checkpointed blocks use one
-// unit, its gradients arrive in several parts, and backward throws std::logic_error.
+// be used with FsdpOptions::check_finite, whose check would run after the steps. Without max_norm, or with
+// `speculative`, the wrapper's forward(), summon_full_params() and full_state_dict() throw std::logic_error before
+// finish(). If several checkpointed blocks use one unit, its gradients arrive in several parts, and backward throws
+// std::logic_error.
 //
 // Note [Speculation]. `speculative` implements SuperOffload's speculation-then-validation (Lian et al., 2025), with
 // copies instead of inverse arithmetic. If backward or finish() fails, parameters and optimizer are restored to their
-// values before that backward. If a disk prevents this, the next finish() tries again. Until finish(), the wrapper's
-// forward(), summon_full_params() and full_state_dict() throw std::logic_error: values may be rolled back.
+// values before that backward. If a disk prevents this, the next finish() tries again.
 class StepInBackward {
  public:
   // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
@@ -89,7 +90,7 @@ class StepInBackward {
   const std::unique_ptr<PartialStep::RevocableSteps> speculation_;  // null: not speculative
   std::vector<at::Tensor> deferred_;                                // with max_norm: parameters of this step
   std::unordered_set<const c10::TensorImpl*> arrived_;              // parameters whose gradients arrived since finish()
-  std::optional<ScopeExit> refusal_;                                // set while speculative steps are unconfirmed
+  std::optional<ScopeExit> refusal_;                                // set while steps are in flight or unconfirmed
   bool must_be_taken_back_ = false;                                 // true if abandon() could not roll back
   int64_t times_taken_back_ = 0;
 
