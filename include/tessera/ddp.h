@@ -79,7 +79,7 @@ class DistributedDataParallel : public internal::DdpModule {
   // Collective. If the model or the options differ between ranks, throws std::invalid_argument on every rank, with the
   // name of the first difference.
   DistributedDataParallel(Holder module, std::shared_ptr<Communicator> comm, DdpOptions options = {})
-      : internal::DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
+      : internal::DdpModule(internal::module_in_holder(module), std::move(comm), options), module_(std::move(module)) {}
 
   // Returns module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error if a parameter was
   // added or converted after wrapping, or was changed in forward. Throws std::runtime_error if no rank has used a

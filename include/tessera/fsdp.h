@@ -35,7 +35,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
   // between ranks, throws std::invalid_argument on every rank, with the name of the first difference. Also throws
   // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
-      : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
+      : FullyShardedModule(internal::module_in_holder(module), std::move(comm), options), module_(std::move(module)) {}
 
   // Returns module->forward(args...). Converts arguments and results as FsdpOptions::mixed_precision specifies. Copies
   // in-place changes of a converted argument back to the caller's argument. Throws std::invalid_argument if

@@ -102,7 +102,8 @@ class ShardedDataParallel : public internal::SdpModule {
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
   ShardedDataParallel(Holder module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
-      : internal::SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
+      : internal::SdpModule(internal::module_in_holder(module), std::move(optimizers), std::move(comm), options),
+        module_(std::move(module)) {}
 
   // Returns the result of module->forward(args...). Collective if buffers are broadcast. If a parameter that is in no
   // optimizer has become trainable, throws like the constructor.

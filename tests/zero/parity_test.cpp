@@ -191,5 +191,16 @@ TEST(Wrappers, HandOutAModuleThatCanBeSwitchedToEvaluation) {
   });
 }
 
+TEST(Wrappers, RefuseAnEmptyModule) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    const auto expect_refusal = [&](const auto& empty) {
+      for (int stage = 0; stage <= 3; ++stage)
+        EXPECT_THROW(zero(empty, torch::optim::SGDOptions(0.1), comm, {.stage = stage}), std::invalid_argument);
+    };
+    expect_refusal(std::shared_ptr<torch::nn::SequentialImpl>());
+    expect_refusal(torch::nn::Sequential(nullptr));
+  });
+}
+
 }  // namespace
 }  // namespace tessera::parity_test

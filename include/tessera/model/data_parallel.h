@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,14 @@ struct MemoryReport {
 
 namespace internal {
 class BackwardPass;
+
+// Returns the module of a holder or pointer. Throws std::invalid_argument if it is empty.
+template <class Holder>
+torch::nn::Module& module_in_holder(Holder& holder) {
+  if (!holder) throw std::invalid_argument("a wrapper was given an empty module holder, expected one with a module");
+  return *holder;
 }
+}  // namespace internal
 
 // Returns the defined buffers of a module, under each of their names.
 torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Module& module);
