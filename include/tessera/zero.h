@@ -144,7 +144,7 @@ class Zero : public ModelShards {
         optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
       case 2: {  // creates the optimizer first: the wrapper reads the owners from it
-        auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
+        auto groups = zero.groups_of(ZeroOptions::parameters_of(internal::module_in_holder(module_)));
         auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
         wrapper_.make(module_, *sharded, comm, zero.sdp);
         optimizer_ = std::move(sharded);
@@ -232,8 +232,9 @@ class Zero : public ModelShards {
 //   model.zero_grad();
 //
 // The type of `options` selects the optimizer, unless the caller names one: zero<MyAdam>(...). If the optimizer is
-// elementwise, all stages produce bit-equal parameters at the same world size. Collective. Throws std::invalid_argument
-// unless `stage` is 0 to 3, and the errors of the stage's wrappers.
+// elementwise and of torch::optim, all stages produce bit-equal fp32 and fp64 parameters at the same world size. Others
+// and 16-bit parameters are equal to a rounding. Collective. Throws std::invalid_argument unless `stage` is 0 to 3, and
+// the errors of the stage's wrappers.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {
