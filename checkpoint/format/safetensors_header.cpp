@@ -20,11 +20,13 @@ constexpr int64_t kDataAlignmentBytes = 64;
 constexpr int kHeaderDepth = 8;
 
 constexpr std::pair<const char*, at::ScalarType> kNames[] = {
-    {"F64", at::kDouble},      {"F32", at::kFloat},  {"F16", at::kHalf},   {"BF16", at::kBFloat16},
-    {"I64", at::kLong},        {"I32", at::kInt},    {"I16", at::kShort},  {"F8_E8M0", at::kFloat8_e8m0fnu},
-    {"I8", at::kChar},         {"U8", at::kByte},    {"BOOL", at::kBool},  {"F8_E4M3", at::kFloat8_e4m3fn},
-    {"U16", at::kUInt16},      {"U32", at::kUInt32}, {"U64", at::kUInt64}, {"F8_E5M2", at::kFloat8_e5m2},
-    {"C64", at::kComplexFloat}};
+    {"F64", at::kDouble},       {"I64", at::kLong},   {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F32", at::kFloat},        {"I32", at::kInt},    {"F8_E5M2", at::kFloat8_e5m2},
+    {"F16", at::kHalf},         {"I16", at::kShort},  {"F8_E8M0", at::kFloat8_e8m0fnu},
+    {"BF16", at::kBFloat16},    {"I8", at::kChar},    {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz},
+    {"C64", at::kComplexFloat}, {"U64", at::kUInt64}, {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
+    {"BOOL", at::kBool},        {"U32", at::kUInt32}, {"U16", at::kUInt16},
+    {"U8", at::kByte}};
 
 SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t header_bytes,
                              const std::string& where) {

@@ -274,7 +274,8 @@ TEST(FullFile, NamesAreMappedWeightsTransposedAndDtypesConverted) {
 TEST(FullFile, EightBitFloatsAreReadAsTheirValues) {
   const TemporaryFolder folder;
   const at::Tensor values = torch::tensor({0.25, 1.0, 2.0, 64.0});
-  for (const auto dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e8m0fnu}) {
+  for (const auto dtype :
+       {at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e8m0fnu, at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz}) {
     write_full(folder / "m.safetensors", {{"weight", dtype, {4}, {}}},
                [&](const FullTensor& tensor) { return values.to(tensor.dtype); });
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
