@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/optim/optimizer.h>
+#include <torch/version.h>
 
 #include <functional>
 #include <limits>
@@ -67,9 +68,9 @@ std::vector<torch::optim::OptimizerParamGroup> decay_groups(
   }
   Options without = options;
   without.weight_decay(0.0);
-  // libtorch 2.15 would replace 0 by the optimizer's decay if 0 is the default of the class, as for SGD and Adam. The
-  // smallest number stays, and changes no parameter.
-  if constexpr (std::is_constructible_v<Options, double>)
+  // A newer libtorch, such as 2.15, would replace 0 by the optimizer's decay if 0 is the default of the class, as for
+  // SGD and Adam. The smallest number stays, and changes no parameter.
+  if constexpr (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR > 211 && std::is_constructible_v<Options, double>)
     if (Options(1.0).weight_decay() == 0) without.weight_decay(std::numeric_limits<double>::denorm_min());
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::move(decayed), std::make_unique<Options>(options));
