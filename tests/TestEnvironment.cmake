@@ -16,8 +16,9 @@ endif()
 if(TESSERA_SANITIZE MATCHES "thread")
   # One OpenMP thread: libgomp is not instrumented, so its barriers would look like races. Tests fork ranks, and these
   # start threads, while the clock's thread runs.
+  set(_of_races "history_size=7:second_deadlock_stack=1:die_after_fork=0")
   list(APPEND TESSERA_TEST_ENVIRONMENT
-    "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:history_size=7:second_deadlock_stack=1:die_after_fork=0"
+    "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:${_of_races}:allocator_may_return_null=1"
     OMP_NUM_THREADS=1)
 endif()
 if(TESSERA_SANITIZE)

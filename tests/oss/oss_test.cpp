@@ -558,7 +558,6 @@ TEST(OssMistakes, AreNamed) {
   });
 }
 
-// Converts a small parameter, which shares a bucket, and a large one with its own.
 // The bucket of the frozen parameter would be larger than the address space.
 TEST(OssMistakes, AGroupWithoutMemoryChangesNothing) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
@@ -582,6 +581,7 @@ TEST(OssMistakes, AGroupWithoutMemoryChangesNothing) {
   });
 }
 
+// Converts a small parameter, which shares a bucket, and a large one with its own.
 TEST(OssMistakes, ConversionsAreNoticedBeforeAnythingIsChanged) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (size_t converted : {size_t{0}, size_t{1}}) {
