@@ -1,4 +1,4 @@
-// What the options of train_gpt and finetune have in common: where ranks compute, in which precision, and their checks.
+// Options of train_gpt and finetune for the device and precision, and the checks of both programs' options.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -754,7 +754,7 @@ TEST(ElasticStart, ProcessesOfOtherHostsReachTheMembersByTheFolder) {
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // these need much address space
-// If no thread can start for a connection, the server closes it, and the process goes on.
+// If no thread can start for a connection, the server closes the connection. The process must not end.
 TEST(ElasticServer, OutlivesAConnectionWithoutAThread) {
   const pid_t child = ::fork();
   if (child == 0) {

@@ -274,6 +274,18 @@ TEST(Oss, GroupsKeepTheirOptionsAndLearningRatesMayChange) {
   });
 }
 
+// Takes two steps with both optimizers, whose parameters must then be equal.
+void expect_equal_steps(OSS<Adam>& sharded, std::vector<at::Tensor>& own, Adam& whole,
+                        std::vector<at::Tensor>& reference) {
+  for (int step = 0; step < 2; ++step) {
+    set_gradients(own, step);
+    set_gradients(reference, step);
+    sharded.step();
+    whole.step();
+  }
+  expect_equal(own, reference);
+}
+
 TEST(Oss, GroupsAddedThroughTheBaseClassAreTaken) {
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     auto own = make_parameters(1, {{4}, {5}}), reference = make_parameters(1, {{4}, {5}});
@@ -281,13 +293,7 @@ TEST(Oss, GroupsAddedThroughTheBaseClassAreTaken) {
     Adam whole({reference[0]}, AdamOptions(1e-2));
     static_cast<torch::optim::Optimizer&>(sharded).add_param_group(std::vector<at::Tensor>{own[1]});
     whole.add_param_group(std::vector<at::Tensor>{reference[1]});
-    for (int step = 0; step < 2; ++step) {
-      set_gradients(own, step);
-      set_gradients(reference, step);
-      sharded.step();
-      whole.step();
-    }
-    expect_equal(own, reference);
+    expect_equal_steps(sharded, own, whole, reference);
   });
 }
 
@@ -571,13 +577,7 @@ TEST(OssMistakes, AGroupWithoutMemoryChangesNothing) {
     EXPECT_FALSE(sharded.has(own[2]));
     EXPECT_EQ(sharded.local().param_groups().size(), 1U);
     sharded.add_param_group(std::vector<at::Tensor>{own[2]});
-    for (int step = 0; step < 2; ++step) {
-      set_gradients(own, step);
-      set_gradients(reference, step);
-      sharded.step();
-      whole.step();
-    }
-    expect_equal(own, reference);
+    expect_equal_steps(sharded, own, whole, reference);
   });
 }
 
