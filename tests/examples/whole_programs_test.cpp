@@ -24,7 +24,7 @@ std::vector<std::string> command(const std::string& example, const std::vector<s
 
 std::string output_of(const std::string& example, const std::vector<std::string>& arguments) {
   ChildProcess child(command(example, arguments));
-  EXPECT_EQ(child.wait(std::chrono::seconds(100)), 0) << child.output();
+  EXPECT_EQ(child.wait(), 0) << child.output();
   return child.output();
 }
 
@@ -52,7 +52,7 @@ TEST(WholePrograms, CtrlCSavesTheClassifierWithinAnEpoch) {
     ChildProcess child(command("classifier", {saves, "1000"}));
     ASSERT_TRUE(child.await("epoch 1: accuracy ", 1)) << child.output();
     ::kill(child.pid(), SIGINT);
-    EXPECT_EQ(child.wait(std::chrono::seconds(60)), 130) << child.output();
+    EXPECT_EQ(child.wait(), 130) << child.output();
   }
   ASSERT_TRUE(std::filesystem::exists(saves + "/last"));
   const auto output = output_of("classifier", {saves, "1"});

@@ -22,6 +22,8 @@ namespace tessera::testing {
 class ChildProcess {
  public:
   using Environment = std::map<std::string, std::string>;
+  // A program that takes longer counts as hung. A busy machine needs 60 s for programs of 10 s.
+  static constexpr std::chrono::seconds kHangs{180};
 
   explicit ChildProcess(const std::vector<std::string>& command, const Environment& environment = {}) {
     char path[] = "/tmp/tessera-test-XXXXXX";
@@ -70,7 +72,7 @@ class ChildProcess {
   }
 
   // Blocks until `text` has been printed `times` times; returns false on timeout.
-  bool await(const std::string& text, int times, std::chrono::seconds limit = std::chrono::seconds(60)) const {
+  bool await(const std::string& text, int times, std::chrono::seconds limit = kHangs) const {
     const auto end = std::chrono::steady_clock::now() + limit;
     while (printed(text) < times) {
       if (std::chrono::steady_clock::now() > end) return false;
@@ -80,7 +82,7 @@ class ChildProcess {
   }
 
   // Returns the exit code, 128 + signal if a signal ended it, or -1 on timeout.
-  int wait(std::chrono::seconds limit = std::chrono::seconds(60)) {
+  int wait(std::chrono::seconds limit = kHangs) {
     const auto end = std::chrono::steady_clock::now() + limit;
     int status = 0;
     while (::waitpid(pid_, &status, WNOHANG) != pid_) {
