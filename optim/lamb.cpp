@@ -69,6 +69,7 @@ Lamb::Lamb(const ModelShards& model, std::vector<OptimizerParamGroup> groups, Ad
 
 void Lamb::check() {
   parts_.require_known(param_groups(), "Lamb");
+  list_once(param_groups(), "Lamb");
   check_options(defaults());
   for (const auto& group : param_groups()) check_options(group.options());
   checked_groups_ = param_groups().size();

@@ -132,6 +132,18 @@ void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, siz
   }
 }
 
+void list_once(std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) {
+  std::unordered_map<const c10::TensorImpl*, size_t> group_of;
+  for (size_t group = 0; group < groups.size(); ++group)
+    std::erase_if(groups[group].params(), [&](const at::Tensor& parameter) {
+      const auto [known, is_new] = group_of.try_emplace(parameter.unsafeGetTensorImpl(), group);
+      if (known->second != group)
+        throw std::invalid_argument(c10::str(optimizer, ": a parameter of shape ", parameter.sizes(), " is in group ",
+                                             known->second, " and in group ", group, ", expected one group"));
+      return !is_new;
+    });
+}
+
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
   if (tensor.strides() == strides) return tensor;
   return at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false)).copy_(tensor);

@@ -1,4 +1,6 @@
 // Every optimizer in each floating-point dtype, against its formula in fp64.
+#include <set>
+
 #include "tests/support/reference.h"
 
 namespace tessera::dtypes_test {
@@ -176,6 +178,40 @@ TEST(Dtypes, AdafactorStepsDoubleParameters) {
   const at::Tensor expected = torch::tensor({{1.2121, 1.7}, {3.2846, 3.7317}}, at::kDouble);
   EXPECT_TRUE(torch::allclose(weight.detach(), expected, 0, 5e-5)) << weight;
   EXPECT_TRUE(torch::equal(weight.grad(), gradient)) << weight.grad();
+}
+
+// ---- parameters that are listed twice ----------------------------------------------------------------------------
+
+TEST(ListedTwice, AParameterIsSteppedOnce) {
+  const std::set<std::string> as_torchs{"Adam", "AdamW", "HostAdam", "HostAdamW", "SGD"};  // fused_adam_test.cpp
+  for (const Case& tried : cases()) {
+    if (as_torchs.contains(tried.name)) continue;
+    std::vector<at::Tensor> own, expected;
+    for (auto* list : {&own, &expected})
+      for (const auto& sizes : {std::vector<int64_t>{4, 3}, {5}})
+        list->push_back(seeded(3, [&] { return torch::randn(sizes, at::kDouble); }).set_requires_grad(true));
+    const auto once = tried.make(expected);
+    const auto twice = tried.make({own[0], own[1], own[0], own[1]});
+    for (int step = 1; step <= 3; ++step)
+      for (size_t i = 0; i < expected.size(); ++i) {
+        own[i].mutable_grad() = expected[i].mutable_grad() = gradient(own[i], step);
+        if (i + 1 < expected.size()) continue;
+        for (const auto& optimizer : {&once, &twice}) (*optimizer)->step([] { return torch::ones({}); });
+      }
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(own[i], expected[i])) << tried.name;
+  }
+}
+
+TEST(ListedTwice, AParameterOfTwoGroupsIsRefused) {
+  const at::Tensor weight = torch::ones({3}).set_requires_grad(true), other = torch::ones({2}).set_requires_grad(true);
+  using Group = torch::optim::OptimizerParamGroup;
+  const std::vector<Group> groups{Group({other}), Group({other, weight}), Group({weight})};
+  const std::string problem = ": a parameter of shape [2] is in group 0 and in group 1, expected one group";
+  expect_contains(error_of<std::invalid_argument>([&] { Lion lion(groups); }), "Lion" + problem);
+  expect_contains(error_of<std::invalid_argument>([&] { Lamb lamb(groups); }), "Lamb" + problem);
+  Lamb lamb({weight});
+  expect_contains(error_of<std::invalid_argument>([&] { lamb.add_param_group(Group({weight})); }), "in group 1");
+  EXPECT_EQ(lamb.param_groups().size(), 1);
 }
 
 // ---- complex numbers ----------------------------------------------------------------------------

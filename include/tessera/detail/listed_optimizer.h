@@ -182,7 +182,8 @@ class ListedOptimizer : public torch::optim::Optimizer {
 
   // Accepts whole parameters, like torch's optimizers. An elementwise optimizer also accepts shards. Throws
   // std::invalid_argument for invalid options, for options of another optimizer, and for shards if the optimizer is not
-  // elementwise.
+  // elementwise. A parameter that a group lists twice (tied weights) is stepped once. Throws std::invalid_argument if a
+  // parameter is in two groups.
   explicit ListedOptimizer(Groups groups, Options defaults = Options())
       : Optimizer(groups, std::make_unique<Options>(defaults)) {
     restore_options(param_groups_, 0, groups);
@@ -261,6 +262,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
   // Runs the collective check first. If a local check then throws on one rank, no other rank waits for that rank.
   void check() {
     if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
+    list_once(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();
     for (const auto& group : param_groups()) {
       const auto* options = dynamic_cast<const Options*>(&group.options());

@@ -69,6 +69,11 @@ at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
                      const std::vector<torch::optim::OptimizerParamGroup>& added);
 
+// Removes repeated entries of a parameter from its group, so that a step steps the parameter once: a module's
+// parameters() lists a tied weight under each of its names. Throws std::invalid_argument, naming `optimizer`, if a
+// parameter is in two groups.
+void list_once(std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer);
+
 // Calls libtorch's add_param_group(), then check(). If check() throws, removes the group and rethrows.
 template <class Check>
 void add_checked_group(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,

@@ -18,8 +18,9 @@ namespace tessera {
 // floating-point type; states have the parameter's dtype. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
-  // Accepts whole parameters, equal on all ranks. Throws std::invalid_argument for shards and for amsgrad. Refuses
-  // options out of range like torch::optim::AdamW.
+  // Accepts whole parameters, equal on all ranks. A parameter that a group lists twice (tied weights) is stepped once.
+  // Throws std::invalid_argument for shards, for amsgrad, and for a parameter in two groups. Refuses options out of
+  // range like torch::optim::AdamW.
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
