@@ -72,6 +72,21 @@ TEST(DecayGroups, FollowTheShapesOfWholeParametersUnderEveryWrapper) {
     });
 }
 
+TEST(DecayGroups, HaveATiedWeightOnceUnderItsFirstName) {
+  const at::Tensor tied = torch::ones({6, 4}), other = torch::ones({4, 4});
+  const torch::OrderedDict<std::string, at::Tensor> named({{"embedding", tied}, {"linear", other}, {"head", tied}});
+  expect_groups(decay_groups(named, AdamWOptions(0.5).weight_decay(0.1), {"embedding"}),
+                torch::OrderedDict<std::string, at::Tensor>({{"embedding", tied}, {"linear", other}}), {"linear"});
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto named_here = torch::OrderedDict<std::string, at::Tensor>(
+        {{"embedding", on_rank_device(torch::ones({6, 4}))}, {"linear", on_rank_device(torch::ones({4, 4}))}});
+    auto with_head = named_here;
+    with_head.insert("head", named_here["embedding"]);
+    const auto options = AdamWOptions(0.5).weight_decay(0.1);
+    EXPECT_NO_THROW(OSS<torch::optim::AdamW>(decay_groups(with_head, options, {"embedding"}), options, comm));
+  });
+}
+
 // libtorch 2.15 gives a group whose decay is the default of its class, 0, the decay of the optimizer.
 TEST(DecayGroups, DecayNothingElseWhateverTheOptimizersDefaultsAre) {
   const auto check = [](const auto& options, const auto make) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -49,7 +50,8 @@ std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShard
 
 // Returns the usual two groups: first the parameters with weight decay and `options`, then all others with
 // weight_decay(0). Parameters of fewer than two dimensions in the module (biases, norms) have no decay. Nor has a
-// parameter whose name contains one of the texts in `no_decay` ("embedding"). A group may be empty.
+// parameter whose name contains one of the texts in `no_decay` ("embedding"). A tied weight, which a module lists under
+// each of its names, counts once, under the first. A group may be empty.
 //
 //   torch::optim::AdamW optimizer(tessera::decay_groups(fsdp.named_parameters(), AdamWOptions(1e-3).weight_decay(0.1)),
 //                                 AdamWOptions(1e-3));
@@ -61,7 +63,9 @@ std::vector<torch::optim::OptimizerParamGroup> decay_groups(
     const torch::OrderedDict<std::string, at::Tensor>& named_parameters, const Options& options,
     const std::vector<std::string>& no_decay = {}) {
   std::vector<at::Tensor> decayed, others;
+  std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& parameter : named_parameters) {
+    if (!seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;
     bool decays = whole_sizes(parameter.value()).size() >= 2;
     for (const std::string& text : no_decay) decays = decays && parameter.key().find(text) == std::string::npos;
     (decays ? decayed : others).push_back(parameter.value());
