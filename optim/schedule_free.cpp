@@ -20,6 +20,8 @@ void ScheduleFreeOptions::check() const {
   ListedBetas::check();
   require_option(eps() >= 0, kName, "eps", eps(), "0 or more");
   require_option(warmup_steps() >= 0, kName, "warmup_steps", static_cast<double>(warmup_steps()), "0 or more");
+  require_option(std::isfinite(r()), kName, "r", r(), "a finite number");
+  require_option(std::isfinite(weight_lr_power()), kName, "weight_lr_power", weight_lr_power(), "a finite number");
 }
 
 at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {

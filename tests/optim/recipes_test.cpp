@@ -887,6 +887,13 @@ TEST(Recipes, MistakesAreNamed) {
   expect_contains(
       error_of<std::invalid_argument>([&] { ScheduleFreeAdamW other({weight}, ScheduleFreeOptions(1).beta1(0)); }),
       "ScheduleFreeAdamW: beta1 is 0, expected above 0 and below 1");
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  expect_contains(
+      error_of<std::invalid_argument>([&] { ScheduleFreeAdamW other({weight}, ScheduleFreeOptions(1).r(nan)); }),
+      "ScheduleFreeAdamW: r is nan, expected a finite number");
+  expect_contains(error_of<std::invalid_argument>(
+                      [&] { ScheduleFreeAdamW other({weight}, ScheduleFreeOptions(1).weight_lr_power(nan)); }),
+                  "ScheduleFreeAdamW: weight_lr_power is nan");
   Lion lion({weight});
   weight.mutable_grad() = torch::ones({3}).to_sparse();
   expect_contains(error_of<std::invalid_argument>([&] { lion.step(); }), "a gradient of layout");
