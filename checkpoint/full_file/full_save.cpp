@@ -39,6 +39,63 @@ struct FullLayout {
   std::map<std::string, Position> positions;
 };
 
+// A tensor's name in the file, and whether the file stores the tensor transposed. Name "": the file omits the tensor.
+struct FileTensor {
+  std::string name;
+  bool is_transposed = false;
+};
+using FileTensors = std::map<std::string, FileTensor>;  // by the model's name
+
+// Returns the tensors as the file stores them, without omitted ones. Sets `in_file`.
+std::vector<FullTensor> translate(std::vector<FullTensor> tensors, const SaveFullOptions& options,
+                                  FileTensors& in_file) {
+  std::vector<FullTensor> stored;
+  std::map<std::string, std::string> sources;
+  for (FullTensor& tensor : tensors) {
+    const std::string own = tensor.name;
+    const bool is_transposed = options.transposed && options.transposed(own);
+    if (is_transposed && tensor.shape.size() != 2)
+      throw std::invalid_argument("SaveFullOptions::transposed: '" + own + "' has " +
+                                  std::to_string(tensor.shape.size()) + " dimensions, expected 2");
+    if (is_transposed) std::swap(tensor.shape[0], tensor.shape[1]);
+    std::vector<std::string> names{own};
+    names.insert(names.end(), tensor.aliases.begin(), tensor.aliases.end());
+    if (options.rename) std::ranges::transform(names, names.begin(), options.rename);
+    std::erase(names, "");
+    for (const std::string& name : names)
+      if (const auto [source, is_new] = sources.try_emplace(name, own); !is_new)
+        throw std::invalid_argument("SaveFullOptions::rename: '" + source->second + "' and '" + own + "' are both '" +
+                                    name + "' in the file");
+    in_file[own] = {names.empty() ? "" : names[0], is_transposed};
+    if (names.empty()) continue;
+    tensor.name = names[0];
+    tensor.aliases.assign(names.begin() + 1, names.end());
+    stored.push_back(std::move(tensor));
+  }
+  return stored;
+}
+
+// Changes the pieces of the model's tensors to pieces of the file's.
+std::vector<Piece> translate(std::vector<Piece> pieces, const FileTensors& in_file) {
+  std::erase_if(pieces, [&](const Piece& piece) { return in_file.at(piece.name).name.empty(); });
+  for (Piece& piece : pieces) {
+    const FileTensor& stored = in_file.at(piece.name);
+    piece.name = stored.name;
+    if (!stored.is_transposed) continue;
+    for (auto* list : {&piece.shape, &piece.box.offsets, &piece.box.sizes}) std::swap(list->at(0), list->at(1));
+    piece.data = [data = piece.data] { return data().t().contiguous(); };
+  }
+  return pieces;
+}
+
+// Describes each tensor in a line, for a comparison of ranks.
+std::vector<std::string> lines_of(const FileTensors& in_file) {
+  std::vector<std::string> lines;
+  for (const auto& [own, stored] : in_file)
+    lines.push_back("'" + own + "' as '" + stored.name + "'" + (stored.is_transposed ? ", transposed" : ""));
+  return lines;
+}
+
 // Splits the tensors, in order, into groups of at most max_bytes (0: no limit). A larger tensor forms its own group.
 std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
   std::vector<std::vector<const FullTensor*>> groups(1);
@@ -245,29 +302,35 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   comm.require_values("saving the file '" + file.string() + "'");
   require_agreement(comm, "where to save the model",
                     {"file " + file.string(), "max_file_bytes " + std::to_string(options.max_file_bytes)});
-  const auto find_tag = [&] {
+  std::vector<LocalTensor> tensors;
+  std::vector<FullTensor> stored;
+  FileTensors in_file;
+  const auto plan = [&] {  // returns the tag of the files on rank 0
     check_file_name(file);
+    tensors = local_tensors(model, in_dense_order(model.shards_to_save()), {});
+    for (const auto& local : tensors)
+      stored.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});
+    stored = translate(std::move(stored), options, in_file);
     return comm.rank() == 0 ? free_tag(file) : "";
   };
-  const std::string tag = gather_results(comm, attempt(find_tag), "saving '" + file.string() + "'")[0];
+  const std::string tag = gather_results(comm, attempt(plan), "saving '" + file.string() + "'")[0];
+  require_agreement(comm, "the names of tensors in '" + file.string() + "'", lines_of(in_file));
   FullLayout layout;
   std::optional<Drafts> drafts;  // set only on rank 0
-  std::vector<LocalTensor> tensors;
   // Runs in three stages: create drafts, write parts, publish files. All ranks end a stage before the next one begins.
   Heartbeat heartbeat;
   auto stage = [&](const std::function<void()>& part) {
     on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);
   };
   on_all_ranks(comm, "saving " + file.string(), [&] {
-    tensors = local_tensors(model, in_dense_order(model.shards_to_save()), {});
-    std::vector<FullTensor> all;
-    for (const auto& local : tensors)
-      all.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});
-    layout = plan_full_files(file, all, options, tag);
+    layout = plan_full_files(file, stored, options, tag);
     await_current_stream(comm.device());
     if (comm.rank() == 0) drafts.emplace(layout, file).create();
   });
-  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank()), [&](int64_t) { heartbeat.beat(); }); });
+  stage([&] {
+    write_pieces_to_drafts(layout, translate(pieces_of(tensors, comm.rank()), in_file),
+                           [&](int64_t) { heartbeat.beat(); });
+  });
   stage([&] {
     if (drafts) drafts->publish();
   });
@@ -277,7 +340,8 @@ void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options,
                 const std::function<void(int64_t)>& progress) {
   check_file_name(file);
-  const FullLayout layout = plan_full_files(file, tensors, options, free_tag(file));
+  FileTensors in_file;
+  const FullLayout layout = plan_full_files(file, translate(tensors, options, in_file), options, free_tag(file));
   Drafts drafts(layout, file);
   drafts.create();
   std::vector<Piece> pieces;
@@ -287,7 +351,7 @@ void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
                       .shape = tensor.shape,
                       .box = whole_box(tensor.shape),
                       .data = [&] { return data(tensor); }});
-  write_pieces_to_drafts(layout, pieces, progress);
+  write_pieces_to_drafts(layout, translate(std::move(pieces), in_file), progress);
   drafts.publish();
 }
 

@@ -271,6 +271,58 @@ TEST(FullFile, NamesAreMappedWeightsTransposedAndDtypesConverted) {
 }
 
 // Weights in 8 bits, and their scales in powers of two (DeepSeek's F8_E8M0).
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    for (const char* name : {"tokens", "head"}) register_parameter(name, shared);
+    register_parameter("bias", torch::arange(7, at::kFloat));
+    register_buffer("mask", torch::ones({2}));
+  }
+  at::Tensor shared = torch::arange(35, at::kFloat).view({7, 5});
+};
+TORCH_MODULE(Tied);
+
+TEST(FullFile, IsSavedUnderOtherNamesAndTransposed) {
+  const TemporaryFolder folder;
+  const auto file = folder / "m.safetensors";
+  const auto rename = [](const std::string& own) { return own == "mask" || own == "tokens" ? "" : "net." + own; };
+  for (const int64_t max_file_bytes : {0, 1})
+    on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(on_rank_device(Tied()), comm);
+      const auto refused = [&](const SaveFullOptions& options, const std::string& expected) {
+        expect_contains(error_of<std::invalid_argument>([&] { save_full(file, fsdp, options); }), expected);
+      };
+      refused({.rename = [](const std::string&) { return "same"; }}, "are both 'same' in the file");
+      refused({.transposed = [](const std::string& own) { return own == "bias"; }}, "'bias' has 1 dimensions");
+      refused({.rename = [&](const std::string& own) { return own + (comm->rank() == 2 ? "2" : ""); }},
+              "rank 0 has ''bias' as 'bias'', rank 2 has ''bias' as 'bias2''");
+      save_full(file, fsdp,
+                {.max_file_bytes = max_file_bytes, .rename = rename, .transposed = [](const std::string& own) {
+                   return own == "tokens";
+                 }});
+      FullyShardedDataParallel other(on_rank_device(Tied()), comm);
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : other.parameters()) parameter.zero_();
+      load_full(folder.path(), other,
+                {.strict = false,
+                 .rename = [](const std::string& saved) { return saved.substr(4); },
+                 .transposed = [](const std::string& saved) { return saved == "net.head"; }});
+      auto state = other.full_state_dict();
+      EXPECT_TRUE(torch::equal(state["tokens"].cpu(), torch::arange(35, at::kFloat).view({7, 5})));
+      EXPECT_TRUE(torch::equal(state["bias"].cpu(), torch::arange(7, at::kFloat)));
+    });
+  const SavedTensors found = find_full_tensors(folder.path());
+  ASSERT_EQ(found.tensors.size(), 2U);
+  EXPECT_EQ(found.tensors.at("net.head").shape, (std::vector<int64_t>{5, 7}));
+  EXPECT_TRUE(found.tensors.contains("net.bias"));
+  const auto one = SaveFullOptions{.rename = rename, .transposed = [](const std::string&) { return true; }};
+  write_full(
+      folder / "one.safetensors", {{"w", at::kFloat, {2, 3}, {}}},
+      [](const FullTensor& tensor) { return torch::arange(6, at::kFloat).view(tensor.shape); }, one);
+  const SavedTensors alone = find_full_tensors(folder / "one.safetensors");
+  EXPECT_TRUE(
+      torch::equal(SliceReader(alone).read("net.w", whole_box({3, 2})), torch::arange(6, at::kFloat).view({2, 3}).t()));
+}
+
 TEST(FullFile, EightBitFloatsAreReadAsTheirValues) {
   const TemporaryFolder folder;
   const at::Tensor values = torch::tensor({0.25, 1.0, 2.0, 64.0});

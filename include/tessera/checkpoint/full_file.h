@@ -17,16 +17,25 @@ namespace tessera {
 // Functions that save and load whole models as safetensors files, under the module's own names. Python's safetensors
 // and Hugging Face's programs read and write such files. The files have parameters and buffers only.
 
-// Options of save_full() and write_full(): the split of a model into files. Must be equal on all ranks.
+// Options of save_full() and write_full(). Must be equal on all ranks.
 struct SaveFullOptions {
   // A model of more bytes is split into several files with an index: "<stem>-00001-of-00003.safetensors", ...,
   // "<stem>.safetensors.index.json". A single tensor is never split. 0: one file of any size.
   int64_t max_file_bytes = 0;
+
+  // Maps the model's name of a parameter or buffer to its name in the file; "" omits the name. If all names of a tied
+  // weight are omitted, so is the weight. Two tensors must not get one name. Not set: names are equal.
+  std::function<std::string(const std::string& name)> rename{};
+
+  // Returns whether the file stores the tensor of this name in the model transposed (Hugging Face's Conv1D). Such a
+  // tensor must have two dimensions. Not set: no tensor is transposed.
+  std::function<bool(const std::string& name)> transposed{};
 };
 
 // Writes `file` ("model.safetensors"). Collective. Each rank writes its shards in place, without a gather. When all
 // ranks are done, one rename makes the file appear or replaces the old file. If the model is split, the files get new
-// names, and renaming their index commits them. The old files are then removed. Throws like save_checkpoint().
+// names, and renaming their index commits them. The old files are then removed. Throws like save_checkpoint(). Throws
+// std::invalid_argument if `rename` or `transposed` does not fit the model, or differs between ranks.
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads a file of save_full(), an index, or a directory of safetensors files. The directory may be the output of
@@ -43,8 +52,9 @@ struct FullTensor {
   std::vector<std::string> aliases;
 };
 
-// Writes full files from one process. data(t) must return the values of `t`, row-major in host memory. Holds one tensor
-// at a time. The files appear under their names when all of them are complete. Throws CheckpointError.
+// Writes full files from one process. data(t) must return the values of `t`, an entry of `tensors`, row-major in host
+// memory. Holds one tensor at a time. The files appear under their names when all of them are complete. Throws
+// CheckpointError. Throws std::invalid_argument if `rename` or `transposed` does not fit `tensors`.
 void write_full(const std::filesystem::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options = {},
                 const std::function<void(int64_t bytes)>& progress = {});
