@@ -162,25 +162,19 @@ tessera::ExportedOptions load_options(const Options& options, const Comm& comm) 
   return load;
 }
 
-// Extracts the adapters from the whole model in `folder`, under the names that PeftModel.from_pretrained() reads.
-void write_adapters(const fs::path& folder, const fs::path& archive) {
-  const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(folder / "model.safetensors");
-  std::vector<tessera::FullTensor> adapters;
-  std::map<std::string, std::string> own_names;
-  for (const auto& [own, tensor] : saved.tensors) {
-    if (own.find(".lora_") == std::string::npos) continue;
-    std::string name = own;
+// Saves the adapters, if there are any, under the names that PeftModel.from_pretrained() reads. Collective.
+void save_adapters(const fs::path& folder, const fs::path& archive, tessera::ModelShards& model) {
+  const auto is_of_adapter = [](const std::string& own) { return own.find(".lora_") != std::string::npos; };
+  const auto shards = model.named_shards();
+  if (std::none_of(shards.begin(), shards.end(), [&](const auto& shard) { return is_of_adapter(shard.fqn); })) return;
+  const auto rename = [&](std::string name) {
     erase_part(name, ".default");
-    adapters.push_back({name, tensor.dtype, tensor.shape, {}});
-    own_names[name] = own;
-  }
-  if (adapters.empty()) return;
-  tessera::internal::SliceReader reader(saved);
-  tessera::write_full(folder / "adapter_model.safetensors", adapters, [&](const tessera::FullTensor& tensor) {
-    return reader.read(own_names.at(tensor.name), tessera::internal::whole_box(tensor.shape));
-  });
+    return is_of_adapter(name) ? name : "";
+  };
+  tessera::save_full(folder / "adapter_model.safetensors", model, {.rename = rename});
   const fs::path config = archive.parent_path() / "adapter_config.json";  // written by tools/export_model.py
-  if (fs::exists(config)) fs::copy_file(config, folder / config.filename(), fs::copy_options::overwrite_existing);
+  if (model.comm()->rank() == 0 && fs::exists(config))
+    fs::copy_file(config, folder / config.filename(), fs::copy_options::overwrite_existing);
 }
 
 // Writes the trained model's logits for a line of the text, to compare with Python.
@@ -232,7 +226,7 @@ void train(const Options& options, const Comm& comm) {
   }
 
   tessera::save_full(trained / "model.safetensors", model);
-  if (comm->rank() == 0) write_adapters(trained, options.archive);
+  save_adapters(trained, options.archive, model);
   module->eval();
   print_sample(forward, batches, options, comm);
   write_logits(forward, batches.line(), fs::path(options.out) / "logits.safetensors", comm);

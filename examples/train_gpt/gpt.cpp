@@ -16,8 +16,6 @@
 #include <string>
 #include <utility>
 
-#include "checkpoint/format/slice_reader.h"
-#include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/save/outcome.h"
 #include "core/runtime/lfs_pointer.h"
 
@@ -164,31 +162,6 @@ std::map<std::string, Translation> gpt2_names(const GptOptions& options) {
   return names;
 }
 
-// Writes the tensors of `from` to `to` under new names. Leaves out a tensor whose new name is empty.
-void translate(const tessera::internal::SavedTensors& from, const fs::path& to,
-               const std::function<Translation(const std::string&)>& rename) {
-  tessera::internal::SliceReader reader(from);
-  std::vector<tessera::FullTensor> tensors;
-  std::map<std::string, std::pair<std::string, bool>> sources;
-  for (const auto& [name, tensor] : from.tensors) {
-    const Translation translation = rename(name);
-    if (translation.name.empty()) continue;
-    auto shape = tensor.shape;
-    if (translation.transposed) {
-      if (shape.size() != 2)
-        throw CheckpointError("'" + name + "' has " + std::to_string(shape.size()) + " dimensions, expected 2");
-      std::swap(shape[0], shape[1]);
-    }
-    tensors.push_back({translation.name, tensor.dtype, shape, {}});
-    sources[translation.name] = {name, translation.transposed};
-  }
-  tessera::write_full(to, tensors, [&](const tessera::FullTensor& tensor) {
-    const auto& [name, transposed] = sources.at(tensor.name);
-    const at::Tensor values = reader.read(name, tessera::internal::whole_box(from.tensors.at(name).shape));
-    return transposed ? values.t().contiguous() : values;
-  });
-}
-
 nlohmann::json gpt2_config(const GptOptions& options) {
   return {{"model_type", "gpt2"},
           {"architectures", {"GPT2LMHeadModel"}},
@@ -219,33 +192,14 @@ void on_rank_0(tessera::Communicator& comm, const std::string& what, const std::
                                     what);
 }
 
-// The name of a temporary file in `directory`. The destructor deletes the file.
-class Draft {
- public:
-  Draft(const fs::path& directory, tessera::Communicator& comm)
-      : comm_(comm), path_(directory / "tessera-draft.safetensors") {}
-  ~Draft() {
-    std::error_code ignored;
-    if (comm_.rank() == 0) fs::remove(path_, ignored);
-  }
-  const fs::path& path() const { return path_; }
-
- private:
-  tessera::Communicator& comm_;
-  fs::path path_;
-};
-
 }  // namespace
 
 void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const GptOptions& options) {
-  const at::NoGradGuard no_grad;
-  auto& comm = *model.comm();
-  const Draft draft(directory, comm);
-  tessera::save_full(draft.path(), model);
-  on_rank_0(comm, "exporting to " + directory.string(), [&] {
-    const auto names = gpt2_names(options);
-    translate(tessera::internal::find_full_tensors(draft.path()), directory / kWeights,
-              [&](const std::string& name) { return names.at(name); });
+  const auto names = gpt2_names(options);
+  tessera::save_full(directory / kWeights, model,
+                     {.rename = [&](const std::string& own) { return names.at(own).name; },
+                      .transposed = [&](const std::string& own) { return names.at(own).transposed; }});
+  on_rank_0(*model.comm(), "exporting to " + directory.string(), [&] {
     std::ofstream config(directory / "config.json");
     config << gpt2_config(options).dump(2) << std::endl;
     if (!config) throw CheckpointError((directory / "config.json").string() + " cannot be written");
