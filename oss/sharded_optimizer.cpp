@@ -248,6 +248,8 @@ bool ShardedOptimizer::is_added(const at::Tensor& parameter) const {
                      });
 }
 
+const std::vector<int64_t>& ShardedOptimizer::owned_bytes() const { return partition_->owned_bytes; }
+
 int ShardedOptimizer::owner(const at::Tensor& parameter) const {
   const auto known = ownership_.find(parameter.unsafeGetTensorImpl());
   if (known != ownership_.end()) return known->second.owner;

@@ -83,8 +83,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;  // whether a scope of swap_in_averages() is open
 
-  // Returns the owners of all parameters, in the order of the groups. Frozen parameters are balanced separately.
-  const internal::Partition& partition() const { return *partition_; }
+  // Returns the bytes of trained parameters that each rank owns, by rank.
+  const std::vector<int64_t>& owned_bytes() const;
   // Whether the tensor is a parameter of this optimizer, owned by any rank.
   bool has(const at::Tensor& parameter) const;
   // Returns the rank that owns the parameter. Throws std::invalid_argument if the parameter is not in the optimizer. If

@@ -48,7 +48,7 @@ PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, 
           training.clip_grad_norm_(1.0);
           training.step();
           if (const auto* sharded = dynamic_cast<const ShardedOptimizer*>(&training.optimizer()))
-            result.owned_bytes = sharded->partition().owned_bytes;
+            result.owned_bytes = sharded->owned_bytes();
         },
         where);
   };
