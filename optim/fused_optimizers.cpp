@@ -305,7 +305,7 @@ void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* cho
   SgdBatches batches;
   const auto listed_twice = parameters_listed_twice(optimizer);
   for (const auto& [group, parameter] : stepped) {
-    if (std::ranges::find(listed_twice, parameter.unsafeGetTensorImpl()) != listed_twice.end())
+    if (std::ranges::binary_search(listed_twice, parameter.unsafeGetTensorImpl()))
       run_batches(optimizer, std::exchange(batches, {}));
     add_to(batches, optimizer, *group, parameter);
   }

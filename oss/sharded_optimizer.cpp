@@ -222,10 +222,9 @@ void ShardedOptimizer::assign_owners(size_t first_group) {
 
 OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& group) const {
   std::vector<at::Tensor> owned;
-  for (const at::Tensor& parameter : group.params()) {
-    const bool known = std::ranges::any_of(owned, [&](const at::Tensor& other) { return other.is_same(parameter); });
-    if (!known && owns(parameter)) owned.push_back(parameter);
-  }
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : group.params())
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second && owns(parameter)) owned.push_back(parameter);
   return {std::move(owned), group.options().clone()};
 }
 

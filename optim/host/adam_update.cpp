@@ -141,7 +141,7 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
   });
   const auto listed_twice = parameters_listed_twice(optimizer);
   for (AdamUpdate& update : updates) {
-    if (std::ranges::find(listed_twice, update.parameter.unsafeGetTensorImpl()) != listed_twice.end()) run();
+    if (std::ranges::binary_search(listed_twice, update.parameter.unsafeGetTensorImpl())) run();
     if (update.rule.is_decoupled)
       begin<torch::optim::AdamWParamState>(optimizer, update, placement);
     else
