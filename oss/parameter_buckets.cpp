@@ -28,19 +28,21 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
     if (bucket.flat.defined()) adopt(bucket);
 }
 
-// Groups parameters into buckets. Frozen parameters get separate buckets, because they are not published.
+// Groups parameters into buckets. Parameters that are not stepped get separate buckets, because they are not published.
 void ParameterBuckets::plan(int64_t bucket_bytes) {
   std::vector<BucketItem> items;
   std::vector<size_t> order;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];
-    items.push_back({parameter.numel(), parameter.scalar_type(), parameter.requires_grad() ? 1 : 0,
+    items.push_back({parameter.numel(), parameter.scalar_type(), is_stepped(parameter) ? 1 : 0,
                      parameter.is_non_overlapping_and_dense()});
     if (parameter.numel() > 0) order.push_back(i);
   }
   for (auto& members : plan_buckets(items, order, {.bucket_bytes = bucket_bytes}))
     buckets_.push_back(make_bucket(std::move(members)));
-  note_trained();
+  for (Bucket& bucket : buckets_)
+    bucket.has_trained =
+        std::ranges::any_of(bucket.members, [&](size_t index) { return is_stepped(parameters_[index]); });
 }
 
 ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> members) const {

@@ -22,6 +22,9 @@ inline int64_t least_step_bytes = int64_t{8} << 20;
 // Factor for least_step_bytes on a device, where computation is faster than on a CPU but a call has no less overhead.
 inline constexpr int64_t kDeviceStepFactor = 32;
 
+// Returns whether optimizers step the parameter: they also step a frozen parameter that has a gradient.
+inline bool is_stepped(const at::Tensor& parameter) { return parameter.requires_grad() || parameter.grad().defined(); }
+
 // Publishes parameters after a step: sends the owners' values to all ranks, in buckets.
 //
 // A bucket's memory is cut by owner, and its parameters are views of this memory. So one in-place all-gather updates

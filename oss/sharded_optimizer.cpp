@@ -131,7 +131,9 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
       const at::Tensor& parameter = param_groups_[group].params()[i];
       std::ostringstream line;
       line << "parameter " << i << " of group " << group << ": " << parameter.scalar_type() << " " << parameter.sizes()
-           << (parameter.requires_grad() ? "" : " frozen");
+           << (parameter.requires_grad()    ? ""
+               : is_stepped(parameter) ? " frozen, with a gradient"
+                                       : " frozen");
       lines.push_back(line.str());
     }
   }
@@ -188,13 +190,13 @@ void ShardedOptimizer::assign_owners(size_t first_group) {
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       if (!ownership_.try_emplace(parameter.unsafeGetTensorImpl(), Ownership{index++, 0}).second) continue;
       const int64_t cost =
-          step_cost_ && parameter.requires_grad()
+          step_cost_ && is_stepped(parameter)
               ? step_cost_(
                     {"", {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter},
                     param_groups_[group].options())
               : 0;
       if (cost > 0) costs.push_back(cost);
-      (cost > 0 ? expensive : parameter.requires_grad() ? trainable : frozen).push_back(parameter);
+      (cost > 0 ? expensive : is_stepped(parameter) ? trainable : frozen).push_back(parameter);
     }
   }
   const Partition by_cost = partition_greedily(costs, comm_->size(), owned_costs_);

@@ -34,6 +34,19 @@ TEST(StageGradients, ThoseFromBeforeWrappingStay) {
   });
 }
 
+// torch's optimizers step a frozen parameter as long as it has a gradient.
+TEST(StageGradients, OfAFrozenParameterFromBeforeWrappingAreSteppedOnAllRanks) {
+  in_every_stage([](const std::shared_ptr<Communicator>& comm, int stage) {
+    Scale net(torch::ones({1}));
+    net->register_parameter("frozen", torch::ones({3}), false).mutable_grad() = torch::full({3}, 10.0);
+    auto model = zero(net, torch::optim::SGDOptions(0.01), comm, {.stage = stage});
+    model(torch::ones({1})).backward();
+    model.step();
+    EXPECT_TRUE(torch::allclose(model.full_state_dict()["frozen"], torch::full({3}, 0.9)))
+        << comm->size() << " " << stage;
+  });
+}
+
 TEST(StageGradients, RanksWithOthersFromBeforeWrappingAreRefused) {
   for (const int stage : {0, 3})
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
