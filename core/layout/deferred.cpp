@@ -1,6 +1,7 @@
 #include "core/layout/deferred.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -33,6 +34,8 @@ class Tape {
     size_t storage;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
+    at::ScalarType dtype;  // view_as_real() and view(dtype) change it
+    bool is_conjugated, is_negated;
   };
   // A view among a call's arguments: the argument itself, or the tensor with index `number` if the argument is a list.
   struct Argument {
@@ -89,11 +92,17 @@ at::Tensor read_all(const at::Tensor& tensor, const Source& source) {
 thread_local std::shared_ptr<Tape> recording;
 
 Tape::View view_of(const at::Tensor& tensor, const TapeStorage& known) {
-  return {known.storage, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()};
+  return {known.storage,        tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
+          tensor.scalar_type(), tensor.is_conj(),     tensor.is_neg()};
 }
 
 at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
-  return tensor.as_strided(view.sizes, view.strides, view.offset);
+  at::Tensor viewed = tensor.scalar_type() == view.dtype
+                          ? tensor.as_strided(view.sizes, view.strides, view.offset)
+                          : at::empty({0}, tensor.options().dtype(view.dtype))
+                                .set_(tensor.storage(), view.offset, view.sizes, view.strides);
+  if (view.is_conjugated) viewed = viewed.conj();
+  return view.is_negated ? at::_neg_view(viewed) : viewed;
 }
 
 // Moves the tape's tensors from the call's arguments to its views. Throws std::logic_error for deferred_from() tensors.

@@ -60,6 +60,22 @@ struct IndexedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Indexed);
 
+// Rotary embeddings: complex values as real ones and back, with conjugate and negative bits, and values as integers.
+struct RotaryImpl : torch::nn::Module {
+  RotaryImpl() {
+    const at::Tensor turns = torch::polar(torch::ones({5, 3}), torch::rand({5, 3}));
+    register_buffer("turns", turns);
+    register_buffer("pairs", torch::view_as_real(turns));
+    register_buffer("cosines", torch::real(turns));
+    register_buffer("sines", torch::imag(turns.conj()) * 2);
+    register_buffer("back", torch::view_as_complex(torch::view_as_real(turns) * 3));
+    register_buffer("products", turns * turns.conj());
+    register_buffer("bits", torch::rand({4}).view(at::kInt) + 1);
+    register_parameter("scale", torch::rand({3}));
+  }
+};
+TORCH_MODULE(Rotary);
+
 template <class Build>
 void expect_same_values(Build build) {
   auto expected = seeded(7, build);
@@ -87,6 +103,7 @@ void expect_same_values(Build build) {
 TEST(Deferred, ValuesAreThoseOfAnOrdinaryBuild) {
   expect_same_values(everything);
   expect_same_values([] { return Peculiar(); });
+  expect_same_values([] { return Rotary(); });
   expect_same_values([table = torch::arange(6).to(at::kFloat)] { return Indexed(table); });
   for (unsigned kind = 0; kind < 10; ++kind) expect_same_values([&] { return RandomNet(kind); });
 }
