@@ -243,6 +243,28 @@ TEST(Split, AnotherThreadMayAbortAtAnyTime) {
   }
 }
 
+// Rank 3 has started another operation than ranks 0 to 2, and waits in its part.
+TEST(Split, ARankThatHasDivergedAndWaitsInAnotherGroupIsTold) {
+  InitOptions options;
+  options.timeout = std::chrono::seconds(30);
+  const auto errors = errors_of_waits(
+      4,
+      [](Communicator& comm) {
+        const auto part = comm.split_by([](int rank) { return rank / 2; });
+        if (comm.rank() < 3) return add_up(comm, "a loss");
+        const at::Tensor norm = torch::ones({5});
+        const Pending ahead = comm.all_reduce(norm, ReduceOp::kSum, "a norm");
+        add_up(*part, "a metric");
+      },
+      options);
+  for (const std::string& error : errors) {
+    SCOPED_TRACE(error);
+    expect_contains(error, "the ranks have diverged: operation #");
+    expect_contains(error, "all-reduce of a norm");
+    expect_contains(error, "on rank 3, but all-reduce of a loss");
+  }
+}
+
 // The groups are rows and columns of a grid: no two of the four form a cycle.
 TEST(Split, ACycleOfFourGroupsIsTold) {
   const auto errors = errors_of_waits(4, [](Communicator& comm) {

@@ -82,6 +82,13 @@ StallSearch::Reason StallSearch::find_failure_or_divergence(const std::deque<Sta
   return {failures, /*is_published=*/true};
 }
 
+std::string StallSearch::find_divergence(const std::deque<StartedOperation>& own) {
+  // Unlike get(), does not block if the key is deleted. An absent key is left absent, because "-" is not empty.
+  const std::vector<uint8_t> none{'-'};
+  const auto bytes = store_->compareSet(kStarted, none, none);
+  return divergence_text(rank_, own, std::string(bytes.begin(), bytes.end()));
+}
+
 std::string StallSearch::find_leaver(const std::deque<StartedOperation>& own) {
   const auto now = steady_clock::now();
   if (now - searched_leavers_ < kSearchLeaversEvery) return "";

@@ -29,6 +29,9 @@ class StallSearch {
   // Returns a failure that another rank has published. Otherwise compares this rank's operations with those of the
   // first stalled rank, and returns the first difference. If this rank stalled first, publishes its operations instead.
   Reason find_failure_or_divergence(const std::deque<StartedOperation>& own);
+  // Compares this rank's operations with those of the first stalled rank. Returns the first difference; "" if there is
+  // none, or if no rank is stalled. For a rank that is not stalled in this group.
+  std::string find_divergence(const std::deque<StartedOperation>& own);
   // Returns an error text if a rank has left before an operation that this rank has started, otherwise "". Reads the
   // store at most once a second, and returns "" in between.
   std::string find_leaver(const std::deque<StartedOperation>& own);

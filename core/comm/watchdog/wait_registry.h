@@ -55,6 +55,9 @@ class WaitRegistry {
   void note_failure(const std::string& text);
   std::string failure() const;
 
+  // Returns whether this rank has a long wait in any of several groups. Does not call the store.
+  bool has_long_wait() const { return is_split() && !waits().empty(); }
+
   // The following functions call the store, so they may block or throw. Without a split() they are no-ops or return "".
   void show();
   std::string find_cycle();  // publishes and returns the text of a cycle with this rank; "" if none

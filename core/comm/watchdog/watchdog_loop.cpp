@@ -119,12 +119,22 @@ void WatchdogLoop::interrupt(const std::string& reason, bool is_published) {
 
 // Polls for failures, and for the end of the store, on a rank that does not wait.
 void WatchdogLoop::ask_for_news() {
-  if (!news.has_news()) return;
+  if (!news.has_news()) return look_for_divergence();
   const std::string found = news.read_failures();
   failure.explain(found, !found.empty());
   if (found.empty() && !news.serves_store())
     failure.set_store_failure("rank 0, whose process has the store, has left the group");
   news.say_informed();
+}
+
+// A rank that waits in another group may have diverged in this one. The ranks that are stalled here cannot know,
+// because only the first of them publishes its operations.
+void WatchdogLoop::look_for_divergence() {
+  if (!place_.waits->has_long_wait()) return;
+  const std::string found = search_.find_divergence(operations.recent());
+  if (found.empty()) return;
+  failure.explain(found, /*is_published=*/false);
+  publish_failure(found);
 }
 
 void WatchdogLoop::run() {

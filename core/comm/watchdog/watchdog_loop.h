@@ -97,6 +97,7 @@ class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_
   void look_at_stall();
   void interrupt(const std::string& reason, bool is_published);
   void ask_for_news();
+  void look_for_divergence();
 
   const WaitRegistry::Place place_;
   const int size_;
