@@ -42,6 +42,10 @@ struct Guests {
   std::string address = {};  // address of this rank for other hosts; "" means public_address()
 };
 
+bool is_timeout(std::chrono::milliseconds timeout) {
+  return timeout > std::chrono::milliseconds::zero() && timeout <= kLongestTimeout;
+}
+
 at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   at::Device device = options.device.value_or(options.backend == "nccl" ? at::kCUDA : at::kCPU);
   if (group && !options.device) {
@@ -59,8 +63,8 @@ at::Device device_of(const GroupOptions& options, const c10::intrusive_ptr<c10d:
 // Throws std::invalid_argument for invalid options. Called before the options are compared over ranks.
 void check(const Guests& guests, const at::Device& device) {
   const auto& [backend, given_device, timeout, peer_memory, registered_memory, rank_order_sums] = guests.options;
-  require(timeout > std::chrono::milliseconds::zero() && timeout <= kLongestTimeout, "GroupOptions::timeout is ",
-          timeout.count(), " ms; expected more than 0 and at most a year");
+  require(is_timeout(timeout), "GroupOptions::timeout is ", timeout.count(),
+          " ms; expected more than 0 and at most a year");
   const bool is_known = backend.empty() || (!guests.group && (backend == "gloo" || backend == "nccl")) ||
                         (guests.may_be_mpi && backend == "mpi");
   require(is_known, "GroupOptions::backend is \"", backend, "\"; expected ",
@@ -208,7 +212,7 @@ c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c
   std::string error = "it does not answer";
   try {
     if (auto keys = call_with_timeout(
-            guests.options.timeout + kAnswerGrace,
+            time_to_meet(guests.options.timeout) + kAnswerGrace,
             [store, rank = guests.rank, size = guests.size] { return next_group(store, rank, size); }))
       return *keys;
   } catch (const std::exception&) {
@@ -220,12 +224,16 @@ c10::intrusive_ptr<c10d::Store> keys_of_next_group(const Guests& guests, const c
 
 // Makes `guests` exchange texts through the store. If ranks are late, an exchange throws an error that names them.
 void meet_through(Guests& guests, const c10::intrusive_ptr<c10d::Store>& store) {
-  const auto timeout = std::max(guests.options.timeout, std::chrono::milliseconds(1));
   guests.store = keys_of_next_group(guests, store);
-  guests.exchange = exchange_through(guests.store, "meeting/", guests.rank, guests.size, timeout);
+  guests.exchange =
+      exchange_through(guests.store, "meeting/", guests.rank, guests.size, time_to_meet(guests.options.timeout));
 }
 
 }  // namespace
+
+std::chrono::milliseconds internal::time_to_meet(std::chrono::milliseconds timeout) {
+  return is_timeout(timeout) ? timeout : std::chrono::seconds(10);
+}
 
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                 GroupOptions options) {
@@ -260,7 +268,7 @@ std::shared_ptr<Communicator> internal::communicator_from_group(c10::intrusive_p
     device = device_of(guests.options, group);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): make_group_of() reports the error
   }
-  guests.exchange = exchange_over(group, device);
+  guests.exchange = exchange_over(group, device, time_to_meet(guests.options.timeout));
   return make_named_group(guests);
 }
 

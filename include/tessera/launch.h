@@ -160,6 +160,10 @@ class MessageLibrary {
   virtual std::unique_ptr<Request> start(void* data, int bytes, int peer, int tag, bool is_send) = 0;
 };
 
+// Returns the maximum wait for other ranks while a group is formed: GroupOptions::timeout, or 10 s if that is invalid.
+// The ranks must meet, so that all of them can throw an error that names the invalid value.
+std::chrono::milliseconds time_to_meet(std::chrono::milliseconds timeout);
+
 // Like communicator_from_mpi(), for any message library.
 std::shared_ptr<Communicator> communicator_from_library(std::shared_ptr<MessageLibrary> library, GroupOptions options);
 

@@ -238,7 +238,7 @@ class MpiLibrary : public MessageLibrary {
 // inter-communicator, and on every rank for invalid or unequal options. MPI may not detect every freed communicator.
 // Throws CommError if not all ranks call this function within the timeout.
 inline std::shared_ptr<Communicator> communicator_from_mpi(MPI_Comm comm, GroupOptions options = {}) {
-  auto library = std::make_shared<internal::MpiLibrary>(comm, options.timeout);
+  auto library = std::make_shared<internal::MpiLibrary>(comm, internal::time_to_meet(options.timeout));
   return internal::communicator_from_library(std::move(library), std::move(options));
 }
 

@@ -121,6 +121,15 @@ TEST(GuestStore, TellsEveryRankTheMistakeOfOne) {
     EXPECT_NE(error.find("on rank 2 of 3: GroupOptions::backend is \"mpi\"; expected"), std::string::npos) << error;
 }
 
+TEST(GuestStore, TellsEveryRankAnInvalidTimeoutOfOne) {
+  for (const auto timeout : {0ms, std::chrono::milliseconds::max(), std::chrono::milliseconds::min()}) {
+    const StorePtr store = hash_store();
+    for (const std::string& error :
+         on_threads(2, [&](int rank) { communicator_from(store, rank, 2, {.timeout = rank == 1 ? timeout : 60s}); }))
+      EXPECT_NE(error.find("on rank 1 of 2: GroupOptions::timeout is "), std::string::npos) << error;
+  }
+}
+
 TEST(GuestStore, RefusesWrongArguments) {
   EXPECT_THROW(communicator_from(StorePtr(), 0, 1), std::invalid_argument);
   EXPECT_THROW(communicator_from(hash_store(), 2, 2), std::invalid_argument);

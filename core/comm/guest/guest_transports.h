@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <memory>
 
 #include <tessera/launch.h>
@@ -28,7 +29,9 @@ std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibra
 // The process group computes the sums. The order of additions, and so the rounding, may differ between operations.
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// Returns a TextExchange that uses all-reduces of `group` to gather the texts, as bytes in tensors on `device`.
-TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device);
+// Returns a TextExchange that uses all-reduces of `group` to gather the texts, as bytes in tensors on `device`. The
+// exchange throws CommError after `timeout`, whatever the timeout of the process group is.
+TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
+                           std::chrono::milliseconds timeout);
 
 }  // namespace tessera::internal

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "core/comm/group_process.h"
 #include "core/comm/guest/part_of_group.h"
 #include "core/comm/traffic.h"
@@ -258,14 +260,29 @@ std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10
       });
 }
 
-TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
-  return [group, device](const std::string& own) {
+namespace {
+
+// Returns the sum of all ranks' tensors, in host memory.
+at::Tensor sum_in_time(c10d::ProcessGroup& group, const at::Tensor& tensor, at::Device device, milliseconds timeout) {
+  Tensors tensors{tensor.to(device)};
+  const auto until = RunClock::now() + timeout;
+  try {
+    group.allreduce(tensors)->wait(timeout);
+  } catch (const std::exception&) {
+    if (RunClock::now() < until) throw;
+    throw CommError(c10::str("not all ranks of the process group have called it within ",
+                             static_cast<double>(timeout.count()) * 1e-3, " s"));
+  }
+  return tensors[0].cpu();
+}
+
+}  // namespace
+
+TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
+                           milliseconds timeout) {
+  return [group, device, timeout](const std::string& own) {
     const int rank = group->getRank(), size = group->getSize();
-    const auto sum = [&](const at::Tensor& tensor) {
-      Tensors tensors{tensor.to(device)};
-      group->allreduce(tensors)->wait();
-      return tensors[0].cpu();
-    };
+    const auto sum = [&](const at::Tensor& tensor) { return sum_in_time(*group, tensor, device, timeout); };
     const at::TensorOptions options(at::kCPU);
     at::Tensor lengths = at::zeros({size}, options.dtype(at::kLong));
     lengths[rank].fill_(static_cast<int64_t>(own.size()));
