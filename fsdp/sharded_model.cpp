@@ -1,10 +1,15 @@
 #include "fsdp/sharded_model.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
+#include <deque>
+#include <exception>
 #include <stdexcept>
 #include <unordered_set>
 
 #include "core/comm/agreement.h"
+#include "core/comm/group_process.h"
 #include "core/layout/deferred.h"
 #include "core/layout/shardable.h"
 #include "core/memory/memory_cache.h"
@@ -35,6 +40,17 @@ torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<
     if (parameter.value().defined() && !known.contains(parameter.value().unsafeGetTensorImpl()))
       others.insert(parameter.key(), parameter.value());
   return others;
+}
+
+// Returns a function that makes the module's deferred tensors deferred again, as they are now.
+auto deferring_again(const torch::nn::Module& module) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> deferred;
+  for (const auto& list : {module.parameters(), module.buffers()})
+    for (const at::Tensor& tensor : list)
+      if (is_deferred(tensor)) deferred.emplace_back(tensor, tensor.detach());
+  return [deferred = std::move(deferred)] {
+    for (const auto& [tensor, as_now] : deferred) fill_deferred(tensor, as_now);
+  };
 }
 
 }  // namespace
@@ -69,12 +85,50 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   require_same_plan(plan, options_, *module_, *mesh_.world);
   warn_if_short_of_memory("FullyShardedDataParallel", memory_need(plan, options_, mesh_), *mesh_.world);
   warn_of_idle_policies(plan, options_, *module_, *mesh_.world);
+  auto undo = c10::make_scope_exit(deferring_again(*module_));  // runs if the constructor throws
   make_units(plan, pager);
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();
+  undo.release();
   // Returns freed memory to the system. The module's own parameters were freed unit by unit.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
+}
+
+// [Note: Allocating offloaded shards first] A unit's values are freed once its shard exists, so a later error would
+// lose them. The limits of host and disk memory are the user's choice, and may differ between ranks. So this function
+// allocates all offloaded shards before the first parameter changes. If one rank cannot, all ranks throw.
+std::vector<FlatParameterOptions> ShardedModel::reserve_shards(const std::vector<PlannedUnit>& plan,
+                                                               const FlatParameterOptions& common) {
+  std::vector<FlatParameterOptions> options(plan.size(), common);
+  if (!options_.offload.params) return options;
+  std::exception_ptr failure;
+  try {
+    for (size_t i = 0; i < plan.size(); ++i) {
+      const auto memory = offload_.shards(plan[i].name), low_precision = offload_.low_precision_shards();
+      auto reserved = std::make_shared<std::deque<at::Tensor>>();
+      for (auto& parameters : split_into_flat_parameters(plan[i])) {
+        const FlatSpec spec("", std::move(parameters), mesh_.shard->rank(), mesh_.shard->size(), common.gather_dtype,
+                            common.reduce_dtype);
+        reserved->push_back(memory(spec.layout().shard_numel(), spec.dtype()));
+        if (spec.is_cast()) reserved->push_back(low_precision(spec.layout().shard_numel(), spec.gather_dtype()));
+      }
+      options[i].shard_memory = options[i].low_precision_memory = [reserved](int64_t, at::ScalarType) {
+        at::Tensor next = std::move(reserved->front());
+        reserved->pop_front();
+        return next;
+      };
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  try {
+    require_agreement(*mesh_.world, "memory for offloaded shards", {failure ? text_of(failure) : "enough"});
+  } catch (const std::invalid_argument&) {
+    if (!failure) throw;
+  }
+  if (failure) std::rethrow_exception(failure);
+  return options;
 }
 
 // [Note: Sharding a deferred model] Replays the tape of a deferred model batch by batch. When a unit's values are
@@ -89,12 +143,11 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   flat_options.replicas = mesh_.replicas.get();
   flat_options.pager = pager;
   flat_options.grad_memory = offload_.gradients();
-  flat_options.low_precision_memory = offload_.low_precision_shards();
   const UnitContext context{*mesh_.shard, gathered_, log_, offload_.source(), {mesh_.secondary.get(), &secondary_}};
+  std::vector<FlatParameterOptions> options = reserve_shards(plan, flat_options);
   units_.resize(plan.size());
   auto make = [&](size_t index) {
-    FlatParameterOptions own_options = flat_options;
-    own_options.shard_memory = offload_.shards(plan[index].name);
+    FlatParameterOptions own_options = std::exchange(options[index], {});
     own_options.page_id = static_cast<int>(index);
     units_[index] =
         std::make_unique<Unit>(static_cast<int>(index), plan[index], context, own_options, options_.sync_module_states);

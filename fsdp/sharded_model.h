@@ -59,6 +59,9 @@ class ShardedModel {
   void describe(std::ostream& text) const;  // writes a line for each flat parameter
 
  private:
+  // Returns the options of each unit. Their memory functions return memory that is allocated already. Collective.
+  std::vector<FlatParameterOptions> reserve_shards(const std::vector<PlannedUnit>& plan,
+                                                   const FlatParameterOptions& common);
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);
   void name_shards();
 

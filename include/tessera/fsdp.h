@@ -33,7 +33,9 @@ class FullyShardedDataParallel : public FullyShardedModule {
  public:
   // Collective. Shards the parameters and frees the originals, one unit at a time. If the model or the options differ
   // between ranks, throws std::invalid_argument on every rank, with the name of the first difference. Also throws
-  // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device.
+  // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device. These errors,
+  // and a lack of host memory or disk for offload, leave the module as it was. After a later error, such as a lost
+  // rank, deferred tensors are deferred again, but a module that had values cannot be used.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(internal::module_in_holder(module), std::move(comm), options), module_(std::move(module)) {}
 

@@ -248,6 +248,36 @@ TEST(Deferred, ParametersMadeInInferenceModeAreNamed) {
   });
 }
 
+struct ReadLaterImpl : torch::nn::Module {
+  explicit ReadLaterImpl(const ReadElements& read) {
+    weight = register_parameter("weight", deferred_from({4, 4}, {4, 1}, at::kFloat, at::kCPU, read));
+  }
+  at::Tensor forward(const at::Tensor& x) { return torch::matmul(x, weight); }
+  at::Tensor weight;
+};
+TORCH_MODULE(ReadLater);
+
+TEST(Deferred, AFailedReadLeavesTheModuleDeferred) {
+  for (const int world : {1, 2})
+    run_ranks(world, [](const std::shared_ptr<Communicator>& comm) {
+      bool is_damaged = true;
+      auto read = [&is_damaged](bool may_fail) {
+        return [&is_damaged, may_fail](Range elements, void* target) {
+          if (may_fail && is_damaged) throw std::runtime_error("the file is damaged");
+          std::fill_n(static_cast<float*>(target), elements.numel(), 0.5F);
+        };
+      };
+      torch::nn::Sequential model(ReadLater(read(false)), ReadLater(read(true)));
+      const FsdpOptions options{.auto_wrap = wrap_modules<ReadLaterImpl>()};
+      expect_contains(error_of<std::runtime_error>([&] { FullyShardedDataParallel fsdp(model, comm, options); }),
+                      "the file is damaged");
+      for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(is_deferred(parameter));
+      is_damaged = false;
+      FullyShardedDataParallel fsdp(model, comm, options);
+      EXPECT_EQ(fsdp(torch::ones({1, 4})).sum().item<float>(), 16);
+    });
+}
+
 TEST(Deferred, MistakesAreNamed) {
   expect_contains(error_of<std::logic_error>([] { deferred([] { return deferred(everything); }); }), "inside");
   EXPECT_NE(error_of<std::exception>([] {

@@ -289,6 +289,21 @@ TEST(Offload, HostMemoryBeyondItsLimitIsRefusedByName) {
   });
 }
 
+TEST(Offload, ShardsBeyondTheLimitOfOneRankLeaveTheModuleAsItWas) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = chain(3, 64);
+    const at::Tensor input = on_rank_device(torch::ones({1, 64})), expected = model->forward(input);
+    FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}};
+    if (comm->rank() == 1) options.offload.host_limit_bytes = 5 * 4096;  // two of three shards of 8,320 bytes
+    const std::string error = error_of<std::exception>([&] { FullyShardedDataParallel fsdp(model, comm, options); });
+    expect_contains(error, "host memory for the shards on rank 1");
+    EXPECT_TRUE(torch::equal(model->forward(input), expected));
+    options.offload.host_limit_bytes = 0;
+    FullyShardedDataParallel fsdp(model, comm, options);
+    EXPECT_TRUE(torch::equal(fsdp(input), expected));
+  });
+}
+
 TEST(Offload, RanksThatDisagreeAreNamed) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const std::string error = error_of<std::invalid_argument>(

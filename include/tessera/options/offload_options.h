@@ -22,7 +22,8 @@ struct OffloadOptions {
   // true: uses page-locked memory, which devices access directly.
   bool pin_memory = true;
   // Upper limit of host memory for the offload, in bytes. 0: no limit. Above the limit, construction or backward (FSDP)
-  // or step() (OSS, with nothing changed) throws std::runtime_error, naming the purpose and the rank.
+  // or step() (OSS, with nothing changed) throws std::runtime_error, naming the purpose and the rank. If one rank's
+  // shards exceed its limit, FSDP's constructor throws on all ranks, and does not change the module.
   int64_t host_limit_bytes = 0;
   // FSDP only, with `params`: a folder on a local disk for the shards of the units selected by `disk_units`. HostAdam
   // and HostAdamW keep their state there, too; other optimizers keep state in host memory. Empty: no disk.
