@@ -66,13 +66,13 @@ class MpiLibrary : public MessageLibrary {
   }
 
   std::unique_ptr<Request> start(void* data, int bytes, int peer, int tag, bool is_send) override {
-    require_thread();
+    require_may_call();
     MPI_Request request = MPI_REQUEST_NULL;
     if (is_send)
       require(MPI_Isend(data, bytes, MPI_BYTE, peer, tag, comm_, &request), "MPI_Isend");
     else
       require(MPI_Irecv(data, bytes, MPI_BYTE, peer, tag, comm_, &request), "MPI_Irecv");
-    return std::make_unique<MpiRequest>(*this, request, is_send ? 0 : bytes);
+    return std::make_unique<MpiRequest>(request, is_send ? 0 : bytes);
   }
 
   static void require(int code, const char* function) {
@@ -95,11 +95,10 @@ class MpiLibrary : public MessageLibrary {
   // Never frees an incomplete request: any thread may destroy a broken group, but only the rank's thread may call MPI.
   class MpiRequest : public Request {
    public:
-    MpiRequest(const MpiLibrary& library, MPI_Request request, int expected_bytes)
-        : library_(library), request_(request), expected_bytes_(expected_bytes) {}
+    MpiRequest(MPI_Request request, int expected_bytes) : request_(request), expected_bytes_(expected_bytes) {}
     bool is_complete() override {
       if (request_ == MPI_REQUEST_NULL) return true;
-      library_.require_thread();
+      require_may_call();
       int is_complete = 0;
       MPI_Status status;
       require(MPI_Test(&request_, &is_complete, &status), "MPI_Test");
@@ -114,7 +113,6 @@ class MpiLibrary : public MessageLibrary {
     }
 
    private:
-    const MpiLibrary& library_;
     MPI_Request request_;
     const int expected_bytes_;
   };
@@ -155,7 +153,12 @@ class MpiLibrary : public MessageLibrary {
     if (!any_thread_may) MPI_Is_thread_main(&is_main);
     return is_main != 0;
   }
-  void require_thread() const {
+  // Throws if this thread may not call MPI. MPI itself ends the process for most calls after MPI_Finalize().
+  static void require_may_call() {
+    int is_finalized = 0;
+    MPI_Finalized(&is_finalized);
+    if (is_finalized != 0)
+      throw std::runtime_error("MPI is finalized; expected the group to be destroyed before MPI_Finalize()");
     if (!may_call())
       throw std::runtime_error(
           "this thread may not call MPI, which was initialized with less than MPI_THREAD_SERIALIZED by another thread");

@@ -182,13 +182,16 @@ int main(int argc, char** argv) {
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
   MPI_Comm_size(MPI_COMM_WORLD, &world_size);
+  std::shared_ptr<Communicator> kept;
   try {
     run();
+    kept = communicator_from_mpi(MPI_COMM_WORLD, {.backend = "mpi", .timeout = 60s});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d of %d: %s\n", world_rank, world_size, error.what());
     code = 1;
     MPI_Abort(MPI_COMM_WORLD, code);
   }
   MPI_Finalize();
+  if (world_size > 1 && error_of([&] { kept->barrier(); }).find("MPI is finalized") == std::string::npos) return 4;
   return code;
 }
