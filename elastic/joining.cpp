@@ -41,9 +41,13 @@ void replace(const fs::path& path, const json& content, const std::string& id) {
     throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path.string() + ": " + error.message());
 }
 
-// Returns the content of a file; nullopt if it cannot be opened. Throws std::runtime_error if it is damaged.
+// Returns the content of a file; nullopt if it cannot be opened. Throws std::runtime_error if it is damaged, or not a
+// file: to open a pipe would block.
 template <class T>
 std::optional<T> read_as(const fs::path& path) {
+  std::error_code ignored;
+  if (const auto status = fs::status(path, ignored); fs::exists(status) && !fs::is_regular_file(status))
+    throw std::runtime_error("ElasticOptions::rendezvous: " + path.string() + " is not a regular file; remove it");
   std::ifstream file(path);
   if (!file) return std::nullopt;
   const std::string text{std::istreambuf_iterator<char>(file), {}};

@@ -3,6 +3,7 @@
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "checkpoint/format/entries.h"
@@ -13,8 +14,21 @@ using namespace internal;
 
 namespace fs = std::filesystem;
 
-FolderLock::FolderLock(const fs::path& folder)
-    : file_(fs::absolute(folder) / ".tessera.lock"), lock_(std::make_unique<FileLock>()) {
+namespace {
+
+// Returns the path of the lock's file. Throws if the name belongs to something else: to open a pipe would block.
+fs::path lock_file_in(const fs::path& folder) {
+  if (folder.empty()) throw std::invalid_argument("FolderLock: the path is empty, expected a local folder");
+  fs::path file = fs::absolute(folder) / ".tessera.lock";
+  std::error_code error;
+  if (const auto status = fs::symlink_status(file, error); fs::exists(status) && !fs::is_regular_file(status))
+    throw CheckpointError(file.string() + ": is not a regular file; remove it");
+  return file;
+}
+
+}  // namespace
+
+FolderLock::FolderLock(const fs::path& folder) : file_(lock_file_in(folder)), lock_(std::make_unique<FileLock>()) {
   if (is_remote(folder))
     throw std::invalid_argument("'" + folder.string() + "' has no locks: FolderLock is for local folders");
   make_directories(file_.parent_path());

@@ -702,6 +702,10 @@ TEST(CheckpointFaults, OneJobAtATimeHasAFolder) {
   lock.reset();
   std::ofstream(folder / "out/.tessera.lock") << "process 1 on elsewhere\n";  // of a killed process
   FolderLock(folder / "out");
+  EXPECT_THROW(FolderLock(""), std::invalid_argument);
+  std::filesystem::remove(folder / "out/.tessera.lock");
+  ASSERT_EQ(::mkfifo((folder / "out/.tessera.lock").c_str(), 0600), 0);  // to open a pipe would block
+  expect_contains(error_of<CheckpointError>([&] { FolderLock piped(folder / "out"); }), "is not a regular file");
   EXPECT_TRUE(is_of_ended_process("process 999999999 on " + process_name().substr(process_name().rfind(' ') + 1)));
   EXPECT_FALSE(is_of_ended_process(process_name()));
   EXPECT_FALSE(is_of_ended_process("process 999999999 on elsewhere"));

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -751,6 +752,15 @@ TEST(ElasticStart, ProcessesOfOtherHostsReachTheMembersByTheFolder) {
   const auto run = RunFile(options.rendezvous).read();
   ASSERT_TRUE(run);
   EXPECT_EQ(run->members.at(0).address, public_address());
+}
+
+// To open a pipe would block.
+TEST(ElasticStart, RefusesAFolderWithAPipeInPlaceOfTheFile) {
+  const testing_support::TemporaryFolder folder;
+  ASSERT_EQ(::mkfifo((folder / "elastic-run.json").c_str(), 0600), 0);
+  ElasticOptions options;
+  options.rendezvous = folder.path();
+  EXPECT_THROW(Elastic{options}, std::runtime_error);
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // these need much address space
