@@ -139,6 +139,10 @@ class BorrowedNccl : public NcclBackends {
     if (part) part->setBoundDeviceId(parent.getBoundDeviceId());
     return part;
   }
+  c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work) override {
+    const auto nccl = nccl_backends();
+    return nccl ? nccl->without_tensors(work) : work;
+  }
 
  private:
   const c10::intrusive_ptr<c10d::Backend> backend_;

@@ -60,6 +60,22 @@ TEST(NcclCommunicator, ARankThatThrowsEndsTheOthersByItsReason) {
   for (const std::string& text : others) expect_contains(text, "rank 1 failed: out of data");
 }
 
+// The queue of the group's operations must not own results: they would stay allocated until its thread looks again.
+TEST(NcclCommunicator, AnOperationOwnsNoResultAfterItsWait) {
+  for (const bool in_rank_order : {false, true}) {
+    const Simulation simulation;
+    on_devices(2,
+               [](std::shared_ptr<Communicator> comm) {
+                 at::Tensor full = ones(*comm), shard = ones(*comm, 4), sum = ones(*comm);
+                 comm->all_gather(full, shard, {}, "full").wait();
+                 comm->reduce_scatter(shard, full, ReduceOp::kSum, {}, "shard").wait();
+                 comm->all_reduce(sum, ReduceOp::kSum, "sum").wait();
+                 for (const at::Tensor& result : {full, shard, sum}) EXPECT_EQ(result.storage().use_count(), 1);
+               },
+               {.timeout = seconds(60), .rank_order_sums = in_rank_order});
+  }
+}
+
 // The host waits for other ranks only for results that it needs.
 TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
   const Simulation simulation;

@@ -40,6 +40,12 @@ class NcclGroups : public NcclBackends {
     ErrorHandling::leave_to_tessera(*group);
     return group;
   }
+  c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work) override {
+    using NcclWork = c10d::ProcessGroupNCCL::WorkNCCL;
+    const auto* const own = dynamic_cast<const NcclWork*>(work.get());
+    if (own == nullptr) return work;
+    return c10::make_intrusive<NcclWork>(*own);  // this constructor leaves the results out
+  }
 
  private:
   static c10::intrusive_ptr<c10d::ProcessGroupNCCL::Options> options(std::chrono::milliseconds timeout) {

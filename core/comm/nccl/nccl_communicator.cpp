@@ -82,7 +82,7 @@ class NcclCommunicator : public Communicator,
         backends_(std::move(backends)),
         store_(std::move(store)),
         group_(std::move(group)),
-        rank_order_(group_, device),
+        rank_order_(group_, *backends_, device),
         watch_(c10::make_intrusive<c10d::PrefixStore>(kNcclWatchKeys, store_), rank, size,
                {.interrupt = [this] { end("", false); }},
                {.beat_every = options.beat_every, .serves_store = options.serves_store}) {
@@ -275,7 +275,7 @@ Pending NcclCommunicator::start(Collective collective) {
                                       " (", collective.numel, " elements)"));
   } else {
     watch_.started(sequence_++, description);
-    queue_.push(work, description);
+    queue_.push(backends_->without_tensors(work), description);
   }
   return Pending(std::make_unique<NcclOperation>(shared_from_this(), std::move(work), description, std::move(tensors)));
 }

@@ -25,6 +25,9 @@ class NcclBackends {
   // passes the ranks of any part, and receives null.
   virtual c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                                   const std::vector<int>& ranks, std::chrono::milliseconds timeout) = 0;
+  // Returns a Work of the same operation that owns none of its tensors. NCCL's own Work owns the operation's results
+  // while it exists, also after wait(), so a list of unfinished operations would keep their memory.
+  virtual c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work) = 0;
 };
 
 // Joins ranks into a group over `backends`. See backends.h.

@@ -109,8 +109,9 @@ c10::intrusive_ptr<c10d::Work> RankOrderReduction::start(const Collective& colle
   std::vector<Exchange> exchanges;
   const auto exchange = [&](std::vector<at::Tensor>& received, std::vector<at::Tensor>& sent) {
     sent[rank] = received[rank] = full.narrow(0, 0, 0);  // a rank sends nothing to itself
-    exchanges.push_back(group_->alltoall(received, sent));
-    exchanges.back()->wait();
+    const Exchange started = group_->alltoall(received, sent);
+    started->wait();
+    exchanges.push_back(backends_.without_tensors(started));  // the staging memory of this piece is then free
   };
   for (int64_t begin = 0; begin < longest; begin += step) {
     std::vector<at::Tensor> sent = pieces_of(full, counts, begin, step);

@@ -9,6 +9,7 @@
 
 #include <tessera/communicator.h>
 #include "core/comm/collective.h"
+#include "core/comm/nccl/nccl_communicator.h"
 
 namespace tessera::internal {
 
@@ -23,8 +24,9 @@ class RankOrderReduction {
  public:
   static constexpr int64_t kStagingBytes = 32 << 20;
 
-  RankOrderReduction(c10::intrusive_ptr<c10d::Backend> group, at::Device device)
-      : group_(std::move(group)), device_(device) {}
+  // `backends` must outlive this object.
+  RankOrderReduction(c10::intrusive_ptr<c10d::Backend> group, NcclBackends& backends, at::Device device)
+      : group_(std::move(group)), backends_(backends), device_(device) {}
 
   // Whether the result of the collective depends on the order of additions: true for a sum or an average of a floating
   // type. Always false for kBackendAllReduce.
@@ -36,6 +38,7 @@ class RankOrderReduction {
 
  private:
   const c10::intrusive_ptr<c10d::Backend> group_;
+  NcclBackends& backends_;
   const at::Device device_;
   std::optional<c10::Stream> stream_;  // runs the additions; taken from libtorch's pool by the first start()
 };

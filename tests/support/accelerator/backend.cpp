@@ -177,13 +177,23 @@ Shelf& shelf() {
 class SimulatedWork final : public c10d::Work {
  public:
   SimulatedWork(Point end, int device, std::shared_ptr<SimulatedGroup> group, int rank, std::vector<at::Tensor> tensors,
-                const std::string& failure)
+                std::vector<at::Tensor> outputs, const std::string& failure)
       : end_(std::move(end)),
         device_(device),
         group_(std::move(group)),
         rank_of_group_(rank),
-        tensors_(std::move(tensors)) {
+        tensors_(std::move(tensors)),
+        outputs_(std::move(outputs)) {
     if (!failure.empty()) exception_ = std::make_exception_ptr(std::runtime_error(failure));
+  }
+  // Leaves the tensors out, like WorkNCCL's.
+  SimulatedWork(const SimulatedWork& other)
+      : c10d::Work(),
+        end_(other.end_),
+        device_(other.device_),
+        group_(other.group_),
+        rank_of_group_(other.rank_of_group_) {
+    exception_ = other.exception();
   }
   ~SimulatedWork() override {
     if (tensors_.empty()) return;
@@ -206,6 +216,7 @@ class SimulatedWork final : public c10d::Work {
   const std::shared_ptr<SimulatedGroup> group_;
   const int rank_of_group_;
   std::vector<at::Tensor> tensors_;
+  const std::vector<at::Tensor> outputs_;  // for result(), so WorkNCCL owns them until it is destroyed
 };
 
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
@@ -339,7 +350,13 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
     };
   });
   return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), group_, rank_, std::move(tensors),
-                                            failure);
+                                            outputs, failure);
+}
+
+c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto* const own = dynamic_cast<const SimulatedWork*>(work.get());
+  if (own == nullptr) return work;
+  return c10::make_intrusive<SimulatedWork>(*own);
 }
 
 uint64_t Backend::next_sequence() {

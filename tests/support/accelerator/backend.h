@@ -82,6 +82,9 @@ class Backend final : public c10d::Backend {
   bool ended_ = false;
 };
 
+// Returns a Work of the same collective without its outputs.
+c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work);
+
 // Frees the tensors that c10d keeps for collectives without a wait(), once these are over.
 void release_collectives_tensors();
 

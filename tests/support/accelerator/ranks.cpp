@@ -21,6 +21,9 @@ class SimulatedGroups : public NcclBackends {
                                           const std::vector<int>& ranks, std::chrono::milliseconds) override {
     return parent.split(store, ranks, nullptr);
   }
+  c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work) override {
+    return accelerator::without_tensors(work);
+  }
 };
 
 }  // namespace
