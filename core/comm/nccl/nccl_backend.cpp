@@ -11,13 +11,33 @@ namespace {
 // names the rank and the operation.
 constexpr auto kBehindOurs = std::chrono::minutes(2);
 
-// Lets Tessera, not c10d, handle errors of a group. At an NCCL error, such as the loss of a peer, c10d's watchdog ends
-// the process, unless asyncErrorHandling_ is NoHandling. With NoHandling, Tessera ends the group, with an error that
-// names the rank. c10d's option is an environment variable for all groups, so this class accesses the protected member.
+using Monitor = c10d::ProcessGroupNCCL::HeartbeatMonitor;
+// Gives access to a private member: C++ does not check access in an explicit instantiation.
+int& dump_timeout_of(Monitor& monitor);
+template <int Monitor::*kMember>
+struct DumpTimeout {
+  friend int& dump_timeout_of(Monitor& monitor) { return monitor.*kMember; }
+};
+template struct DumpTimeout<&Monitor::waitTimeoutDumpInMilSec_>;
+
+// Note [Errors of NCCL]. At an NCCL error, such as the loss of a peer, c10d's threads of a group do the following. All
+// of it is in the way of Tessera, which ends the group with an error that names the rank:
+//
+// * The watchdog ends the process, unless asyncErrorHandling_ is NoHandling.
+// * Before, the watchdog waits four times the time of a dump, a minute in all. It holds a lock that the next collective
+//   of the group takes, and the group's destructor waits for this thread.
+// * The monitor dumps c10d's records, waits for eight minutes, and ends the process. The destructor waits for this
+//   thread, too.
+//
+// c10d's options are environment variables for all groups, so this class changes the members of one group.
 struct ErrorHandling : c10d::ProcessGroupNCCL {
   static void leave_to_tessera(c10d::Backend& group) {
     if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice
-    static_cast<c10d::ProcessGroupNCCL&>(group).*(&ErrorHandling::asyncErrorHandling_) = c10d::NoHandling;
+    auto& of_nccl = static_cast<c10d::ProcessGroupNCCL&>(group);
+    of_nccl.*(&ErrorHandling::asyncErrorHandling_) = c10d::NoHandling;
+    Monitor& monitor = *(of_nccl.*(&ErrorHandling::heartbeatMonitor_));
+    dump_timeout_of(monitor) = 0;
+    monitor.stop();
   }
 };
 
