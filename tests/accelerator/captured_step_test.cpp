@@ -467,18 +467,17 @@ TEST(CapturedStep, PartsThatTheHostTakesPartInAreRefusedInEagerSteps) {
   });
 }
 
-// The device's own error; the group then ends with it, by name.
+// The device's own error; the group then ends with it, by name. The device goes on, also to draw random numbers.
 TEST(CapturedStep, AReadOfTheHostFailsTheCapture) {
-  accelerator::needs_simulation("CUDA's error has another text");
   const Simulation simulation;
-  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
-    expect_contains(error_of_steps<std::exception>(*comm, comm,
-                                                   [](const at::Tensor&, const at::Tensor& y) {
-                                                     const at::Tensor loss = y.square().mean();
-                                                     return loss * (1 + loss.item<double>());
-                                                   }),
-                    "not recorded: item");
+  accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
+    const std::string error = error_of_steps<std::exception>(*comm, comm, [](const at::Tensor&, const at::Tensor& y) {
+      const at::Tensor loss = torch::dropout(y, 0.5, true).square().mean();
+      return loss * (1 + loss.item<double>());
+    });
+    if (!accelerator::on_gpus()) expect_contains(error, "not recorded: item");
     expect_contains(error_of<CommError>([&] { comm->throw_if_aborted("afterwards"); }), "the capture failed");
+    EXPECT_LT(torch::rand({8}, comm->device()).max().item<float>(), 1);
   });
 }
 
