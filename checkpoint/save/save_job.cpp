@@ -14,6 +14,7 @@
 #include "checkpoint/save/saved_part.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
+#include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
 #include "core/trace/ranges.h"
 
@@ -243,6 +244,7 @@ void SaveJob::end_copies() {
 }
 
 void SaveJob::background() {
+  make_current(comm_->device());
   const at::NoGradGuard no_grad;
   const NestedRange range([&] { return what_; });
   try {

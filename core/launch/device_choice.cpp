@@ -33,6 +33,4 @@ int visible_cuda_devices() {
   return c10::impl::hasDeviceGuardImpl(c10::kCUDA) ? c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() : 0;
 }
 
-void use_cuda_device(c10::Device device) { c10::impl::VirtualGuardImpl(device.type()).setDevice(device); }
-
 }  // namespace tessera::internal

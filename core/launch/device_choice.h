@@ -14,7 +14,4 @@ c10::Device choose_cuda_device(c10::Device wanted, const LaunchEnvironment& envi
 // Returns the number of CUDA devices that this process sees; 0 in a build without CUDA.
 int visible_cuda_devices();
 
-// Makes `device` this thread's current device, to which kCUDA without an index refers.
-void use_cuda_device(c10::Device device);
-
 }  // namespace tessera::internal

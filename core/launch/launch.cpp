@@ -22,6 +22,7 @@
 #include "core/launch/require.h"
 #include "core/launch/shared_cores.h"
 #include "core/memory/memory_cache.h"
+#include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
 #include "core/trace/trace.h"
 
@@ -99,7 +100,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
   if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
   if (found.traced_run) Trace::active()->join(*found.traced_run);
-  if (nccl && visible_cuda_devices() > 0) use_cuda_device(device);
+  if (nccl && visible_cuda_devices() > 0) make_current(device);
   return nccl ? make_nccl_communicator(found.store, rank, size, device,
                                        {.timeout = options.timeout,
                                         .registered_memory = options.registered_memory,
@@ -151,7 +152,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
     try {
       if (nccl) {
         const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
-        if (visible_cuda_devices() > 0) use_cuda_device(device);
+        if (visible_cuda_devices() > 0) make_current(device);
         comm = make_nccl_communicator(store, rank, world, device,
                                       {.timeout = options.timeout,
                                        .registered_memory = options.registered_memory,

@@ -6,6 +6,10 @@
 
 namespace tessera::internal {
 
+void make_current(c10::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+}
+
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 void order_streams(const c10::Stream& first, const c10::Stream& then) {

@@ -9,6 +9,11 @@
 
 namespace tessera::internal {
 
+// Makes an accelerator current on this thread; a no-op for a CPU. A thread of Tessera's must call this before it
+// touches events or memory of the device. Otherwise CUDA makes a context on device 0, which takes hundreds of MiB
+// there: libtorch makes a thread's device current again when it has recorded or destroyed an event, and new threads
+// have device 0.
+void make_current(c10::Device device);
 // Returns the stream on which this thread's next operator runs on the device, which must have streams.
 c10::Stream current_stream(c10::Device device);
 // Makes later work of `then` wait for the current work of `first`. Does not block the host.

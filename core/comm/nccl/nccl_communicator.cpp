@@ -10,7 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -365,8 +364,7 @@ void NcclCommunicator::end_by(const std::string& error) {
 }
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
-  // Otherwise the end of an event would make device 0 current again, and create a context there.
-  c10::impl::VirtualGuardImpl(device().type()).setDevice(device());
+  make_current(device());
   uint64_t waits_for = static_cast<uint64_t>(-1);
   std::optional<RunClock::time_point> lost_since;  // when NCCL reported the loss of a peer that it does not name
   int silent_looks = 0;                            // successive looks without the store's answer; one may be a delay

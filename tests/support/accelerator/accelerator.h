@@ -65,6 +65,7 @@ bool is_left_out(Request request);
 struct Counts {
   int64_t launches = 0;                         // of kernels and copies
   int64_t host_waits = 0;                       // synchronisations of the host with the device
+  int64_t events_elsewhere = 0;                 // recorded, awaited or ended by threads with another current device
   int64_t registered_collectives = 0;           // with results in memory that is registered with their group
   std::map<std::string, int64_t> wait_places;   // host waits by operation and place
   std::map<std::string, int64_t> launch_names;  // launches by operator

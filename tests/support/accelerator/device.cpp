@@ -65,6 +65,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    note_event(stream.device_index());
     if (*event == nullptr) {
       auto* point = new Point;
       point->reached->come();
@@ -73,6 +74,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (!is_left_out(Request::kRecord)) *static_cast<Point*>(*event) = accelerator::record(number_of(stream));
   }
   void block(void* event, const Stream& stream) const override {
+    note_event(stream.device_index());
     if (event != nullptr && !is_left_out(Request::kBlock))
       accelerator::block(number_of(stream), *static_cast<Point*>(event));
   }
@@ -83,9 +85,15 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event != nullptr && !is_left_out(Request::kSynchronize))
       synchronize(*static_cast<Point*>(event), current_device(), "synchronize an event");
   }
-  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Point*>(event); }
+  void destroyEvent(void* event, DeviceIndex device) const noexcept override {
+    if (event != nullptr) note_event(device);
+    delete static_cast<Point*>(event);
+  }
 
  private:
+  static void note_event(DeviceIndex device) {
+    if (device != current_device()) Races::get().count_event_elsewhere(device);
+  }
   static int index_of(Device device) { return device.has_index() ? device.index() : current_device(); }
 };
 

@@ -241,6 +241,11 @@ void Races::count_registered(int device) {
   ++counts_[device].registered_collectives;
 }
 
+void Races::count_event_elsewhere(int device) {
+  std::lock_guard lock(mutex_);
+  ++counts_[device].events_elsewhere;
+}
+
 // ---- reports --------------------------------------------------------------------------------------
 
 void Races::found(const std::string& text) {

@@ -59,6 +59,7 @@ class Races {
   bool host_touched(const void* address);
 
   void count_registered(int device);
+  void count_event_elsewhere(int device);
   void found(const std::string& text);
   std::vector<std::string> findings();
   Counts counts(int device);
