@@ -42,21 +42,36 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
+// Calls `call` with all tensors of each dtype and device, in the order of the first ones. Foreach operators need one
+// dtype and device: with several, they launch kernels for each tensor.
+template <class Call>
+void for_each_kind(std::vector<at::Tensor> tensors, Call call) {
+  for (auto begin = tensors.begin(); begin != tensors.end();) {
+    const auto end = std::stable_partition(begin, tensors.end(), [first = *begin](const at::Tensor& tensor) {
+      return tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device();
+    });
+    call(std::vector<at::Tensor>(begin, end));
+    begin = end;
+  }
+}
+
 // Returns this rank's norm to the p-th power (infinity: the largest absolute value), [1] double on `device`. Keeps NaN.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
                               int64_t row_numel) {
-  std::vector<at::Tensor> others, norms;
+  std::vector<at::Tensor> others, norms, stacks;
   for (const at::Tensor& shard : shards) {
     if (has_rows(shard, row_numel))
       norms.push_back(norm_by_rows(shard, norm_type, row_numel));
     else if (shard.numel() > 0)
       others.push_back(shard);
   }
-  if (!others.empty())
-    for (at::Tensor& norm : at::_foreach_norm(others, norm_type)) norms.push_back(std::move(norm));
-  if (norms.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
-  for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
-  const at::Tensor all = at::stack(norms);
+  const auto add = [&](const std::vector<at::Tensor>& alike) {
+    stacks.push_back(at::stack(alike).to(stacks.empty() ? alike[0].device() : stacks[0].device(), at::kDouble));
+  };
+  for_each_kind(std::move(norms), add);
+  for_each_kind(std::move(others), [&](const auto& alike) { add(at::_foreach_norm(alike, norm_type)); });
+  if (stacks.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
+  at::Tensor all = stacks.size() == 1 ? stacks[0] : at::cat(stacks);
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
 }
 
@@ -73,7 +88,7 @@ at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Com
   return contribution.pow(1.0 / norm_type);
 }
 
-// Scales in place. Foreach operators need one dtype and device, and cannot write to lazy tensors. Skips lazy zeros.
+// Scales in place. Foreach operators cannot write to lazy tensors. Skips lazy zeros.
 void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
   std::vector<at::Tensor> rest;
   for (const at::Tensor& shard : shards) {
@@ -82,19 +97,13 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
     else if (!shard._is_zerotensor())
       shard.mul_(factor.to(shard.device()).squeeze());
   }
-  while (!rest.empty()) {
-    const at::Tensor first = rest[0];
-    const auto others = std::stable_partition(rest.begin(), rest.end(), [&](const at::Tensor& shard) {
-      return shard.scalar_type() == first.scalar_type() && shard.device() == first.device();
-    });
-    const std::vector<at::Tensor> alike(rest.begin(), others);
-    const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
-    const at::Tensor there = factor.to(first.device(), dtype).squeeze();
+  for_each_kind(std::move(rest), [&](const std::vector<at::Tensor>& alike) {
+    const at::ScalarType dtype = at::toOpMathType(alike[0].scalar_type());
+    const at::Tensor there = factor.to(alike[0].device(), dtype).squeeze();
     // If the factor is 1, skips offloaded gradients. item() does not block, because `there` is on the host.
     const bool is_one = !factor.is_cpu() && there.is_cpu() && there.item<double>() == 1;
     if (!is_one) at::_foreach_mul_(alike, there);
-    rest.erase(rest.begin(), others);
-  }
+  });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include <tessera/ddp.h>
 
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
@@ -30,22 +31,27 @@ std::string describe(const DdpOptions& options) {
   return text.str();
 }
 
-// Calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. In contrast to that function,
-// leaves the norm on the device, accepts gradients without elements, and throws Tessera's error.
+// On CPUs calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. On a device launches a
+// few kernels for all gradients. In contrast to that function, leaves the norm on the device, accepts gradients without
+// elements, and throws Tessera's error.
 GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
               int rank) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
+  const bool are_together = gradients[0].is_cuda() && std::ranges::all_of(gradients, [&](const at::Tensor& gradient) {
+                              return gradient.device() == gradients[0].device() && !has_lazy_values(gradient);
+                            });
   std::vector<at::Tensor> norms;
-  for (const at::Tensor& gradient : gradients)
-    norms.push_back(is_largest ? gradient.abs().max() : gradient.norm(norm_type));
+  if (are_together) {
+    norms = at::_foreach_norm(gradients, norm_type);
+  } else {
+    for (const at::Tensor& gradient : gradients)
+      norms.push_back(is_largest ? gradient.abs().max() : gradient.norm(norm_type));
+  }
   at::Tensor norm = norms[0];
   if (norms.size() > 1) norm = is_largest ? at::stack(norms).max() : at::stack(norms).norm(norm_type);
   if (error_if_nonfinite) require_finite_norm(norm.item<double>(), rank);
   const at::Tensor factor = at::clamp(max_norm / (norm + 1e-6), std::nullopt, 1.0);
-  const bool are_alike = std::ranges::all_of(gradients, [&](const at::Tensor& gradient) {
-    return gradient.device() == gradients[0].device() && !has_lazy_values(gradient);
-  });
-  if (are_alike && norm.is_cuda()) {
+  if (are_together) {
     at::_foreach_mul_(gradients, factor);
     return GradNorm(norm);
   }

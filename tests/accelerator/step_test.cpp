@@ -132,6 +132,30 @@ TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients)
   });
 }
 
+// The norms of all gradients come from one launch, and become one tensor by another.
+TEST(AcceleratorStep, ClippingCostsTheSameForAllGradients) {
+  accelerator::needs_simulation("it counts launches");
+  const Simulation simulation;
+  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+    std::map<int, std::vector<int64_t>> of_clipping;  // by layers
+    for (const int layers : {3, 6}) {
+      std::map<bool, std::vector<int64_t>> launches;  // by whether the step clips
+      for (const bool clips : {false, true}) {
+        auto replica = chain(layers), sharded = chain(layers);
+        replica->to(comm->device());
+        sharded->to(comm->device());
+        DistributedDataParallel ddp(replica, comm);
+        FullyShardedDataParallel fsdp(sharded, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+        torch::optim::SGD of_ddp(ddp.parameters(), 1e-2), of_fsdp(fsdp.parameters(), 1e-2);
+        launches[clips] = {cost_of_a_step(ddp, of_ddp, *comm, clips).launches,
+                           cost_of_a_step(fsdp, of_fsdp, *comm, clips).launches};
+      }
+      for (size_t i = 0; i < 2; ++i) of_clipping[layers].push_back(launches[true][i] - launches[false][i]);
+    }
+    EXPECT_EQ(of_clipping[3], of_clipping[6]);
+  });
+}
+
 // A loop without wrappers, to measure the device's cost of one step.
 struct Plain {
   at::Tensor operator()(const at::Tensor& x) { return net->forward(x); }
