@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
@@ -245,6 +246,8 @@ void CapturedStep::State::capture() {
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();
   stream.synchronize();
+  // The graph allocates memory of its own, so the memory that eager steps have freed goes back to the driver.
+  c10::getDeviceAllocator(device().type())->emptyCache();
   std::vector<std::string> collectives;
   try {
     CapturedWork work(device(), /*is_recording=*/true);

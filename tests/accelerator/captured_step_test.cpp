@@ -481,6 +481,24 @@ TEST(CapturedStep, AReadOfTheHostFailsTheCapture) {
   });
 }
 
+// The allocator cannot give memory that it has cached for eager steps to a graph.
+TEST(CapturedStep, TheGraphTakesThePlaceOfTheMemoryOfEagerSteps) {
+  accelerator::needs_simulation("CUDA's allocator takes 2 MiB at a time");
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    torch::optim::SGD optimizer(net->parameters(), 1e-2);
+    CapturedStep step(ddp, optimizer, [&](const Inputs& in) { return ddp(in[0]).square().mean(); });
+    const at::Tensor x = torch::ones({2048, kFeatures}, comm->device());
+    for (int i = 0; i < 3; ++i) step({x});
+    const int64_t before = accelerator::reserved_bytes(comm->rank());
+    for (int i = 0; i < 3; ++i) step({x});
+    EXPECT_TRUE(step.is_captured());
+    EXPECT_LT(accelerator::reserved_bytes(comm->rank()), before * 5 / 4);
+  });
+}
+
 TEST(CapturedStep, OtherInputsAndFrozenParametersAreRefused) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {

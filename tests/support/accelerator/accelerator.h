@@ -87,7 +87,7 @@ class Simulation {
   static void reset_counts();
 };
 
-// Return page-locked memory in use, in whole pages, and device memory ever taken.
+// Return page-locked memory in use, in whole pages, and device memory in tensors or cached.
 int64_t page_locked_bytes();
 int64_t reserved_bytes(int device);
 

@@ -171,7 +171,15 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     std::memcpy(kernel_address(to), kernel_address(from), bytes);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    std::lock_guard lock(mutex);
+    for (auto& [key, blocks] : idle) {
+      const auto& [stream, bytes, registered, recording] = key;
+      if (recording != 0) continue;
+      device_memory[device_of(stream)].reserved_bytes -= static_cast<int64_t>(bytes * blocks.size());
+      blocks.clear();
+    }
+  }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
     // Like CUDACachingAllocator, which recognizes its own memory by the deleter.
     if (pointer.get_deleter() != &free_device || is_left_out(Request::kRecordStream)) return;
