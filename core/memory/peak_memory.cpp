@@ -1,5 +1,6 @@
 #include <tessera/peak_memory.h>
 
+#include <ATen/Context.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <pthread.h>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "core/memory/memory_cache.h"
+#include "core/runtime/stream_uses.h"
 
 namespace tessera {
 using namespace internal;
@@ -107,7 +109,7 @@ constexpr auto kAggregate = static_cast<size_t>(c10::CachingAllocator::StatType:
 
 }  // namespace
 
-PeakMemory::PeakMemory(c10::Device device) : device_(device) {
+PeakMemory::PeakMemory(c10::Device device) : device_(with_index(device)) {
   if (device_.is_cpu()) {
     install_counting_allocator();
     if (!account_of_thread) account_of_thread = std::make_shared<Account>();
@@ -118,6 +120,7 @@ PeakMemory::PeakMemory(c10::Device device) : device_(device) {
     return;
   }
   try {
+    at::globalContext().lazyInitDevice(device_.type());  // an allocator of CUDA has no statistics before
     c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.index());
   } catch (const std::exception& error) {
     throw std::invalid_argument("PeakMemory on " + device_.str() + ": its allocator does not count: " + error.what());

@@ -10,6 +10,11 @@ void make_current(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
 }
 
+c10::Device with_index(c10::Device device) {
+  if (device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return device;
+  return device.is_cpu() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 void order_streams(const c10::Stream& first, const c10::Stream& then) {

@@ -14,6 +14,8 @@ namespace tessera::internal {
 // there: libtorch makes a thread's device current again when it has recorded or destroyed an event, and new threads
 // have device 0.
 void make_current(c10::Device device);
+// Returns an accelerator with an index: this thread's current device if `device` has none. A no-op for a CPU.
+c10::Device with_index(c10::Device device);
 // Returns the stream on which this thread's next operator runs on the device, which must have streams.
 c10::Stream current_stream(c10::Device device);
 // Makes later work of `then` wait for the current work of `first`. Does not block the host.

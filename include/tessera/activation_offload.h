@@ -33,7 +33,8 @@ struct ActivationOffloadOptions {
 // those without offload. Thread-safe. This object must outlive the autograd graphs of the blocks.
 class ActivationOffload {
  public:
-  // Tensors in memory of another type, such as masks in host memory, stay there. Others must be on `device`.
+  // Tensors in memory of another type, such as masks in host memory, stay there. Others must be on `device`, which is
+  // the thread's current device if it has no index.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload();
 

@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-// Counts the bytes of tensors exactly as requested from the allocator.
+// Counts the bytes of tensors: on the CPU exactly as requested from the allocator, on an accelerator rounded up by it.
 //
 //   tessera::PeakMemory memory;
 //   auto model = Gpt(config);
@@ -22,7 +22,8 @@ namespace tessera {
 // Like torch.cuda.max_memory_allocated, but also for the CPU.
 class PeakMemory {
  public:
-  // Throws std::invalid_argument if the device's allocator has no statistics.
+  // An accelerator without an index is the thread's current device. Throws std::invalid_argument if the device's
+  // allocator has no statistics.
   explicit PeakMemory(c10::Device device = c10::kCPU);
   ~PeakMemory();
   PeakMemory(const PeakMemory&) = delete;

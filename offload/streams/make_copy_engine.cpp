@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/stream_uses.h"
 #include "offload/streams/simulated_link.h"
 
 namespace tessera::internal {
@@ -11,7 +12,7 @@ std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device) {
   if (device.is_cpu()) return make_thread_copy_engine(link != nullptr ? *link : SimulatedLink());
   if (link != nullptr)
     throw std::invalid_argument("a SimulatedLink on " + device.str() + ": only a CPU's link is simulated");
-  return make_stream_copy_engine(device);
+  return make_stream_copy_engine(with_index(device));
 }
 
 }  // namespace tessera::internal

@@ -194,6 +194,25 @@ TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
   expect_no_findings();
 }
 
+// On the thread's current device.
+TEST(AcceleratorMemory, ADeviceNeedsNoIndex) {
+  const Simulation simulation;
+  const c10::DeviceGuard guard(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(accelerator::device_count() - 1)));
+  PeakMemory memory(at::kCUDA);
+  const int64_t before = memory.current_bytes();
+  const at::Tensor x = torch::ones({1024}, at::kCUDA).requires_grad_();
+  EXPECT_GE(memory.current_bytes() - before, 4096);
+  ActivationOffload activations(at::kCUDA, {.min_bytes = 0});
+  at::Tensor y;
+  {
+    const ActivationOffload::Scope scope(activations);
+    y = checkpointed([](const at::Tensor& in) { return in.square(); }, x * 2);
+  }
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad().cpu(), torch::full({1024}, 8.0)));
+  expect_no_findings();
+}
+
 // A load replaces the existing tensors one after another.
 TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
   const TemporaryFolder folder;

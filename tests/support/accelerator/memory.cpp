@@ -189,15 +189,23 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     std::lock_guard lock(mutex);
     c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocated_bytes[kAll].current = device_memory[device].allocated_bytes;
-    stats.allocated_bytes[kAll].peak = device_memory[device].peak_bytes;
-    stats.reserved_bytes[kAll].current = device_memory[device].reserved_bytes;
+    const DeviceMemory& memory = device_memory[checked(device)];
+    stats.allocated_bytes[kAll].current = memory.allocated_bytes;
+    stats.allocated_bytes[kAll].peak = memory.peak_bytes;
+    stats.reserved_bytes[kAll].current = memory.reserved_bytes;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {
     std::lock_guard lock(mutex);
-    device_memory[device].peak_bytes = device_memory[device].allocated_bytes;
+    DeviceMemory& memory = device_memory[checked(device)];
+    memory.peak_bytes = memory.allocated_bytes;
+  }
+
+ private:
+  static c10::DeviceIndex checked(c10::DeviceIndex device) {
+    TORCH_CHECK(device >= 0 && device < kDevices, "Invalid device argument ", device, ": did you call init?");
+    return device;
   }
 };
 
