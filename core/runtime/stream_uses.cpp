@@ -26,10 +26,10 @@ void order_streams(const c10::Stream& first, const c10::Stream& then) {
 
 void StreamUses::begin(c10::Device device) {
   users_.clear();
-  ready_.reset();
   if (device.is_cpu()) return;
   users_.push_back(current_stream(device));
-  ready_ = std::make_shared<c10::Event>(device.type());
+  if (ready_.use_count() != 1)
+    ready_ = std::make_shared<c10::Event>(device.type());  // a copy may still need the old one
   ready_->record(users_[0]);
 }
 
