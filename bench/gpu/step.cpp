@@ -9,7 +9,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <functional>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include <tessera/tessera.h>
+#include "bench/number_argument.h"
 #include "gpt.h"
 
 namespace {
@@ -45,11 +45,9 @@ class Settings {
   }
   int64_t number(const std::string& name) const {
     const std::string& value = text(name);
-    int64_t number = 0;
-    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-    if (error != std::errc() || end != value.data() + value.size())
-      throw std::invalid_argument("gpu_bench: " + name + "=" + value + "; expected a whole number");
-    return number;
+    const auto number = number_in<int64_t>(value);
+    if (!number) throw std::invalid_argument("gpu_bench: " + name + "=" + value + "; expected a whole number");
+    return *number;
   }
   bool flag(const std::string& name) const { return values_.contains(name) && number(name) != 0; }
 
