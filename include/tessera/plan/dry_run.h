@@ -106,12 +106,13 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 // use other kernels on a GPU (attention, convolutions), which save other tensors for backward. The allocator's rounding
 // and the kernels' scratch memory are not counted.
 //
-// Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
-// computed (a loss's item(), a norm) reads as 0, and RunRecord::stand_ins lists the operator. Code that bypasses the
-// dispatcher reads zeros. Throws std::invalid_argument, naming the operator, if a result's shape depends on missing
-// values. Also throws it if libtorch cannot infer a shape in C++ and the operator is too large to run, and if `steps`
-// is below 2. Throws std::logic_error in a nested run on this thread. Restores the default CPU generator. Not
-// collective. Uses one thread. While the first dry run of a process starts, no other thread may create tensors.
+// Numbers, counters, integer tensors (tokens, masks), floating-point tensors of at most 4 KiB, and values computed from
+// them alone are real. A value that was not computed (a loss's item(), a norm) reads as 0, and RunRecord::stand_ins
+// lists the operator. Code that bypasses the dispatcher reads zeros. Throws std::invalid_argument, naming the operator,
+// if a result's shape depends on missing values. Also throws it if libtorch cannot infer a shape in C++ and the
+// operator is too large to run, and if `steps` is below 2. Throws std::logic_error in a nested run on this thread.
+// Restores the default CPU generator. Not collective. Uses one thread. While the first dry run of a process starts, no
+// other thread may create tensors.
 template <class MakeModel, class Step>
 RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {
   RunScope scope(options);
