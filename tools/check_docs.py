@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Compares the documentation with the tree. Links must have a target. Quoted errors must exist in the code, and errors of
-the libraries must be quoted. Names in a table's column "Tessera" must exist. The API reference must have every public
-header.
+the libraries must be quoted. Names in a table's column "Tessera" must exist, and so must the libraries that lines of CMake
+link. The API reference must have every public header.
 
 In a table with a column that begins with "error" or "the error", `code` quotes an error, with `...` for the parts that
-differ. Each piece between must consist of at most three texts of the libraries, the tools, the tests' consumer or the
-CMake files, because code joins errors from such texts. One text of each error of the libraries must be quoted, unless the
-error states the expected value; tools/errors_without_entry lists the other exceptions. Names such as `std::logic_error`
-are skipped, and so are errors of autograd: autograd's `code`.
+differ. Each piece between must consist of at most three texts of the libraries, the tools or the CMake files, because
+code joins errors from such texts. One text of each error of the libraries must be quoted, unless the error states the
+expected value; tools/errors_without_entry lists the other exceptions. Names such as `std::logic_error` are skipped, and
+so are errors of autograd: autograd's `code`.
 
 With --headers it checks nothing and prints the headers of the API reference, for tools/docs.sh.
 """
@@ -166,6 +166,15 @@ def check_links(pages, problems, root=ROOT):
     return count
 
 
+def check_targets(pages, problems):
+    """Lines of CMake link libraries that the package has."""
+    names = re.search(r"set\(TESSERA_LIBRARIES ([^)]+)\)", (ROOT / "CMakeLists.txt").read_text(encoding="utf-8"))[1].split()
+    for page in pages:
+        for line in re.findall(r"target_link_libraries\(.*", page.read_text(encoding="utf-8")):
+            problems += [f"{page.relative_to(ROOT)}: there is no library tessera::{name}"
+                         for name in re.findall(r"tessera::(\w+)", line) if name not in [*names, "tessera"]]
+
+
 def public_headers():
     """The headers of the API reference: the installed ones, without include/tessera/detail/."""
     names = [str(path.relative_to(ROOT)) for path in tracked("include/tessera/*.h")]
@@ -196,6 +205,7 @@ def main():
     pages = tracked("*.md")
     errors, names, links = (check(pages, problems) for check in (check_errors, check_names, check_links))
     headers, thrown = check_headers(problems), check_thrown(pages, problems)
+    check_targets(pages, problems)
     print(*problems, sep="\n", end="\n" if problems else "")
     print(f"{thrown} errors, {errors} quoted, {names} names, {links} links in {len(pages)} pages, {headers} headers: {len(problems)} problems")
     return 1 if problems else 0
