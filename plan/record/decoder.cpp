@@ -102,7 +102,7 @@ DecoderOptions decoder_of(const std::string& text) {
                                             {"mlp", &options.mlp_width},     {"vocab", &options.vocabulary},
                                             {"head_dim", &options.head_dim}, {"sequence", &options.sequence},
                                             {"batch", &options.batch},       {"tie", &tie}};
-  for (size_t begin = colon + 1; begin < text.size();) {
+  for (size_t begin = colon + 1; begin < text.size() || text[begin - 1] == ',';) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
     begin = end + 1;

@@ -212,6 +212,7 @@ TEST_F(Command, MistakesAreExplained) {
       {{"consolidate", at("a"), at("a/rank-00000-0.safetensors")}, "is in the checkpoint"},
       {{"diff", at("a"), at("a"), "--tolerance", "-1"}, "tolerance is -1"},
       {{"help", "bogus"}, "no command 'bogus'"},
+      {{"help", "plan", "x"}, "help takes one command, got 'plan' and 'x'"},
       {{"inspect", ""}, "a path is empty, expected: tessera inspect PATH"},
       {{"consolidate", at("a"), ""}, "a path is empty"},
       {{"trace", "merge", "", at("a")}, "a path is empty"},

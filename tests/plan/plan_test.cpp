@@ -407,6 +407,7 @@ TEST(PlanModels, FromTextAndHuggingFace) {
   std::ofstream(file) << R"({"model_type": "t5"})";
   expect_contains(error_of<std::invalid_argument>([&] { decoder_of_config(file, 0, 1); }), "model_type is 't5'");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:depth=3"); }), "depth=3");
+  expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:layers=2,"); }), "'', expected layers, width");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:width=10,heads=3"); }), "3 heads");
   EXPECT_EQ(bytes_of_text("80GiB"), int64_t{80} << 30);
   expect_contains(error_of<std::invalid_argument>([] { bytes_of_text("80 apples"); }), "80 apples");

@@ -257,11 +257,14 @@ int run(int argc, char** argv) {
     std::cout << "tessera " << TESSERA_VERSION << "\n";
     return 0;
   }
-  const bool asks_for_help = values.count("help") > 0 || (!words.empty() && words[0] == "help");
-  if (!words.empty() && words[0] == "help") words.erase(words.begin());
-  if (asks_for_help || words.empty()) {
-    print_help(words.empty() ? "" : take_command(words), options);
-    return asks_for_help ? 0 : 2;
+  const bool is_help_command = !words.empty() && words[0] == "help";
+  if (is_help_command) words.erase(words.begin());
+  if (is_help_command || values.count("help") > 0 || words.empty()) {
+    const std::string about = words.empty() ? "" : take_command(words);
+    if (is_help_command && !words.empty())
+      throw po::error("help takes one command, got '" + about + "' and '" + words[0] + "'");
+    print_help(about, options);
+    return is_help_command || values.count("help") > 0 ? 0 : 2;
   }
   const std::string name = take_command(words);
   return run_command(name, values, words, arguments);
