@@ -50,6 +50,7 @@ void name_options() {
   static_cast<void>(tessera::FsdpOptions{.wire = {.parameters = tessera::WireFormat::kInt8Blocks}});
   static_cast<void>(tessera::GroupOptions{.backend = "mpi"});
   static_cast<void>(tessera::SaveOptions{.keep_last = 3});
+  static_cast<void>(tessera::FullTensor{"weight", at::kFloat, {2, 3}});
   static_cast<void>(tessera::SaveFullOptions{.max_file_bytes = int64_t{1} << 30});
   static_cast<void>(tessera::ActivationOffloadOptions{.host_limit_bytes = int64_t{1} << 30});
   static_cast<void>(tessera::EventWriter::Options{.flush_every = std::chrono::seconds(1)});

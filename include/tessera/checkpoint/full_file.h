@@ -46,10 +46,10 @@ void load_full(const std::filesystem::path& path, ModelShards& model, const Load
 
 // The description of a tensor in a full file.
 struct FullTensor {
-  std::string name;
+  std::string name{};
   at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> shape;
-  std::vector<std::string> aliases;
+  std::vector<int64_t> shape{};
+  std::vector<std::string> aliases{};
 };
 
 // Writes full files from one process. data(t) must return the values of `t`, an entry of `tensors`, row-major in host
