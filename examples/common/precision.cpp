@@ -2,10 +2,9 @@
 
 #include <torch/cuda.h>
 
-#include <c10/util/StringUtil.h>
 #include <boost/program_options/value_semantic.hpp>
-#include <cmath>
-#include <set>
+
+#include "examples/common/option_checks.h"
 
 namespace examples {
 namespace po = boost::program_options;
@@ -59,27 +58,6 @@ void describe_precision(po::options_description& description, ComputeOptions& op
       }),
       "of forward and backward: fp32, bf16 or fp16 (with a scaled loss); parameters and optimizer stay in fp32; "
       "default: bf16 on a GPU, else fp32");
-}
-
-void refuse_empty(const po::variables_map& values) {
-  static const std::set<std::string> kMayBeEmpty = {"prompt", "demo", "help"};  // the last two are switches
-  for (const auto& [option, value] : values)
-    if (const auto* text = boost::any_cast<std::string>(&value.value());
-        text != nullptr && text->empty() && !kMayBeEmpty.contains(option))
-      throw OptionsError("--" + option + " is empty: give a value, or leave the option out");
-}
-
-void check_ranges(std::initializer_list<Range> ranges) {
-  for (const auto& [option, value, least, most] : ranges)
-    if (value < least || value > most)
-      throw OptionsError("--" + std::string(option) + " must be at " +
-                         (value < least ? "least " + std::to_string(least) : "most " + std::to_string(most)) +
-                         ", got " + std::to_string(value));
-}
-
-void check_not_negative(const char* option, double value) {
-  if (!(value >= 0.0 && std::isfinite(value)))
-    throw OptionsError(c10::str("--", option, " must be a number of at least 0, got ", value));
 }
 
 std::string describe(const std::string& device, Precision precision) {

@@ -1,14 +1,11 @@
-// Options of train_gpt and finetune for the device and precision, and the checks of both programs' options.
+// The device and precision of train_gpt and finetune.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <boost/program_options/options_description.hpp>
-#include <boost/program_options/variables_map.hpp>
-#include <initializer_list>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
 #include <tessera/autocast.h>
@@ -17,12 +14,6 @@
 #include <tessera/optim/sharded_grad_scaler.h>
 
 namespace examples {
-
-// An invalid command line; main() returns 2.
-class OptionsError : public std::invalid_argument {
- public:
-  using std::invalid_argument::invalid_argument;
-};
 
 // Where ranks compute. kAuto: a GPU for each rank if the program sees one, else the CPU.
 enum class DeviceKind { kAuto, kCpu, kCuda };
@@ -47,18 +38,6 @@ struct ComputeOptions {
 // OptionsError for unknown ones.
 void describe_device(boost::program_options::options_description& description, ComputeOptions& options);
 void describe_precision(boost::program_options::options_description& description, ComputeOptions& options);
-
-// Throws OptionsError for an empty text, except for the text of --prompt.
-void refuse_empty(const boost::program_options::variables_map& values);
-
-struct Range {
-  const char* option;
-  int64_t value, least, most;
-};
-// Throws OptionsError for the first value that is out of its range.
-void check_ranges(std::initializer_list<Range> ranges);
-// Throws OptionsError unless the value is finite and at least 0.
-void check_not_negative(const char* option, double value);
 
 // "cuda:0, bf16, parameters and optimizer fp32"
 std::string describe(const std::string& device, Precision precision);

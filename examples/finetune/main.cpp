@@ -24,6 +24,7 @@
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
+#include "examples/common/option_checks.h"
 #include "examples/common/precision.h"
 
 namespace {

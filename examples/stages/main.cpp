@@ -9,6 +9,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <tessera/tessera.h>
+#include "examples/common/option_checks.h"
 
 namespace {
 
@@ -82,10 +83,10 @@ Options parse(int argc, char** argv) {
     std::cout << all;
     std::exit(0);
   }
-  if (options.stage < 0 || options.stage > 3)
-    throw po::error("--stage must be 0 to 3, got " + std::to_string(options.stage));
-  if (options.ranks < 1 || options.steps < 1 || options.batch < 1)
-    throw po::error("--ranks, --steps and --batch must be at least 1");
+  examples::check_ranges({{"stage", options.stage, 0, 3},
+                          {"ranks", options.ranks, 1, 1024},
+                          {"steps", options.steps, 1, 1'000'000'000},
+                          {"batch", options.batch, 1, 1'000'000}});
   return options;
 }
 
@@ -95,7 +96,7 @@ int main(int argc, char** argv) {
   Options options;
   try {
     options = parse(argc, argv);
-  } catch (const po::error& error) {
+  } catch (const std::logic_error& error) {  // of boost, or OptionsError
     std::cerr << "stages: " << error.what() << "\n";
     return 2;
   }

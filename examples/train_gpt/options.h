@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "examples/common/option_checks.h"
 #include "examples/common/precision.h"
 #include "gpt.h"
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <tessera/tessera.h>
+#include "examples/common/option_checks.h"
 
 namespace {
 
@@ -151,8 +152,7 @@ Options parse(int argc, char** argv) {
   for (const auto& wrapper : options.wrappers)
     if (std::find(kWrappers.begin(), kWrappers.end(), wrapper) == kWrappers.end())
       throw po::error("--wrapper must be adam, oss, sdp or fsdp, got '" + wrapper + "'");
-  if (options.ranks < 1) throw po::error("--ranks must be at least 1, got " + std::to_string(options.ranks));
-  if (options.width < 1) throw po::error("--width must be at least 1, got " + std::to_string(options.width));
+  examples::check_ranges({{"ranks", options.ranks, 1, 1024}, {"width", options.width, 1, 1'000'000}});
   return options;
 }
 
@@ -177,7 +177,7 @@ int main(int argc, char** argv) {
   Options options;
   try {
     options = parse(argc, argv);
-  } catch (const po::error& error) {
+  } catch (const std::logic_error& error) {  // of boost, or OptionsError
     std::cerr << "zero_recipe: " << error.what() << "\n";
     return 2;
   }

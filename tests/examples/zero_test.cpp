@@ -70,7 +70,11 @@ TEST(Stages, HaveTheSameLossesAndPredictSharded) {
 }
 
 TEST(Examples, MistakesEndWithAMessage) {
-  EXPECT_NE(run({built(STAGES_EXECUTABLE), "--stage", "4"}, 2).find("--stage must be 0 to 3"), std::string::npos);
+  EXPECT_NE(run({built(STAGES_EXECUTABLE), "--stage", "4"}, 2).find("--stage must be at most 3"), std::string::npos);
+  EXPECT_NE(run({built(STAGES_EXECUTABLE), "--batch", "9000000000000000000"}, 2).find("--batch must be at most"),
+            std::string::npos);
+  EXPECT_NE(run({built(ZERO_RECIPE_EXECUTABLE), "--width", "4611686018427387904"}, 2).find("--width must be at most"),
+            std::string::npos);
   EXPECT_NE(run({built(ZERO_RECIPE_EXECUTABLE), "--wrapper", "ddp"}, 2).find("must be adam, oss, sdp or fsdp"),
             std::string::npos);
 }

@@ -1,0 +1,29 @@
+// Checks of the examples' command lines.
+#pragma once
+
+#include <boost/program_options/variables_map.hpp>
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+
+namespace examples {
+
+// An invalid command line; main() returns 2.
+class OptionsError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Throws OptionsError for an empty text, except for the text of --prompt.
+void refuse_empty(const boost::program_options::variables_map& values);
+
+struct Range {
+  const char* option;
+  int64_t value, least, most;
+};
+// Throws OptionsError for the first value that is out of its range.
+void check_ranges(std::initializer_list<Range> ranges);
+// Throws OptionsError unless the value is finite and at least 0.
+void check_not_negative(const char* option, double value);
+
+}  // namespace examples
