@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <fstream>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
@@ -94,7 +95,7 @@ constexpr int32_t kLlmcUint16Version = 1;
 constexpr size_t kLlmcHeaderBytes = 256 * sizeof(int32_t);
 
 [[noreturn]] void fail(const fs::path& path, const std::string& problem) {
-  throw std::runtime_error("data " + path.string() + ": " + problem);
+  throw std::runtime_error("--data " + path.string() + ": " + problem);
 }
 
 std::string read_bytes(const fs::path& path) {
@@ -209,18 +210,24 @@ std::span<const uint16_t> Corpus::train() const { return std::span(tokens).first
 
 std::span<const uint16_t> Corpus::validation() const { return std::span(tokens).subspan(train_numel(tokens)); }
 
-Corpus read_corpus(const fs::path& path) {
+Corpus read_corpus(const fs::path& path) try {
   if (!fs::exists(path)) fail(path, "does not exist");
   if (fs::is_directory(path)) return read_directory(path);
   if (!fs::is_regular_file(path)) fail(path, "is neither a file nor a directory");
   if (path.extension() == ".bin") return read_token_file(path);
   return corpus_of_text(path, read_text(path), "");
+} catch (const fs::filesystem_error& error) {  // of a file below a directory
+  fail(path, error.path1().string() + ": " + error.code().message());
+} catch (const std::bad_alloc&) {
+  fail(path, "does not fit in memory");
+} catch (const std::length_error&) {
+  fail(path, "does not fit in memory");
 }
 
 void check_length(const Corpus& corpus, int64_t context) {
   const auto check = [&](std::span<const uint16_t> part, const char* name) {
     if (static_cast<int64_t>(part.size()) > context) return;
-    throw std::runtime_error("data " + corpus.description + ": its " + name + " part has " +
+    throw std::runtime_error("--data " + corpus.description + ": its " + name + " part has " +
                              std::to_string(part.size()) + " tokens; a context of " + std::to_string(context) +
                              " needs at least " + std::to_string(context + 1));
   };

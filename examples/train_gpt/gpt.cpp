@@ -208,7 +208,7 @@ void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
 
 GptOptions read_gpt2_options(const fs::path& directory) {
   std::ifstream file(directory / "config.json");
-  const std::string where = (directory / "config.json").string();
+  const std::string where = "--import-gpt2 " + (directory / "config.json").string();
   if (!file) throw CheckpointError(where + " cannot be read");
   const std::string text(std::istreambuf_iterator<char>(file), {});
   if (const std::string problem = tessera::internal::lfs_problem(text); !problem.empty())
@@ -245,8 +245,8 @@ void import_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
   const GptOptions theirs = read_gpt2_options(directory);
   auto check = [&](const char* what, auto other, auto own) {
     if (other != own)
-      throw CheckpointError(directory.string() + ": " + what + " is " + nlohmann::json(other).dump() +
-                            ", the model's " + nlohmann::json(own).dump());
+      throw CheckpointError("--import-gpt2 " + directory.string() + ": " + what + " is " +
+                            nlohmann::json(other).dump() + ", the model's " + nlohmann::json(own).dump());
   };
   check("n_head", theirs.heads, options.heads);
   check("layer_norm_epsilon", theirs.norm_epsilon, options.norm_epsilon);

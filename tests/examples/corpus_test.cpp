@@ -91,6 +91,11 @@ TEST(Corpus, ErrorsNameTheFileAndTheProblem) {
   EXPECT_NE(error_of(folder.write("empty.txt", "")).find("no text"), std::string::npos);
   EXPECT_NE(error_of(folder.write("empty/b.dat", "\0"s).parent_path()).find("no text"), std::string::npos);
   EXPECT_NE(error_of(folder.write("odd.bin", "abc")).find("odd number"), std::string::npos);
+  folder.write("links/a.txt", "text");
+  std::filesystem::create_symlink("loop", folder / "links/loop");
+  EXPECT_NE(error_of(folder / "links")
+                .find("--data " + (folder / "links").string() + ": " + (folder / "links/loop").string() + ": "),
+            std::string::npos);
   for (const char* name : {"pointer.txt", "pointer.bin", "pointer.json"})
     EXPECT_NE(error_of(folder.write(name, kLfsPointer)).find(kLfsProblem), std::string::npos) << name;
   EXPECT_NE(error_of(folder.write("none.bin", "")).find("no tokens"), std::string::npos);
