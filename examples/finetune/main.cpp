@@ -110,7 +110,7 @@ std::vector<int64_t> continued(const Forward& forward, std::vector<int64_t> text
                                at::Device device) {
   const at::NoGradGuard no_grad;
   auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
-  while (static_cast<int64_t>(text.size()) < options.sample) {
+  for (int64_t drawn = 0; drawn < options.sample; ++drawn) {
     const auto count = std::min<int64_t>(options.length, static_cast<int64_t>(text.size()));
     const at::Tensor ids = torch::tensor(std::vector<int64_t>(text.end() - count, text.end())).unsqueeze(0);
     const at::Tensor logits = forward(as_inputs(ids, device))["logits"].tensor().select(1, count - 1).cpu();
@@ -125,6 +125,7 @@ std::vector<int64_t> continued(const Forward& forward, std::vector<int64_t> text
 // tools/tokenize_text.py --decode.
 template <class Forward>
 void print_sample(const Forward& forward, const Batches& batches, const Options& options, const Comm& comm) {
+  if (options.sample == 0) return;
   const at::Tensor line = batches.line().flatten();
   std::vector<int64_t> text(options.prompt.begin(), options.prompt.end());
   if (text.empty())
@@ -251,7 +252,7 @@ int main(int argc, char** argv) {
       ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "rows of each rank")  //
       ("length", po::value(&options.length), "tokens in a window")("lr", po::value(&options.lr), "")     //
       ("weight-decay", po::value(&options.weight_decay), "of AdamW; 0: Adam")                            //
-      ("sample", po::value(&options.sample), "number of ids to generate at the end")                     //
+      ("sample", po::value(&options.sample), "number of ids to generate at the end; 0: no sample")       //
       ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: print text")          //
       ("prompt", po::value(&options.prompt), "start of the sample, with --characters")                   //
       ("log-every", po::value(&options.log_every), "steps between printed losses")                       //

@@ -58,6 +58,7 @@ class Finetune(unittest.TestCase):
             capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.computed = done.stdout.splitlines()[0]
+        self.assertEqual(len(done.stdout.splitlines()[-1].split()), 8 + 16)  # half of a window, and the sample
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
         return {int(line[1]): line[3] for line in lines}, load_file(self.folder / out / "trained/model.safetensors")
 
