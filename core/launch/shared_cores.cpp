@@ -10,7 +10,6 @@
 #include <string>
 #include <utility>
 
-#include "core/memory/container_limits.h"
 #include "core/runtime/guarded_by.h"
 
 namespace tessera::internal {
@@ -39,11 +38,11 @@ bool is_bound(const std::string& launcher) {
 
 }  // namespace
 
-void share_cores(const LaunchEnvironment& environment) {
-  if (environment.local_world_size < 2 || is_bound(environment.launcher)) return;
+void share_cores(const LaunchEnvironment& environment, int cores) {
+  if (environment.local_world_size < 1 || is_bound(environment.launcher)) return;
   std::lock_guard lock(sharing);
   const int threads = at::get_num_threads();
-  const int share = std::max(1, available_cores() / environment.local_world_size);
+  const int share = std::max(1, cores / environment.local_world_size);
   if (threads_before != 0 || share >= threads || is_chosen(threads)) return;
   at::set_num_threads(share);
   threads_before = threads;

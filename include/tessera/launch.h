@@ -39,10 +39,9 @@ struct ProcessSetup {
   // Opens /dev/null as stdin, stdout and stderr, if these are closed. Otherwise a connection could get the descriptor
   // of stdout, and then receive the program's output.
   bool open_standard_descriptors = true;
-  // Sets the number of intra-operator threads (at::set_num_threads) to the cores of this host divided by its ranks, at
-  // least 1. Never raises the number. A no-op in three cases: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the program
-  // has set a number other than the default, or a launcher has bound the rank to cores. Applies only to init() with
-  // several ranks on a host.
+  // Sets the number of intra-operator threads (at::set_num_threads) to the cores of this host, or the CPU quota of its
+  // container, divided by its ranks, at least 1. Never raises the number. A no-op if OMP_NUM_THREADS or MKL_NUM_THREADS
+  // is set, the program has set a number, or a launcher has bound the rank to cores. Applies only to init().
   bool share_cores = true;
   // true: init() sets the signal handlers of stop_requested(). false: the first call of stop_requested() sets them.
   bool stop_signals = false;

@@ -39,6 +39,7 @@
 #include "core/comm/backends.h"
 #include "core/comm/shared_memory/tracer_permission.h"
 #include "core/comm/short_name_lookups.h"
+#include "core/launch/shared_cores.h"
 #include "core/runtime/sigpipe_block.h"
 #include "core/runtime/warn.h"
 #include "tests/comm/on_processes.h"
@@ -357,6 +358,17 @@ TEST(ProcessSetup, ThreadsThatTheProgramHasChosenStay) {
     const int before = at::get_num_threads();
     const auto comm = init({.timeout = 60s});
     return at::get_num_threads() == before ? 0 : 1;
+  });
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
+}
+
+TEST(ProcessSetup, ARankAloneOnItsHostKeepsToTheContainersQuota) {
+  const auto codes = on_launched_processes([](int) {
+    const int before = at::get_num_threads();
+    share_cores({.launcher = kByHand}, 1);
+    if (at::get_num_threads() != 1) return 1;
+    stop_sharing_cores();
+    return at::get_num_threads() == before ? 0 : 2;
   });
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
