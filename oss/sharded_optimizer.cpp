@@ -131,9 +131,9 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
       const at::Tensor& parameter = param_groups_[group].params()[i];
       std::ostringstream line;
       line << "parameter " << i << " of group " << group << ": " << parameter.scalar_type() << " " << parameter.sizes()
-           << (parameter.requires_grad()    ? ""
-               : is_stepped(parameter) ? " frozen, with a gradient"
-                                       : " frozen");
+           << (parameter.requires_grad() ? ""
+               : is_stepped(parameter)   ? " frozen, with a gradient"
+                                         : " frozen");
       lines.push_back(line.str());
     }
   }
