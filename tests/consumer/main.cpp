@@ -52,6 +52,7 @@ void name_options() {
   static_cast<void>(tessera::SaveOptions{.keep_last = 3});
   static_cast<void>(tessera::FullTensor{"weight", at::kFloat, {2, 3}});
   static_cast<void>(tessera::SaveFullOptions{.max_file_bytes = int64_t{1} << 30});
+  static_cast<void>(tessera::FullTensor{.name = "weight", .shape = {3}});
   static_cast<void>(tessera::ActivationOffloadOptions{.host_limit_bytes = int64_t{1} << 30});
   static_cast<void>(tessera::EventWriter::Options{.flush_every = std::chrono::seconds(1)});
   static_cast<void>(tessera::ExportedOptions{.device = at::kCPU, .weights = "model.safetensors"});
