@@ -37,11 +37,14 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
   require_residency();
   std::shared_ptr<Scheduler> scheduler(new Scheduler(module, std::move(comm), options));
   Binding& binding = scheduler->gradients_.binding();
+  const std::string label = binding.parameters().empty() ? "" : binding.label(0);
   binding.set_take(while_alive(
       std::weak_ptr(scheduler),
       [](Scheduler& self, size_t parameter, const at::Tensor& gradient) { return self.take(parameter, gradient); },
-      [](size_t, const at::Tensor&) -> at::Tensor {
-        throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
+      [label](size_t, const at::Tensor&) -> at::Tensor {
+        throw std::logic_error(label +
+                               " would get a gradient of a forward through a wrapper that no longer exists: keep the "
+                               "wrapper until backward is over");
       }));
   binding.hook_all();
   return scheduler;

@@ -167,7 +167,8 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
     if (pager == nullptr && state.is_always_there()) return;
     if (pager == nullptr)
       throw std::logic_error(schema.name() + " was given a parameter of " + state.name +
-                             ", whose FullyShardedDataParallel no longer exists");
+                             ", whose FullyShardedDataParallel no longer exists: keep the wrapper while the module is "
+                             "used, or take full_state_dict() before it ends");
     if (is_written && !state.writable) {
       if (!pager->refuse(*state.page, tensor, schema.name())) return;
       result.is_done = true;

@@ -83,7 +83,28 @@ TEST(Usage, AnUnusedWrapperCanBeDestroyedAndTheModuleSaysSo) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = chain(1, 8);
     { FullyShardedDataParallel fsdp(model, comm); }
-    expect_contains(error_of<std::logic_error>([&] { model->forward(input(0)); }), "no longer exists");
+    expect_contains(error_of<std::logic_error>([&] { model->forward(input(0)); }),
+                    "no longer exists: keep the wrapper while the module is used, or take full_state_dict()");
+  });
+}
+
+struct OnlyBias : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x + bias; }
+  at::Tensor bias = register_parameter("bias", torch::zeros({4}));
+};
+
+// Backward uses no parameter, so only the arriving gradient finds that the wrapper has gone.
+TEST(Usage, AGradientForADestroyedWrapperIsRefusedByName) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const auto model = on_rank_device(std::make_shared<OnlyBias>());
+    at::Tensor loss;
+    {
+      FullyShardedDataParallel fsdp(model, comm);
+      loss = fsdp(on_rank_device(torch::ones({2, 4}))).sum();
+    }
+    expect_contains(error_of<std::logic_error>([&] { loss.backward(); }),
+                    "parameter 'bias' on rank " + std::to_string(comm->rank()) +
+                        " would get a gradient of a forward through a wrapper that no longer exists: keep the wrapper");
   });
 }
 
