@@ -189,5 +189,47 @@ TEST_P(Functions, AnOperatorWhoseKernelUsesAnotherUnitsParameter) {
   });
 }
 
+// Gathers the rows of all ranks by the wrapper's communicator. Backward adds up the ranks' gradients of this rank's
+// rows.
+struct RowsOfAllRanks : torch::autograd::Function<RowsOfAllRanks> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& rows, Communicator* comm) {
+    context->saved_data["comm"] = reinterpret_cast<int64_t>(comm);
+    at::Tensor all = torch::empty({rows.size(0) * comm->size(), rows.size(1)}, rows.options());
+    comm->all_gather(all, rows.contiguous()).wait();
+    return all;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    auto* comm = reinterpret_cast<Communicator*>(context->saved_data["comm"].toInt());
+    const at::Tensor sum = gradients[0].contiguous().clone();
+    comm->all_reduce(sum).wait();
+    return {sum.chunk(comm->size())[comm->rank()], at::Tensor()};
+  }
+};
+
+// A contrastive loss compares this rank's rows with those of all ranks.
+TEST_P(Functions, ALossOverTheRowsOfAllRanks) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const auto normal = [&](const at::Tensor& x) { return run(x) / run(x).norm(2, 1, true); };
+    const auto loss = [&](int step) {
+      const at::Tensor own = normal(run.x(step)), other = normal(run.y(step));
+      const at::Tensor all = run.shards() ? RowsOfAllRanks::apply(other, run.shards()->comm().get()) : other;
+      const at::Tensor pairs = torch::arange(own.size(0), at::device(run.device)) + own.size(0) * run.rank;
+      return torch::nn::functional::cross_entropy(own.matmul(all.t()) / 0.3, pairs);
+    };
+    for (int step = 0; step < 2; ++step) {
+      run.optimizer().zero_grad();
+      {
+        const auto scope = run.no_sync();
+        loss(step + 5).backward();
+      }
+      const at::Tensor value = loss(step);
+      run.note(value.detach());
+      value.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tessera::loops::functions_test
