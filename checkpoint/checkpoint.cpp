@@ -1,12 +1,15 @@
 #include <tessera/checkpoint.h>
 
+#include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
+#include <iterator>
 #include <sstream>
 #include <typeinfo>
 #include <variant>
@@ -75,6 +78,16 @@ void check_state_value(const std::string& name, const StateValue& value, const s
 
 StateObjects internal::state_objects_of(const TrainingState& state) { return state_of(state); }
 
+std::vector<std::string> internal::describe_objects(const StateObjects& state) {
+  std::vector<std::string> lines;
+  if (state.optimizers.empty()) lines.emplace_back("optimizer none");
+  for (const auto& [name, optimizer] : state.optimizers)
+    lines.push_back("optimizer " + name + (name.empty() ? "" : " ") + c10::demangle(typeid(*optimizer).name()));
+  for (const auto& name : state.models) lines.push_back("model " + name);
+  for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
+  return lines;
+}
+
 SavePlan internal::plan_save(const StateObjects& state, const json& extra, const SaveOptions& options) {
   const NoGradNoInferenceGuard quiet;
   const auto shards = in_dense_order(state.model.shards_to_save());
@@ -105,13 +118,13 @@ SavePlan internal::plan_save(const StateObjects& state, const json& extra, const
 namespace {
 
 void save(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
-  SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/false)->run([&] {
+  SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/false, describe_objects(state))->run([&] {
     return plan_save(state, extra, options);
   });
 }
 
 PendingSave save_async(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
-  auto job = SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/true);
+  auto job = SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/true, describe_objects(state));
   job->start([&] { return plan_save(state, extra, options); });
   return PendingSave(std::move(job));
 }
@@ -138,11 +151,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   std::vector<std::string> lines{"directory " + dir.string(), "strict " + std::to_string(options.strict),
                                  "convert_dtypes " + std::to_string(options.convert_dtypes),
                                  "rng " + std::to_string(options.rng)};
-  if (state.optimizers.empty()) lines.emplace_back("optimizer none");
-  for (const auto& [name, optimizer] : state.optimizers)
-    lines.push_back("optimizer " + name + (name.empty() ? "" : " ") + optimizer_kind(*optimizer));
-  for (const auto& name : state.models) lines.push_back("model " + name);
-  for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
+  std::ranges::move(describe_objects(state), std::back_inserter(lines));
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
   fs::path from = dir;

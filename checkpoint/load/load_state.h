@@ -26,6 +26,9 @@ struct StateObjects {
 // Returns the objects of `state`, which must outlive them. Throws std::invalid_argument while averages are swapped in.
 StateObjects state_objects_of(const TrainingState& state);
 
+// Returns lines that name the objects, which must be equal on all ranks.
+std::vector<std::string> describe_objects(const StateObjects& state);
+
 // Loads a checkpoint's state into the objects. Collective. Reads and verifies this rank's part in host memory, and
 // changes the objects only after all ranks have read their parts. On a mismatch or a read error, throws CheckpointError
 // on all ranks. The error text starts with `what`, and lists every mismatch.

@@ -65,7 +65,8 @@ SaveJob::SaveJob(fs::path dir, std::shared_ptr<Communicator> comm, const SaveOpt
       subgroups_(comm_->rank(), comm_->size()) {}
 
 std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Communicator> comm,
-                                        const SaveOptions& options, bool is_async) {
+                                        const SaveOptions& options, bool is_async,
+                                        const std::vector<std::string>& objects) {
   comm->require_values("saving the checkpoint '" + dir.string() + "'");
   std::shared_ptr<SaveJob> job(new SaveJob(dir, comm, options));
   std::shared_ptr<SaveJob> before;
@@ -84,11 +85,14 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
     with_group_saves(comm, [&](GroupSaves& saves) { removal = saves.removal; });
   }
   settle_before(*comm, failure, removal, dir, job->heartbeat_);
-  require_agreement(*comm, "where to save a checkpoint",
-                    {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
-                     "block_bytes " + std::to_string(options.block_bytes),
-                     "copy_in_background " + std::to_string(options.copy_in_background),
-                     "rng " + std::to_string(options.rng), "asynchronous " + std::to_string(is_async)});
+  std::vector<std::string> lines{"directory " + dir.string(),
+                                 "keep_last " + std::to_string(options.keep_last),
+                                 "block_bytes " + std::to_string(options.block_bytes),
+                                 "copy_in_background " + std::to_string(options.copy_in_background),
+                                 "rng " + std::to_string(options.rng),
+                                 "asynchronous " + std::to_string(is_async)};
+  lines.insert(lines.end(), objects.begin(), objects.end());
+  require_agreement(*comm, "where to save a checkpoint", lines);
   on_all_ranks(*comm, job->what_, [&] { check_options(options); });
   on_all_ranks_slowly(*comm, job->what_, job->heartbeat_, [&] {
     if (comm->rank() == 0) job->partial_ = PartialCheckpoint::begin(dir, [&] { job->heartbeat_.beat(); });

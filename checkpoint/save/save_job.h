@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include <tessera/checkpoint/options.h>
 #include <tessera/communicator.h>
@@ -27,8 +28,10 @@ namespace tessera::internal {
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   // Waits for the group's previous save, and throws its error if it failed. Then creates the temporary directory.
+  // `objects` are lines that name the objects to save. If they differ between ranks, throws on all ranks.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
-                                        const SaveOptions& options, bool is_async);
+                                        const SaveOptions& options, bool is_async,
+                                        const std::vector<std::string>& objects);
   // Blocks until the group's save in flight, if any, has ended, so that its checkpoint can be found. Not collective.
   // Does not throw the save's error: the save's PendingSave or the group's next save throws it.
   static void await_save_before(const std::shared_ptr<Communicator>& comm);

@@ -35,7 +35,7 @@ class FileLock;
 //   extra       values of rank 0 (step, position, ...); numbers must be finite, and binary data is not allowed
 //
 // Throws CheckpointError for files and CommError for a broken group. Throws std::invalid_argument for bad arguments,
-// and while the averages of a given Ema or optimizer are swapped in.
+// for objects or options that differ between ranks, and while the averages of a given Ema or optimizer are swapped in.
 
 // Writes a checkpoint, and blocks until the checkpoint is complete and durable. Until then, the directory keeps its old
 // content. Saves the buffers of rank 0. If the group has an asynchronous save in flight, first waits for that save. If

@@ -468,6 +468,10 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     comm->barrier();
     save_checkpoint(folder / "a", model);  // the group still works
     EXPECT_EQ(latest_checkpoint(folder.path()), folder / "a");
+    DistributedSampler sampler(8, comm->rank(), comm->size());
+    const auto state = comm->rank() == 0 ? TrainingState{model} : TrainingState{model, sampler};
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", state); }),
+                    "rank 0 has 'nothing more', rank 1 has 'beside the model sampler'");
     Adam adam(model.parameters(), AdamOptions(1));
     save_checkpoint(folder / "a", model, adam);
     expect_contains(error_of<std::invalid_argument>([&] {
