@@ -75,12 +75,34 @@ void require_of_group(const DistributedSampler& sampler, const Communicator& com
           " of the current group; expected a sampler made in the body for run.comm()->rank() and run.comm()->size()");
 }
 
+// An error that every rank throws. It is never the consequence of a loss, so no rank must go on after it.
+class CommonError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Throws CommonError on every rank if the ranks list different objects for restore(). No rank leaves before all ranks
+// know of the difference.
+void require_equal_objects(Communicator& comm, const StateObjects& objects) {
+  try {
+    require_agreement(comm, "the objects of ElasticRun::restore()", describe_objects(objects));
+  } catch (const std::invalid_argument& error) {
+    try {
+      comm.barrier("different objects of ElasticRun::restore()");
+    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): another rank has left the barrier, and so the group
+    }
+    throw CommonError(error.what());
+  }
+}
+
 // Returns a text of the options that must be equal on all ranks.
 std::string describe(const ElasticOptions& options) {
   return c10::str("copy_every ", options.copy_every, ", copies ", options.copies, ", least_ranks ", options.least_ranks,
                   ", most_ranks ", options.most_ranks, ", batch ", static_cast<int>(options.batch), ", stopped_after ",
                   options.stopped_after.count(), " ms, regroup_timeout ", options.regroup_timeout.count(),
-                  " ms, checkpoints ", options.checkpoints.string());
+                  " ms, checkpoints ", options.checkpoints.string(), ", rendezvous ",
+                  rendezvous_folder(options).empty() ? "none" : "a folder", ", group ",
+                  internal::describe(options.group, options.group.device.value_or(at::kCPU)));
 }
 
 std::optional<RunFile> file_of(const ElasticOptions& options) {
@@ -109,9 +131,9 @@ void check(const ElasticOptions& options, int size) {  // `size`: ranks of the f
   require(options.most_ranks == 0 || options.most_ranks >= std::max(size, options.least_ranks),
           "ElasticOptions::most_ranks is ", options.most_ranks, "; expected at least least_ranks and the number of ",
           "first ranks, or 0 for that number");
-  for (const auto time : {options.stopped_after, options.regroup_timeout})
+  for (const auto time : {options.stopped_after, options.regroup_timeout, options.group.timeout})
     require(time > milliseconds::zero() && time <= kLongestTimeout,
-            "ElasticOptions::stopped_after or regroup_timeout is ", time.count(),
+            "ElasticOptions::stopped_after, regroup_timeout or group.timeout is ", time.count(),
             " ms; expected more than 0 and at most a year");
 }
 
@@ -138,7 +160,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
       file_(file_of(options_)),
       rank_(rank) {
   const std::string who = "tessera::Elastic";
-  const auto timeout = options_.group.timeout;
+  const auto timeout = time_to_meet(options_.group.timeout);
   const auto exchange = [&](const char* what, const std::function<std::string()>& own) {
     const TextExchange texts = size == 1 ? [](const std::string& text) { return std::vector{text}; }
                                          : exchange_through(c10::make_intrusive<c10d::PrefixStore>(what, store),
@@ -390,7 +412,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
   } catch (const std::exception& error) {
     // An error of a checkpoint, for example, may be the consequence of a loss.
     reason = error.what();
-    if (!comm || !has_lost_member()) {
+    if (!comm || dynamic_cast<const CommonError*>(&error) != nullptr || !has_lost_member()) {
       leave_run();
       if (comm) comm->abort(reason);
       throw;
@@ -534,6 +556,7 @@ json ElasticRunState::restore(const TrainingState& state) {
   if (state_) throw std::logic_error("ElasticRun::restore() was called twice; expected one list of all objects");
   for (const auto& one : state.beside())
     if (const auto* sampler = dynamic_cast<const DistributedSampler*>(one.get())) require_of_group(*sampler, *comm_);
+  require_equal_objects(*comm_, state_objects_of(state));
   state_.emplace(state);
   std::optional<json> extra;
   if (all_.group().step.world > 0) extra = restore_from_memory();

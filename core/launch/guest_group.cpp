@@ -81,12 +81,6 @@ void check(const Guests& guests, const at::Device& device) {
       "GroupOptions::rank_order_sums is set, but a process group of CPUs adds in an order of its own: leave it off");
 }
 
-std::string describe(const GroupOptions& options, const at::Device& device) {
-  return c10::str("backend \"", options.backend, "\", device ", c10::DeviceTypeName(device.type(), true), ", timeout ",
-                  options.timeout.count(), " ms, peer_memory ", options.peer_memory, ", registered_memory ",
-                  options.registered_memory, ", rank_order_sums ", options.rank_order_sums);
-}
-
 // The options, host and address of one rank.
 struct Introduction {
   std::string options, host, address;
@@ -234,6 +228,12 @@ void meet_through(Guests& guests, const c10::intrusive_ptr<c10d::Store>& store) 
 }
 
 }  // namespace
+
+std::string internal::describe(const GroupOptions& options, const at::Device& device) {
+  return c10::str("backend \"", options.backend, "\", device ", c10::DeviceTypeName(device.type(), true), ", timeout ",
+                  options.timeout.count(), " ms, peer_memory ", options.peer_memory, ", registered_memory ",
+                  options.registered_memory, ", rank_order_sums ", options.rank_order_sums);
+}
 
 std::chrono::milliseconds internal::time_to_meet(std::chrono::milliseconds timeout) {
   return is_timeout(timeout) ? timeout : std::chrono::seconds(10);

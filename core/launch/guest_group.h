@@ -14,4 +14,7 @@ namespace tessera::internal {
 std::shared_ptr<Communicator> communicator_at(std::string address, c10::intrusive_ptr<c10d::Store> store, int rank,
                                               int size, GroupOptions options);
 
+// Returns a text of the options that must be equal on all ranks of a group on `device`.
+std::string describe(const GroupOptions& options, const at::Device& device);
+
 }  // namespace tessera::internal

@@ -110,7 +110,8 @@ class ElasticRun {
   // Restores the state from copies in memory, or else from the newest checkpoint in ElasticOptions::checkpoints. If
   // there is neither, keeps the state, unless the run had copied a step; then throws CheckpointError. Registers the
   // state for commit(); its objects must outlive the last commit(). Returns the restored `extra`, or an empty object.
-  // Collective. Must be called once, before the first commit(). Throws as load_checkpoint() does.
+  // Collective. Must be called once, before the first commit(). Throws as load_checkpoint() does, and
+  // std::invalid_argument on every rank if the ranks list different objects.
   nlohmann::json restore(const TrainingState& state);
 
   // Ends a step. Every `copy_every` steps, waits for the previous copy, stages this rank's part, and starts the next

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -16,6 +17,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <future>
 #include <map>
 #include <memory>
@@ -26,6 +28,8 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/ddp.h>
+#include <tessera/distributed_sampler.h>
 #include <tessera/elastic.h>
 #include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
@@ -752,6 +756,51 @@ TEST(ElasticStart, ProcessesOfOtherHostsReachTheMembersByTheFolder) {
   const auto run = RunFile(options.rendezvous).read();
   ASSERT_TRUE(run);
   EXPECT_EQ(run->members.at(0).address, public_address());
+}
+
+// Returns the error of a rank's call on each of two threads; "" if there is none.
+std::vector<std::string> on_two_ranks(const std::function<void(const c10::intrusive_ptr<c10d::Store>&, int)>& call) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> errors(2);
+  const auto run = [&](int rank) {
+    try {
+      call(store, rank);
+    } catch (const std::exception& error) {
+      errors[static_cast<size_t>(rank)] = error.what();
+    }
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+  return errors;
+}
+
+TEST(ElasticStart, NamesOtherGroupOptionsOnEveryRank) {
+  for (const milliseconds timeout : {milliseconds(50000), milliseconds(0)})
+    for (const std::string& error : on_two_ranks([&](const auto& store, int rank) {
+           ElasticOptions options;
+           if (rank == 1) options.group.timeout = timeout;
+           Elastic(store, rank, 2, options);
+         }))
+      EXPECT_NE(error.find(timeout.count() == 0 ? "on rank 1 of 2: ElasticOptions::stopped_after"
+                                                : "expected equal ElasticOptions on all ranks"),
+                std::string::npos)
+          << error;
+}
+
+TEST(ElasticStart, NamesOtherObjectsOfRestoreOnEveryRank) {
+  for (const std::string& error : on_two_ranks([](const auto& store, int rank) {
+         Elastic(store, rank, 2).run([&](ElasticRun& run) {
+           if (run.generation() > 0) return;
+           DistributedDataParallel ddp(torch::nn::Linear(2, 2), run.comm());
+           DistributedSampler sampler(8, rank, 2);
+           run.restore(rank == 0 ? TrainingState{ddp} : TrainingState{ddp, sampler});
+         });
+       }))
+    EXPECT_NE(error.find("the ranks disagree about the objects of ElasticRun::restore(): rank 0 has 'nothing more', "
+                         "rank 1 has 'beside the model sampler'"),
+              std::string::npos)
+        << error;
 }
 
 // To open a pipe would block.
