@@ -103,9 +103,8 @@ DecoderOptions decoder_of(const std::string& text) {
                                             {"head_dim", &options.head_dim}, {"sequence", &options.sequence},
                                             {"batch", &options.batch},       {"tie", &tie}};
   for (size_t begin = colon + 1; begin < text.size() || text[begin - 1] == ',';) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const std::string part = text.substr(begin, end - begin);
-    begin = end + 1;
+    const std::string part = text.substr(begin, text.find(',', begin) - begin);
+    begin += part.size() + 1;
     const size_t equals = part.find('=');
     const auto field = fields.extract(part.substr(0, equals));
     if (equals == std::string::npos || !field)
