@@ -16,6 +16,7 @@
 #include <iostream>
 #include <limits>
 #include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -238,27 +239,31 @@ void train(const Options& options, const Comm& comm) {
 
 int main(int argc, char** argv) {
   Options options;
+  const auto number = [](auto& value) {
+    return po::value(&value)->default_value(value, (std::ostringstream() << value).str())->value_name("N");
+  };
   po::options_description described("Options");
-  described.add_options()("help", "this text")                                                           //
-      ("archive", po::value(&options.archive)->required(), "written by tools/export_model.py")           //
-      ("weights", po::value(&options.weights), "safetensors of the base; default: the archive's")        //
-      ("ids", po::value(&options.ids), "a safetensors file with a text's 'ids'; or --rows")              //
-      ("rows", po::value(&options.rows), "a file with 'input_ids', 'attention_mask', 'labels'")          //
-      ("out", po::value(&options.out)->required(), "the folder of results")                              //
-      ("resume", po::value(&options.resume), "a checkpoint to continue from")                            //
-      ("classes", po::value(&options.classes)->multitoken(), "Python classes that become units")         //
-      ("stage", po::value(&options.stage), "ZeRO stage, 0 to 3")                                         //
-      ("ranks", po::value(&options.ranks), "processes to start, without a launcher")                     //
-      ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "rows of each rank")  //
-      ("length", po::value(&options.length), "tokens in a window")("lr", po::value(&options.lr), "")     //
-      ("weight-decay", po::value(&options.weight_decay), "of AdamW; 0: Adam")                            //
-      ("sample", po::value(&options.sample), "number of ids to generate at the end; 0: no sample")       //
-      ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: print text")          //
-      ("prompt", po::value(&options.prompt), "start of the sample, with --characters")                   //
-      ("log-every", po::value(&options.log_every), "steps between printed losses")                       //
+  described.add_options()("help", "this text")                                                     //
+      ("archive", po::value(&options.archive)->required(), "written by tools/export_model.py")     //
+      ("weights", po::value(&options.weights), "safetensors of the base; default: the archive's")  //
+      ("ids", po::value(&options.ids), "a safetensors file with a text's 'ids'; or --rows")        //
+      ("rows", po::value(&options.rows), "a file with 'input_ids', 'attention_mask', 'labels'")    //
+      ("out", po::value(&options.out)->required(), "the folder of results")                        //
+      ("resume", po::value(&options.resume), "a checkpoint to continue from")                      //
+      ("classes", po::value(&options.classes)->multitoken(),
+       "Python classes that become units; default: LlamaDecoderLayer")                                              //
+      ("stage", number(options.stage), "ZeRO stage, 0 to 3")                                                        //
+      ("ranks", number(options.ranks), "processes to start, without a launcher")                                    //
+      ("steps", number(options.steps), "the last step")("batch", number(options.batch), "rows of each rank")        //
+      ("length", number(options.length), "tokens in a window")("lr", number(options.lr), "learning rate of AdamW")  //
+      ("weight-decay", number(options.weight_decay), "0: Adam")                                                     //
+      ("sample", number(options.sample), "number of ids to generate at the end; 0: no sample")                      //
+      ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: print text")                     //
+      ("prompt", po::value(&options.prompt), "start of the sample, with --characters")                              //
+      ("log-every", number(options.log_every), "steps between printed losses")                                      //
       ("checkpoint-activations", po::bool_switch(&options.checkpointed),
        "keep the inputs of each of --classes only, and compute them again in backward")  //
-      ("checkpoint-every", po::value(&options.checkpoint_every), "steps; 0: never");
+      ("checkpoint-every", number(options.checkpoint_every), "steps; 0: never");
   examples::describe_device(described, options.compute);
   examples::describe_precision(described, options.compute);
   try {

@@ -115,6 +115,12 @@ class Finetune(unittest.TestCase):
         resumed, _ = self.train("rest", *half, "--steps", "4", "--resume", self.folder / "part/checkpoint")
         self.assertEqual(resumed, {step: whole[step] for step in (3, 4)})
 
+    def test_help_shows_the_defaults(self):
+        done = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0)
+        for default in ("--stage N (=3)", "--steps N (=200)", "--lr N (=0.001)", "LlamaDecoderLayer"):
+            self.assertIn(default, done.stdout)
+
     def test_mistakes_name_the_option(self):
         for option, value, message in (("--dtype", "int8", "--dtype must be fp32, bf16 or fp16, got 'int8'"),
                                        ("--ranks", "0", "--ranks must be at least 1, got 0"),
