@@ -152,6 +152,16 @@ TEST(TrainGptElastic, FollowsTheWorldAndGoesOnFromItsCheckpoints) {
   EXPECT_EQ(again.events.size(), 2U);
 }
 
+TEST(TrainGptElastic, NamesTheFolderThatCannotBeCreated) {
+  const TemporaryFolder folder;
+  const std::string none = (folder / "none").string();
+  tessera::testing::ChildProcess run({"env", "TMPDIR=" + none, tessera::testing_support::built(TRAIN_GPT_EXECUTABLE),
+                                      "--elastic", "--ranks", "2", "--out", (folder / "out").string()});
+  EXPECT_EQ(run.wait(), 1);
+  EXPECT_NE(run.output().find("tessera::spawn_elastic: cannot create " + none + "/tessera-elastic-"), std::string::npos)
+      << run.output();
+}
+
 TEST(TrainGptElastic, ADeadRankIsStartedAgainAndJoins) {
   const TemporaryFolder folder;
   const auto out = folder / "out";
