@@ -21,7 +21,6 @@
 #include "core/launch/rendezvous.h"
 #include "core/launch/require.h"
 #include "core/launch/shared_cores.h"
-#include "core/memory/container_limits.h"
 #include "core/memory/memory_cache.h"
 #include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
@@ -85,7 +84,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   process.terminate_handler &= environment.world_size > 1;
   // Must precede the use of CUDA: CUDA opens files, which could use the numbers of closed standard descriptors.
   const auto effects = std::make_shared<ProcessEffects>(process);
-  if (process.share_cores) share_cores(environment, available_cores());
+  if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);
   if (!environment.note.empty()) warn("tessera::init: " + environment.note);
 

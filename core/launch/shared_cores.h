@@ -1,11 +1,12 @@
 #pragma once
 
 #include "core/launch/launch_environment.h"
+#include "core/memory/container_limits.h"
 
 namespace tessera::internal {
 
-// Implements ProcessSetup::share_cores on a host with available_cores() of `cores`. Thread-safe.
-void share_cores(const LaunchEnvironment& environment, int cores);
+// Implements ProcessSetup::share_cores. Thread-safe.
+void share_cores(const LaunchEnvironment& environment, int cores = available_cores());
 
 // Restores the number of threads that share_cores() has changed, unless the program has changed it since.
 void stop_sharing_cores();
