@@ -52,8 +52,16 @@ void ShardedGradients::make_buckets() {
       paged->first_parameter = states_.size();
       const bool is_exempt = flat.parameters()[0].full_precision;
       const WireFormat wire = is_exempt ? WireFormat::kDtype : model_.options().wire.gradients;
-      GradientBucket bucket{flat.name(), {},   flat.geometries(), flat.layout(), 0, flat.reduce_dtype(),
-                            {},          wire, &flat.gradient()};
+      GradientBucket bucket{flat.name(),
+                            {},
+                            flat.geometries(),
+                            flat.layout(),
+                            0,
+                            flat.reduce_dtype(),
+                            {},
+                            wire,
+                            &flat.gradient(),
+                            model_.offloads_gradients(*unit)};
       for (const at::Tensor& shard : flat.parameter_shards()) {
         bucket.members.push_back(states_.size());
         states_.push_back({unit.get(), shard, shard.requires_grad()});

@@ -49,6 +49,9 @@ MemoryReport ShardedModel::memory() const {
       report.shard_bytes += paged->flat.shard_bytes();
       report.grad_bytes += paged->flat.gradient().bytes();
       report.unsharded_bytes += paged->flat.unsharded_bytes();
+      if (!options_.offload.params || offload_.is_kept_on_device(unit->index()))
+        report.device_bytes += paged->flat.shard_bytes();
+      if (!offloads_gradients(*unit)) report.device_bytes += paged->flat.gradient().bytes();
     }
   }
   report.gathered_bytes = gathered_.lent_bytes();
@@ -56,9 +59,7 @@ MemoryReport ShardedModel::memory() const {
   report.secondary_bytes = secondary_.lent_bytes();
   report.peak_secondary_bytes = secondary_.peak_lent_bytes();
   offload_.report(report);
-  report.device_bytes = report.gathered_bytes + report.secondary_bytes + report.staging_bytes +
-                        (options_.offload.params ? 0 : report.shard_bytes) +
-                        (options_.offload.grads ? 0 : report.grad_bytes);
+  report.device_bytes += report.gathered_bytes + report.secondary_bytes + report.staging_bytes;
   return report;
 }
 

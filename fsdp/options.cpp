@@ -1,5 +1,7 @@
 #include <tessera/options/fsdp_options.h>
 
+#include <c10/util/StringUtil.h>
+
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -47,6 +49,12 @@ const FsdpOptions& checked(const FsdpOptions& options) {
   check_dtype("buffer_dtype", options.mixed_precision.buffer_dtype);
   check_dtype("output_dtype", options.mixed_precision.output_dtype);
   check_least("offload.host_limit_bytes", options.offload.host_limit_bytes, 0);
+  if (const double fraction = options.offload.device_fraction; !(fraction >= 0 && fraction <= 1))
+    throw std::invalid_argument(c10::str("FsdpOptions::offload.device_fraction is ", fraction, ", expected 0 to 1"));
+  if (options.offload.device_fraction > 0 && !(options.offload.params && options.offload.grads))
+    throw std::invalid_argument(c10::str("FsdpOptions::offload.device_fraction is ", options.offload.device_fraction,
+                                         ", but params or grads is false, expected both: a unit stays on the device "
+                                         "with its parameters and gradients"));
   if (!options.offload.directory.empty())
     check_least("offload.disk_buffer_bytes", options.offload.disk_buffer_bytes, 4096);
   if (options.offload.directory.empty() && options.offload.disk_units)
@@ -80,7 +88,8 @@ std::string describe(const FsdpOptions& options) {
        << " wire=" << static_cast<int>(options.wire.parameters) << static_cast<int>(options.wire.gradients)
        << " refuse_uneven_use=" << options.refuse_uneven_use << " check_finite=" << options.check_finite
        << " zero_copy_bytes=" << options.zero_copy_bytes << " offload.params=" << options.offload.params
-       << " offload.grads=" << options.offload.grads << " offload.disk=" << !options.offload.directory.empty();
+       << " offload.grads=" << options.offload.grads << " offload.disk=" << !options.offload.directory.empty()
+       << " offload.device_fraction=" << options.offload.device_fraction;
   return text.str();
 }
 

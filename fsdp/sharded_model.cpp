@@ -105,6 +105,10 @@ std::vector<FlatParameterOptions> ShardedModel::reserve_shards(const std::vector
   std::exception_ptr failure;
   try {
     for (size_t i = 0; i < plan.size(); ++i) {
+      if (offload_.is_kept_on_device(i)) {
+        options[i].grad_memory = nullptr;
+        continue;
+      }
       const auto memory = offload_.shards(plan[i].name), low_precision = offload_.low_precision_shards();
       auto reserved = std::make_shared<std::deque<at::Tensor>>();
       for (auto& parameters : split_into_flat_parameters(plan[i])) {
@@ -143,12 +147,17 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   flat_options.replicas = mesh_.replicas.get();
   flat_options.pager = pager;
   flat_options.grad_memory = offload_.gradients();
-  const UnitContext context{*mesh_.shard, gathered_, log_, offload_.source(), {mesh_.secondary.get(), &secondary_}};
+  offload_.keep_on_device(first_units(plan, options_.offload.device_fraction));
   std::vector<FlatParameterOptions> options = reserve_shards(plan, flat_options);
   units_.resize(plan.size());
   auto make = [&](size_t index) {
     FlatParameterOptions own_options = std::exchange(options[index], {});
     own_options.page_id = static_cast<int>(index);
+    const UnitContext context{*mesh_.shard,
+                              gathered_,
+                              log_,
+                              offload_.is_kept_on_device(index) ? ShardSource() : offload_.source(),
+                              {mesh_.secondary.get(), &secondary_}};
     units_[index] =
         std::make_unique<Unit>(static_cast<int>(index), plan[index], context, own_options, options_.sync_module_states);
     plan[index].parameters.clear();

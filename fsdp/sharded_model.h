@@ -37,6 +37,9 @@ class ShardedModel {
   std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // all units if `names` is empty
   CollectiveLog& log() { return log_; }
   OffloadedMemory& offload() { return offload_; }
+  bool offloads_gradients(const Unit& unit) const {
+    return options_.offload.grads && !offload_.is_kept_on_device(unit.index());
+  }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
   // Returns all parameters, ordered by unit, then by flat parameter. A gradient's index is a position in this list.

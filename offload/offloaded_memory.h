@@ -2,6 +2,8 @@
 
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <tessera/communicator.h>
 #include <tessera/model/data_parallel.h>
@@ -26,7 +28,12 @@ class OffloadedMemory {
   // Throws std::invalid_argument if parameters and gradients would be on different devices.
   OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
-  // Return allocators of host or disk memory for a unit's shards and gradients; null if those stay on the device.
+  // Sets the units that are not offloaded. By default, all units are.
+  void keep_on_device(std::vector<bool> units) { kept_on_device_ = std::move(units); }
+  bool is_kept_on_device(size_t unit) const { return unit < kept_on_device_.size() && kept_on_device_[unit]; }
+
+  // Return allocators of host or disk memory for an offloaded unit's shards and gradients; null if those stay on the
+  // device.
   CountedBuffers::Memory shards(const std::string& unit);
   CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
   CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
@@ -48,6 +55,7 @@ class OffloadedMemory {
   PinnedPool host_;
   std::unique_ptr<DiskPager> disk_;     // null without a directory
   std::unique_ptr<CopyEngine> copies_;  // null without offload
+  std::vector<bool> kept_on_device_;    // by unit
 };
 
 }  // namespace tessera::internal

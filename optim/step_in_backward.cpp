@@ -55,6 +55,19 @@ void run_on(const std::vector<int>& processors) {
     throw std::system_error(errno, std::generic_category(), "StepInBackward: sched_setaffinity");
 }
 
+// Returns those of `parameters` that are in host memory, or those that are on a device.
+std::vector<at::Tensor> chosen(std::vector<at::Tensor> parameters, bool on_host) {
+  std::erase_if(parameters, [&](const at::Tensor& parameter) { return parameter.is_cpu() != on_host; });
+  return parameters;
+}
+
+[[noreturn]] void throw_second_backward(const at::Tensor& parameter) {
+  throw std::logic_error(
+      c10::str("StepInBackward: a parameter of shape ", parameter.sizes(),
+               " has a gradient of a second backward before finish(), expected finish() after each backward, or "
+               "no_sync() in the first"));
+}
+
 void require_usable(const std::vector<int>& processors) {
   cpu_set_t usable;
   CPU_ZERO(&usable);
@@ -105,13 +118,24 @@ StepInBackward::~StepInBackward() {
 void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   if (speculation_) return speculate(parameters);
   // With max_norm, finish() steps each parameter once, even if a second backward before finish() adds to its gradient.
-  for (const at::Tensor& parameter : parameters)
-    if (arrived_.insert(parameter.unsafeGetTensorImpl()).second && options_.max_norm) deferred_.push_back(parameter);
+  for (const at::Tensor& parameter : parameters) {
+    const bool is_first = arrived_.insert(parameter.unsafeGetTensorImpl()).second;
+    if (is_first && (options_.max_norm || !parameter.is_cpu())) deferred_.push_back(parameter);
+    if (!is_first && !options_.max_norm && !parameter.is_cpu()) throw_second_backward(parameter);
+  }
   if (options_.max_norm) return;
   if (!refusal_)
     refusal_.emplace(
         source_.refuse_use("a step of a backward goes on in its thread: call StepInBackward::finish() first"));
-  steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
+  step_on_host(parameters);
+}
+
+// Starts the steps of the parameters in host memory. finish() steps the others, on its caller's stream.
+void StepInBackward::step_on_host(const std::vector<at::Tensor>& parameters) {
+  const std::vector<at::Tensor> on_host = chosen(parameters, true);
+  if (on_host.empty()) return;
+  steps_.push_back(worker_->add(
+      [this, on_host] { speculation_ ? speculation_->step(on_host) : optimizer_.step_parameters(on_host); }));
 }
 
 // If this function throws, the backward fails, and the second callback of the subscription calls abandon().
@@ -123,13 +147,9 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
     refusal_.emplace(source_.refuse_use(
         "steps of a backward have been taken that may be taken back: call StepInBackward::finish() first"));
   for (const at::Tensor& parameter : parameters)
-    if (!arrived_.insert(parameter.unsafeGetTensorImpl()).second)
-      throw std::logic_error(
-          c10::str("StepInBackward: a parameter of shape ", parameter.sizes(),
-                   " has a gradient of a second backward before finish(), expected finish() after each backward, or "
-                   "no_sync() in the first"));
+    if (!arrived_.insert(parameter.unsafeGetTensorImpl()).second) throw_second_backward(parameter);
   deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
-  steps_.push_back(worker_->add([this, parameters] { speculation_->step(parameters); }));
+  step_on_host(parameters);
 }
 
 // Returns the parameters that have a gradient which did not arrive in this backward: optimizer.step() would step them,
@@ -155,11 +175,6 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Rolls back the steps on the worker's thread, after the steps in flight have completed. Blocks.
-void StepInBackward::take_back() {
-  worker_->add([this] { speculation_->roll_back(); }).get();
-}
-
 void StepInBackward::forget_speculation() {
   if (!deferred_.empty()) speculation_->keep();
   deferred_.clear();
@@ -177,7 +192,7 @@ void StepInBackward::abandon() noexcept {
       wait_for_steps();
     } catch (const std::exception&) {  // a failed step is rolled back too
     }
-    take_back();
+    speculation_->roll_back();
     forget_speculation();
   } catch (const std::exception& failure) {
     warn(c10::str("StepInBackward: steps could not be taken back: ", failure.what()));
@@ -188,12 +203,12 @@ void StepInBackward::abandon() noexcept {
 double StepInBackward::finish_speculation() {
   try {
     if (must_be_taken_back_) {
-      take_back();
+      speculation_->roll_back();
       forget_speculation();
     }
     const std::vector<at::Tensor> others = take_others();
     deferred_.insert(deferred_.end(), others.begin(), others.end());
-    if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
+    step_on_host(others);
     std::exception_ptr failure;
     try {
       wait_for_steps();  // clipping may scale the gradients only after the steps have read them
@@ -204,9 +219,11 @@ double StepInBackward::finish_speculation() {
         source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
     if (failure) std::rethrow_exception(failure);
     if (clips_gradients(norm, *options_.max_norm)) {
-      take_back();
+      speculation_->roll_back();
       ++times_taken_back_;
       speculation_->step(deferred_);  // if this step fails, it can be rolled back
+    } else if (const auto on_device = chosen(deferred_, /*on_host=*/false); !on_device.empty()) {
+      speculation_->step(on_device);
     }
     forget_speculation();
     return norm;
@@ -221,8 +238,11 @@ std::optional<double> StepInBackward::finish() {
   const std::vector<at::Tensor> others = take_others();
   if (!options_.max_norm) {
     const auto refusal = std::exchange(refusal_, std::nullopt);  // released at the end, also by an exception
-    if (!others.empty()) steps_.push_back(worker_->add([this, others] { optimizer_.step_parameters(others); }));
+    step_on_host(others);
+    for (const at::Tensor& other : chosen(others, /*on_host=*/false)) deferred_.push_back(other);
+    const std::vector<at::Tensor> on_device = std::exchange(deferred_, {});
     wait_for_steps();
+    if (!on_device.empty()) optimizer_.step_parameters(on_device);
     return std::nullopt;
   }
   deferred_.insert(deferred_.end(), others.begin(), others.end());

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
@@ -103,6 +104,9 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
+  if (options_.offload.device_fraction != 0)
+    throw std::invalid_argument(c10::str("OssOptions::offload.device_fraction is ", options_.offload.device_fraction,
+                                         ", but only FullyShardedDataParallel keeps units on the device, expected 0"));
   if (!options_.offload.directory.empty())
     throw std::invalid_argument("OssOptions::offload.directory is '" + options_.offload.directory +
                                 "', but only FullyShardedDataParallel keeps shards on a disk");

@@ -75,7 +75,7 @@ Pending BucketCollectives::reduce_apart(PendingReduction& reduction, const Gradi
 
 Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const GradientBucket& plan) {
   reduction.reduced = room_for(reduction, plan);
-  if (options_.to_host != nullptr)
+  if (plan.is_offloaded)
     reduction.staging = options_.staging->take(reduction.reduced.numel(), reduction.reduced.scalar_type());
   if (!plan.route.codec->sum_dtype()) return exchange_encoded(reduction, plan);
   std::vector<at::Tensor> pieces{encoded(reduction, *plan.route.codec)};

@@ -26,7 +26,7 @@ struct ReducerOptions {
   // A gradient of at least this many bytes may be reduced directly from autograd's memory. For a smaller gradient, a
   // copy into the bucket costs less than a separate message.
   int64_t zero_copy_bytes = int64_t{256} << 10;
-  // The engine that copies reduced gradients to the host; null if gradients stay on the device.
+  // The engine that copies the reduced gradients of offloaded buckets to the host; null if there are none.
   CopyEngine* to_host = nullptr;
   CountedBuffers* staging = nullptr;
 };

@@ -97,6 +97,7 @@ struct GradientBucket {
   std::optional<at::ScalarType> wire_dtype;  // dtype in which floating-point gradients are sent; empty: `dtype`
   WireFormat wire = WireFormat::kDtype;      // ignored for buckets that are cut whole
   GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if this rank receives no part
+  bool is_offloaded = false;                 // the result is copied to the host: see ReducerOptions::to_host
 
   BucketRoute route{};  // set by GradientReducer
 

@@ -1,5 +1,6 @@
 #include "core/layout/unit_plan.h"
 
+#include <numeric>
 #include <unordered_map>
 #include <utility>
 
@@ -85,6 +86,20 @@ class Planner {
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters) {
   return Planner(policy).plan(root, parameters);
+}
+
+std::vector<bool> first_units(const std::vector<PlannedUnit>& plan, double fraction) {
+  std::vector<double> numels(plan.size(), 0);
+  for (size_t i = 0; i < plan.size(); ++i)
+    for (const PlannedParameter& parameter : plan[i].parameters)
+      numels[i] += static_cast<double>(parameter.tensor.numel());
+  double room = fraction * std::accumulate(numels.begin(), numels.end(), 0.0);
+  std::vector<bool> chosen;
+  for (const double numel : numels) {
+    chosen.push_back(fraction > 0 && numel <= room);
+    if (chosen.back()) room -= numel;
+  }
+  return chosen;
 }
 
 std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Module& root, const WrapPolicy& policy) {

@@ -32,13 +32,15 @@ MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& 
   const int64_t ranks = mesh.shard->size();
   MemoryNeed need;
   int64_t full_bytes = 0, largest_bytes = 0;
-  for (const PlannedUnit& unit : plan) {
+  const std::vector<bool> kept_on_device = first_units(plan, offload.device_fraction);
+  for (size_t i = 0; i < plan.size(); ++i) {
+    const bool is_counted = is_offload_in_memory || kept_on_device[i];
     int64_t gathered_bytes = 0;
-    for (const PlannedParameter& parameter : unit.parameters) {
+    for (const PlannedParameter& parameter : plan[i].parameters) {
       const at::Tensor& tensor = parameter.tensor;
       const auto own_bytes = static_cast<int64_t>(tensor.nbytes());
-      if (is_offload_in_memory || !offload.params) need.parameter_bytes += own_bytes / ranks;
-      if (tensor.requires_grad() && (is_offload_in_memory || !offload.grads)) need.gradient_bytes += own_bytes / ranks;
+      if (is_counted || !offload.params) need.parameter_bytes += own_bytes / ranks;
+      if (tensor.requires_grad() && (is_counted || !offload.grads)) need.gradient_bytes += own_bytes / ranks;
       if (tensor.device() == device) need.freed_bytes += own_bytes;
       const bool is_cast = param_dtype && at::isFloatingType(tensor.scalar_type());
       gathered_bytes +=

@@ -26,7 +26,6 @@ constexpr int64_t kPartNumel = 1 << 16;
 
 std::string problem_of(const at::Tensor& parameter) {
   if (has_lost_its_pager(parameter)) return "lay on a disk with a wrapper that no longer exists";
-  if (!parameter.device().is_cpu()) return "is on " + parameter.device().str() + ", expected host memory";
   return "";
 }
 
@@ -88,15 +87,18 @@ struct Pass {
   std::vector<at::Tensor> written;
   std::vector<DiskPager::Hold> held;
   std::vector<Before*> beside;
+  std::vector<AdamUpdate> on_device;
 
-  // Adds an update, or runs it at once if the parameter is not fp32. Stores old values in `before`, unless it is null.
+  // Adds an update, or runs it at once if the parameter is in host memory and not fp32. Stores old values in `before`,
+  // unless it is null.
   void add(const AdamUpdate& update, Before* before) {
     const at::Tensor& parameter = update.parameter;
     if (note_write_if_empty(parameter)) return;
-    const bool in_pass = parameter.scalar_type() == at::kFloat;
+    const bool is_on_host = parameter.is_cpu(), in_pass = is_on_host && parameter.scalar_type() == at::kFloat;
     if (before != nullptr) before->make_room(update);
     if (before != nullptr && (!in_pass || DiskPager::of(parameter) != nullptr))
       std::exchange(before, nullptr)->copy(update);
+    if (!is_on_host) return on_device.push_back(update);
     if (!in_pass) return fused_adam_update({update});
     before_write(parameter);
     kept.push_back(update.gradient);
@@ -135,6 +137,7 @@ struct Pass {
   }
 
   void run() const {
+    fused_adam_update(on_device);
     const auto count = is_without_data() ? 0 : static_cast<int64_t>(parts.size());
     for (Before* before : beside) before->is_beside = true;
     parallel_over(0, count, 1, [&](int64_t begin, int64_t end) {

@@ -124,5 +124,17 @@ TEST(UnitPlan, OfRandomTreesHasEachParameterOnceWhateverThePolicy) {
   }
 }
 
+TEST(UnitPlan, FirstUnitsFitIntoTheirFractionOfAllElements) {
+  std::vector<PlannedUnit> plan;
+  for (const int64_t numel : {50, 20, 0, 20, 10}) {
+    plan.push_back({"unit", {}});
+    plan.back().parameters.push_back({"weight", {}, torch::zeros({numel}), false});
+  }
+  EXPECT_EQ(first_units(plan, 0), std::vector<bool>({false, false, false, false, false}));
+  EXPECT_EQ(first_units(plan, 0.35), std::vector<bool>({false, true, true, false, true}));
+  EXPECT_EQ(first_units(plan, 0.5), std::vector<bool>({true, false, true, false, false}));
+  EXPECT_EQ(first_units(plan, 1), std::vector<bool>({true, true, true, true, true}));
+}
+
 }  // namespace
 }  // namespace tessera::unit_plan_test

@@ -138,6 +138,7 @@ class Rig {
         members.push_back(
             {leaves.back(), geometry_of(leaves.back()), bucket.layout.offset_in_shard(index, mesh.shard->rank())});
       }
+      bucket.is_offloaded = config.options.to_host != nullptr;
       if (const int64_t numel = bucket.layout.shard_numel(mesh.shard->rank());
           config.cut != Cut::kByOwner || owner == mesh.shard->rank()) {
         results_.push_back(std::make_unique<GradientBuffer>(

@@ -7,6 +7,7 @@
 #include "offload/streams/simulated_link.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::fsdp_offload_test {
 using namespace internal;
@@ -37,6 +38,7 @@ FsdpOptions options(int kind, at::Device device) {
   options.offload.params = kind % 4 != 3;
   options.offload.grads = kind % 4 != 2;
   if (device.is_cuda()) options.offload.grads = options.offload.params;  // both or neither
+  if (options.offload.params && options.offload.grads) options.offload.device_fraction = 0.3 * (kind % 3);
   options.offload.pin_memory = kind % 2 == 0;
   return options;
 }
@@ -138,7 +140,11 @@ TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
         const auto adamw = torch::optim::AdamWOptions(1.0 / 128);  // exact in fp32, to which devices round it
         compare(train<torch::optim::AdamW>(comm, plain, adamw), train<torch::optim::AdamW>(comm, offloaded, adamw),
                 "torch's");
-        compare(train<AdamW>(comm, plain, adamw), train<AdamW>(comm, offloaded, adamw), "fused");
+        const auto fused = train<AdamW>(comm, plain, adamw);
+        compare(fused, train<AdamW>(comm, offloaded, adamw), "fused");
+        FsdpOptions partly = offloaded;
+        partly.offload.device_fraction = 0.5;
+        compare(fused, train<AdamW>(comm, partly, adamw), "fused, half on the device");
         if (comm->device().is_cuda()) continue;  // its optimizers are not the host's
         compare(train<HostAdamW>(comm, plain, adamw), train<HostAdamW>(comm, offloaded, adamw), "host");
       }
@@ -262,6 +268,9 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
       EXPECT_LE(offloaded.peak_gathered_bytes, (world == 1 ? 3 : 2) * kUnitBytes);
       EXPECT_LE(offloaded.peak_staging_bytes, 7 * kUnitBytes / world);
       EXPECT_GT(offloaded.peak_staging_bytes, 0);
+      const MemoryReport partly = train_memory({.params = true, .grads = true, .device_fraction = 0.4});
+      EXPECT_EQ(partly.device_bytes, 2 * shards * 3 / kLayers);  // three units of eight, with gradients
+      EXPECT_EQ(partly.host_bytes, pinned * 5 / kLayers);
       const MemoryReport pageable = train_memory({.params = true, .grads = true, .pin_memory = false});
       EXPECT_EQ(pageable.host_bytes, 2 * shards);
       EXPECT_EQ(pageable.pinned_bytes, 0);
@@ -301,6 +310,18 @@ TEST(Offload, ShardsBeyondTheLimitOfOneRankLeaveTheModuleAsItWas) {
     options.offload.host_limit_bytes = 0;
     FullyShardedDataParallel fsdp(model, comm, options);
     EXPECT_TRUE(torch::equal(fsdp(input), expected));
+  });
+}
+
+TEST(Offload, FractionsThatCannotBeKeptOnTheDeviceAreRefused) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    const auto error = [&](CpuOffload offload) {
+      return error_of<std::invalid_argument>(
+          [&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, {.offload = offload}); });
+    };
+    for (const double fraction : {-0.1, 1.1, static_cast<double>(NAN)})
+      expect_contains(error({.params = true, .grads = true, .device_fraction = fraction}), ", expected 0 to 1");
+    expect_contains(error({.device_fraction = 0.5}), "device_fraction is 0.5, but params or grads is false");
   });
 }
 
@@ -478,6 +499,41 @@ TEST(Offload, CheckpointsAndSummonedParametersSeeTheShards) {
       model[0]->parameters()[0].mul_(2);
     }
     EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["0.weight"], 2 * before["0.weight"]));
+  });
+}
+
+// Checkpoints do not depend on the part that stays on the device.
+TEST(Offload, ACheckpointLoadsWithAnotherPartOnTheDevice) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    struct Training {
+      FullyShardedDataParallel<torch::nn::Sequential> fsdp;
+      AdamW optimizer;
+      Training(const std::shared_ptr<Communicator>& comm, double device_fraction)
+          : fsdp(chain(4, kWidth), comm,
+                 {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                  .offload = {.params = true, .grads = true, .device_fraction = device_fraction}}),
+            optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1.0 / 128)) {}
+      void step(int index) {
+        optimizer.zero_grad();
+        const Data data = batch(index, 4);
+        torch::mse_loss(fsdp(data.x), data.y).backward();
+        fsdp.clip_grad_norm_(0.05);
+        optimizer.step();
+      }
+    };
+    Training saved(comm, 0.5);
+    for (int i = 0; i < 3; ++i) saved.step(i);
+    save_checkpoint(folder / "checkpoint", saved.fsdp, saved.optimizer);
+    saved.step(3);
+    const auto expected = saved.fsdp.full_state_dict();
+    for (const double fraction : {0.0, 0.25, 1.0}) {
+      Training loaded(comm, fraction);
+      load_checkpoint(folder / "checkpoint", loaded.fsdp, loaded.optimizer);
+      loaded.step(3);
+      const auto own = loaded.fsdp.full_state_dict();
+      for (const auto& entry : expected) EXPECT_TRUE(same_values(entry.value(), own[entry.key()])) << entry.key();
+    }
   });
 }
 

@@ -151,6 +151,8 @@ TEST(OssOffload, MistakesAreNamed) {
     EXPECT_EQ(pageable.host_bytes(), 24);
     expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "a/folder"}); }),
                     "OssOptions::offload.directory is 'a/folder', but only FullyShardedDataParallel");
+    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .device_fraction = 0.5}); }),
+                    "OssOptions::offload.device_fraction is 0.5");
   });
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const auto linear = on_rank_device(torch::nn::Linear(2, 2));

@@ -63,9 +63,10 @@ TEST(StepInBackward, IsTheStepAfterBackwardBitForBit) {
   for (const int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {2})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       for (int kind = 0; kind < fewer_on_devices(6, 3); ++kind) {
-        const Setting setting{
-            kind % 3 == 1 ? std::optional(0.1) : std::nullopt, kind % 3 == 2,
-            kind % 2 == 0 || comm->device().is_cuda() ? CpuOffload{.params = true, .grads = true} : CpuOffload{}};
+        const Setting setting{kind % 3 == 1 ? std::optional(0.1) : std::nullopt, kind % 3 == 2,
+                              kind % 2 == 0 || comm->device().is_cuda()
+                                  ? CpuOffload{.params = true, .grads = true, .device_fraction = 0.5 * (kind % 4 / 2)}
+                                  : CpuOffload{}};
         const auto expected = train(comm, 500 + kind, false, setting), own = train(comm, 500 + kind, true, setting);
         for (const auto& entry : expected)
           EXPECT_TRUE(same_values(entry.value(), own[entry.key()])) << kind << " " << entry.key();
@@ -343,7 +344,7 @@ double loss_factor(Norms norms, int step) {
 }
 
 std::string bits_of(const at::Tensor& tensor) {
-  const at::Tensor own = tensor.detach().contiguous().clone();  // reads from disk, too
+  const at::Tensor own = tensor.detach().contiguous().cpu().clone();  // reads from disk, too
   return {static_cast<const char*>(own.const_data_ptr()), own.nbytes()};
 }
 
@@ -364,12 +365,13 @@ std::vector<std::string> bits_of(const FullyShardedModule& fsdp, torch::optim::O
   return all;
 }
 
-enum class Tier { kDevice, kHost, kHostBfloat16, kHostDouble, kDisk, kDiskBfloat16, kCopiesOfTwo };
+enum class Tier { kDevice, kPartlyHost, kHost, kHostBfloat16, kHostDouble, kDisk, kDiskBfloat16, kCopiesOfTwo };
 
 FsdpOptions options_for(Tier tier, const std::string& folder) {
   FsdpOptions options{.auto_wrap = wrap_by_size(40)};
   if (tier == Tier::kCopiesOfTwo) options.hybrid.ranks_per_copy = 2;
   if (tier != Tier::kDevice) options.offload = {.params = true, .grads = true};
+  if (tier == Tier::kPartlyHost) options.offload.device_fraction = 0.5;
   if (tier == Tier::kHostBfloat16 || tier == Tier::kDiskBfloat16)
     options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
   if (tier == Tier::kDisk || tier == Tier::kDiskBfloat16) {
@@ -391,9 +393,8 @@ Trained train_clipped(std::shared_ptr<Communicator> comm, Tier tier, Norms norms
   const at::ScalarType dtype = tier == Tier::kHostDouble ? at::kDouble : at::kFloat;
   auto linear = [&] { return torch::nn::Linear(kWidth, kWidth); };
   torch::nn::Sequential linears = seeded(7, [&] { return torch::nn::Sequential(linear(), linear(), linear()); });
-  torch::nn::Sequential model = tier == Tier::kDevice || tier == Tier::kHost
-                                    ? torch::nn::Sequential(seeded(7, [] { return RandomNet(503); }))
-                                    : linears;
+  torch::nn::Sequential model =
+      tier <= Tier::kHost ? torch::nn::Sequential(seeded(7, [] { return RandomNet(503); })) : linears;
   model->to(dtype);
   FullyShardedDataParallel fsdp(model, comm, options_for(tier, folder.path()));
   Optimizer optimizer(fsdp.parameters(), options);
@@ -441,9 +442,8 @@ TEST(Speculation, IsWaitingBitForBit) {
   for (const int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {2})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       int turn = comm->size();
-      for (const Tier tier :
-           {Tier::kDevice, Tier::kHost, Tier::kHostBfloat16, Tier::kHostDouble, Tier::kDisk, Tier::kDiskBfloat16}) {
-        if (tier == Tier::kDevice && comm->device().is_cuda()) continue;  // its optimizers are not the host's
+      for (const Tier tier : {Tier::kDevice, Tier::kPartlyHost, Tier::kHost, Tier::kHostBfloat16, Tier::kHostDouble,
+                              Tier::kDisk, Tier::kDiskBfloat16}) {
         for (const Norms norms : {Norms::kNever, Norms::kAlways, Norms::kAlternately, Norms::kNan, Norms::kInfinite}) {
           const int kind = turn++ % 3;
           if (turn % fewer_on_devices(2, 4) != 1 && !has_full_matrix()) continue;

@@ -18,14 +18,15 @@ namespace tessera {
 //   FullyShardedDataParallel fsdp(model, comm, {.offload = {.params = true, .grads = true}});
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //
-// The pass steps fp32 parameters; libtorch's fused operator steps other floating-point types. Gradients on a device are
-// first copied to the host. Must be used by one thread at a time. If a gradient is sparse, a parameter is not dense or
-// not in host memory, or a group has options of another class, both step functions throw std::invalid_argument, with
-// nothing changed.
+// The pass steps fp32 parameters in host memory. libtorch's fused operators step other floating-point types, and
+// parameters on a device (OffloadOptions::device_fraction), on the current stream. For a parameter in host memory, a
+// gradient on a device is first copied to the host. Must be used by one thread at a time. If a gradient is sparse, a
+// parameter is not dense, or a group has options of another class, both step functions throw std::invalid_argument,
+// with nothing changed.
 //
-// Steps of revocable_steps() keep previous values in host memory or, for parameters on disk, on disk. The first step
-// allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to the spare
-// tensors of the previous values. Then it swaps old and new tensors, which costs less than a copy.
+// Steps of revocable_steps() keep previous values beside the parameter: in host memory, on disk or on the device. The
+// first step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to
+// the spare tensors of the previous values. Then it swaps old and new tensors, which costs less than a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;

@@ -46,7 +46,8 @@ struct StepInBackwardOptions {
 //
 // Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
 // that have only an older gradient, for example after zero_grad(false). Between backward and finish(), parameters,
-// gradients and the optimizer must not be used. Must not be used with ShardedGradScaler, which may skip a step. Cannot
+// gradients and the optimizer must not be used. finish() steps parameters on a device (OffloadOptions::device_fraction)
+// on its caller's stream. Must not be used with ShardedGradScaler, which may skip a step. Cannot
 // be used with FsdpOptions::check_finite, whose check would run after the steps. Without max_norm, or with
 // `speculative`, the wrapper's forward(), summon_full_params() and full_state_dict() throw std::logic_error before
 // finish(). If several checkpointed blocks use one unit, its gradients arrive in several parts, and backward throws
@@ -79,7 +80,7 @@ class StepInBackward {
   void speculate(const std::vector<at::Tensor>& parameters);
   std::vector<at::Tensor> take_others();
   double finish_speculation();
-  void take_back();
+  void step_on_host(const std::vector<at::Tensor>& parameters);
   void forget_speculation();
   void abandon() noexcept;
   void wait_for_steps();
@@ -88,7 +89,7 @@ class StepInBackward {
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
   const std::unique_ptr<PartialStep::RevocableSteps> speculation_;  // null: not speculative
-  std::vector<at::Tensor> deferred_;                                // with max_norm: parameters of this step
+  std::vector<at::Tensor> deferred_;                                // parameters that finish() steps, or steps again
   std::unordered_set<const c10::TensorImpl*> arrived_;              // parameters whose gradients arrived since finish()
   std::optional<ScopeExit> refusal_;                                // set while steps are in flight or unconfirmed
   bool must_be_taken_back_ = false;                                 // true if abandon() could not roll back
