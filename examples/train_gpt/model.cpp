@@ -320,7 +320,7 @@ std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
   if (options.offload == Offload::kNone)
     return std::make_unique<DistributedModel<Optimizer, Options>>(std::move(model), own, std::move(mixed),
                                                                   std::move(comm), std::move(zero));
-  zero.fsdp.offload = {.params = true, .grads = true};
+  zero.fsdp.offload = {.params = true, .grads = true, .device_fraction = options.device_fraction};
   zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) zero.fsdp.offload.directory = options.offload_directory.string();
   return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(mixed),

@@ -166,6 +166,8 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "none; cpu: keep the shards of oss, sdp or fsdp in host memory and step there; disk: of fsdp, in a file")(
       "offload-directory", po::value(&raw.offload_directory)->value_name("DIR"),
       "disk: a folder on a local disk; default: OUT")(
+      "device-fraction", real(&options.device_fraction),
+      "fsdp with --offload: the fraction of parameters that stays on the device and is stepped there")(
       "threads", number(&options.threads),
       "threads of each rank; 0: OMP_NUM_THREADS, or the machine's cores divided by its ranks");
   examples::describe_device(ranks, options.compute);
@@ -338,6 +340,8 @@ void check_values(const TrainOptions& options) {
                        " sequences a step");
   if (!(options.ema >= 0.0 && options.ema < 1.0))
     throw OptionsError("--ema must be 0 or more and below 1, got " + text_of(options.ema));
+  if (!(options.device_fraction >= 0 && options.device_fraction <= 1))
+    throw OptionsError("--device-fraction must be 0 to 1, got " + text_of(options.device_fraction));
   for (const auto& [name, value] : {std::pair{"lr", options.lr},
                                     {"weight-decay", options.weight_decay},
                                     {"clip", options.clip},
@@ -375,6 +379,8 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   if (options.offload != Offload::kDisk && given(values, "offload-directory")) {
     throw OptionsError("--offload-directory has no effect without --offload disk");
   }
+  if (given(values, "device-fraction") && (options.offload == Offload::kNone || options.wrapper != Wrapper::kFsdp))
+    throw OptionsError("--device-fraction has no effect without --wrapper fsdp and --offload");
   for (const char* name : {"elastic-batch", "copy-every", "restarts"})
     if (!options.elastic && given(values, name))
       throw OptionsError("--" + std::string(name) + " has no effect without --elastic");

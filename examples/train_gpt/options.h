@@ -54,6 +54,7 @@ struct TrainOptions {
   bool int8_wire = false;  // kFsdp and kSdp
   Offload offload = Offload::kNone;
   std::filesystem::path offload_directory;  // kDisk
+  double device_fraction = 0;               // kFsdp with offload
   int threads = 0;                          // 0: those of tessera::init()
   examples::ComputeOptions compute;
 

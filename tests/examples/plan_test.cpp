@@ -45,8 +45,8 @@ TEST(TrainGptPlan, SaysWhatATrainingTakes) {
         "--ranks 2 --wrapper oss", "--ranks 2 --wrapper sdp --optimizer muon",
         "--ranks 2 --wrapper oss --optimizer muon", "--ranks 3 --optimizer muon", "--ranks 2 --optimizer adamw8bit",
         "--ranks 2 --wrapper ddp --clip 0", "--wrapper local", "--ranks 2 --wire int8", "--ranks 2 --offload cpu",
-        "--ranks 2 --offload disk --offload-directory ", "--ranks 2 --lora 2 --quantize nf4 --import-gpt2 ",
-        "--ranks 2 --lora 2 --quantize int8 --import-gpt2 "}) {
+        "--ranks 2 --offload cpu --device-fraction 0.5", "--ranks 2 --offload disk --offload-directory ",
+        "--ranks 2 --lora 2 --quantize nf4 --import-gpt2 ", "--ranks 2 --lora 2 --quantize int8 --import-gpt2 "}) {
     const Job job = job_of(arguments.ends_with(" ") ? arguments + folder.path().string() : arguments);
     const bool has_disk = job.options.offload == Offload::kDisk;
     const int world = job.options.ranks.value_or(1);
