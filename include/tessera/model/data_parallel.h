@@ -125,7 +125,8 @@ class CapturedStep {
   ~CapturedStep();
 
   // Trains one step and returns its loss on the device, without waiting for the loss. Inputs are copied, and may be in
-  // host memory. They must have the sizes, strides and dtypes of the first call's inputs. Collective. Throws
+  // host memory. The host does not wait for copies from page-locked memory, which must not be changed before the step
+  // has run. Inputs must have the sizes, strides and dtypes of the first call's. Collective. Throws
   // std::invalid_argument if inputs differ, or if a part of the step cannot be captured. If the model, its mode,
   // autocast or the optimizer has changed in a way that replays would ignore, throws std::logic_error (docs/gpu.md). If
   // the capture itself fails, aborts the group with the error as the reason.
