@@ -246,7 +246,7 @@ void CapturedStep::State::capture() {
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();
   stream.synchronize();
-  // The graph allocates memory of its own, so the memory that eager steps have freed goes back to the driver.
+  // The graph allocates from a pool of its own, which cannot use the cached memory of eager steps.
   c10::getDeviceAllocator(device().type())->emptyCache();
   std::vector<std::string> collectives;
   try {

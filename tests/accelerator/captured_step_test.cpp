@@ -467,7 +467,7 @@ TEST(CapturedStep, PartsThatTheHostTakesPartInAreRefusedInEagerSteps) {
   });
 }
 
-// The device's own error; the group then ends with it, by name. The device goes on, also to draw random numbers.
+// The error is the device's, and the reason of the group's end. Afterwards the device draws random numbers as before.
 TEST(CapturedStep, AReadOfTheHostFailsTheCapture) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {

@@ -488,6 +488,9 @@ std::vector<Setup> fsdp_setups() {
       {"fsdp_units", 3, worlds, make_fsdp({.auto_wrap = linears})},
       {"fsdp_offload", 3, worlds, make_fsdp({.auto_wrap = linears, .offload = {.params = true, .grads = true}})},
       {"fsdp_hybrid", 3, {4}, make_fsdp({.auto_wrap = linears, .hybrid = {.ranks_per_copy = 2}})},
+      {"fsdp_half_offload", 3, worlds,
+       make_fsdp({.auto_wrap = linears, .offload = {.params = true, .grads = true, .device_fraction = 0.5}}),
+       /*takes_turns=*/true},
       {"fsdp_disk", 3, worlds, make_fsdp_on_disk, /*takes_turns=*/true},
   };
   if (!has_full_matrix()) return setups;
