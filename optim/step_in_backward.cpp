@@ -6,7 +6,9 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -14,6 +16,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "core/memory/memory_kind_scope.h"
+#include "core/memory/without_data.h"
 #include "core/model/shard_norm.h"
 #include "core/runtime/task_queue.h"
 #include "core/runtime/warn.h"
@@ -53,6 +57,15 @@ void run_on(const std::vector<int>& processors) {
     if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(processor, &set);
   if (sched_setaffinity(0, sizeof(set), &set) != 0)
     throw std::system_error(errno, std::generic_category(), "StepInBackward: sched_setaffinity");
+}
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
+
+int64_t elements_of(const std::vector<at::Tensor>& parameters) {
+  int64_t elements = 0;
+  for (const at::Tensor& parameter : parameters) elements += parameter.numel();
+  return elements;
 }
 
 // Returns those of `parameters` that are in host memory, or those that are on a device.
@@ -134,8 +147,17 @@ void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
 void StepInBackward::step_on_host(const std::vector<at::Tensor>& parameters) {
   const std::vector<at::Tensor> on_host = chosen(parameters, true);
   if (on_host.empty()) return;
-  steps_.push_back(worker_->add(
-      [this, on_host] { speculation_ ? speculation_->step(on_host) : optimizer_.step_parameters(on_host); }));
+  const auto step = [this, on_host] {
+    const auto began = Clock::now();
+    speculation_ ? speculation_->step(on_host) : optimizer_.step_parameters(on_host);
+    host_steps_.elements += elements_of(on_host);
+    host_steps_.seconds += seconds_since(began);
+  };
+  if (is_without_data()) {  // dry_run() sees its own thread only
+    const MemoryKindScope kind(MemoryKind::kOptimizer);
+    return step();
+  }
+  steps_.push_back(worker_->add(step));
 }
 
 // If this function throws, the backward fails, and the second callback of the subscription calls abandon().
@@ -175,6 +197,16 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
+// Called after wait_for_steps(), so the worker is idle.
+void StepInBackward::suggest_fraction(double waited_s, const std::vector<at::Tensor>& on_device) {
+  const auto [elements, seconds] = std::exchange(host_steps_, {});
+  const double waited_for = seconds > 0 ? static_cast<double>(elements) * std::min(1.0, waited_s / seconds) : 0;
+  const int64_t device_elements = elements_of(on_device);
+  if (elements + device_elements == 0) return;
+  suggested_device_fraction_ =
+      (static_cast<double>(device_elements) + waited_for) / static_cast<double>(elements + device_elements);
+}
+
 void StepInBackward::forget_speculation() {
   if (!deferred_.empty()) speculation_->keep();
   deferred_.clear();
@@ -192,6 +224,7 @@ void StepInBackward::abandon() noexcept {
       wait_for_steps();
     } catch (const std::exception&) {  // a failed step is rolled back too
     }
+    host_steps_ = {};
     speculation_->roll_back();
     forget_speculation();
   } catch (const std::exception& failure) {
@@ -209,12 +242,15 @@ double StepInBackward::finish_speculation() {
     const std::vector<at::Tensor> others = take_others();
     deferred_.insert(deferred_.end(), others.begin(), others.end());
     step_on_host(others);
+    const std::vector<at::Tensor> on_device = chosen(deferred_, /*on_host=*/false);
     std::exception_ptr failure;
+    const auto began = Clock::now();
     try {
       wait_for_steps();  // clipping may scale the gradients only after the steps have read them
     } catch (...) {
       failure = std::current_exception();
     }
+    suggest_fraction(seconds_since(began), on_device);
     const double norm =
         source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
     if (failure) std::rethrow_exception(failure);
@@ -222,7 +258,7 @@ double StepInBackward::finish_speculation() {
       speculation_->roll_back();
       ++times_taken_back_;
       speculation_->step(deferred_);  // if this step fails, it can be rolled back
-    } else if (const auto on_device = chosen(deferred_, /*on_host=*/false); !on_device.empty()) {
+    } else if (!on_device.empty()) {
       speculation_->step(on_device);
     }
     forget_speculation();
@@ -241,7 +277,9 @@ std::optional<double> StepInBackward::finish() {
     step_on_host(others);
     for (const at::Tensor& other : chosen(others, /*on_host=*/false)) deferred_.push_back(other);
     const std::vector<at::Tensor> on_device = std::exchange(deferred_, {});
+    const auto began = Clock::now();
     wait_for_steps();
+    suggest_fraction(seconds_since(began), on_device);
     if (!on_device.empty()) optimizer_.step_parameters(on_device);
     return std::nullopt;
   }
@@ -249,6 +287,7 @@ std::optional<double> StepInBackward::finish() {
   const double norm =
       source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
   optimizer_.step_parameters(std::exchange(deferred_, {}));
+  suggested_device_fraction_ = 1;
   return norm;
 }
 

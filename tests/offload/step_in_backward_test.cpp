@@ -5,6 +5,7 @@
 #include <limits>
 #include <mutex>
 #include <set>
+#include <thread>
 
 #include "core/model/shard_norm.h"
 #include "core/runtime/parallel_over.h"
@@ -211,6 +212,57 @@ TEST(StepInBackward, StepsWhileBackwardGoesOn) {
     x.sum().backward();
     step.finish();
     EXPECT_EQ(observed.steps, 8);
+  });
+}
+
+// Its steps wait for open().
+struct Gated : Observed {
+  using Observed::Observed;
+  void step_parameters(const std::vector<at::Tensor>& parameters) override {
+    {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] { return is_open; });
+    }
+    Observed::step_parameters(parameters);
+  }
+  void open() {
+    std::lock_guard lock(mutex);
+    is_open = true;
+    changed.notify_all();
+  }
+  bool is_open = false;
+};
+
+TEST(StepInBackward, SuggestsThePartThatFinishWaitedFor) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    for (const double fraction : {0.0, 0.5}) {
+      torch::nn::Sequential model;
+      for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(8, 8));
+      FullyShardedDataParallel fsdp(model, comm,
+                                    {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                     .offload = {.params = true, .grads = true, .device_fraction = fraction}});
+      HostAdam optimizer(fsdp.parameters(), torch::optim::AdamOptions(1e-2));
+      const at::Tensor x = on_rank_device(torch::ones({2, 8}));
+      {
+        Gated gated(optimizer);
+        StepInBackward step(fsdp, gated);
+        EXPECT_EQ(step.suggested_device_fraction(), 0);
+        fsdp(x).sum().backward();
+        std::thread opens([&] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));  // finish() has usually begun
+          gated.open();
+        });
+        step.finish();
+        opens.join();
+        EXPECT_GT(step.suggested_device_fraction(), comm->device().is_cpu() ? 0 : fraction);
+        EXPECT_LE(step.suggested_device_fraction(), 1);
+      }
+      StepInBackward after_norm(fsdp, optimizer, {.max_norm = 1.0});
+      optimizer.zero_grad();
+      fsdp(x).sum().backward();
+      after_norm.finish();
+      EXPECT_EQ(after_norm.suggested_device_fraction(), 1);
+    }
   });
 }
 
@@ -524,7 +576,7 @@ TEST(Speculation, StepsWhileBackwardGoesOn) {
 
 // An optimizer of a program's own, which steps what it gets as often as it gets it.
 struct Literal : PartialStep {
-  explicit Literal(HostAdamW& optimizer) : optimizer(optimizer) {}
+  explicit Literal(HostAdamW& of) : optimizer(of) {}
   void step_parameters(const std::vector<at::Tensor>& parameters) override {
     for (const at::Tensor& parameter : parameters) optimizer.step_parameters({parameter});
   }

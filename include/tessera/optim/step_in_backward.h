@@ -75,6 +75,11 @@ class StepInBackward {
   // Returns the number of finish() calls that have rolled back speculative steps.
   int64_t times_taken_back() const { return times_taken_back_; }
 
+  // Returns the OffloadOptions::device_fraction with which the host's steps of the last finish() would have ended with
+  // backward: the fraction that is on the device now, and the part that finish() waited for. From 0 to 1; 1 with
+  // max_norm but without `speculative`, because no step overlaps backward. Of this rank: use the largest of all ranks.
+  double suggested_device_fraction() const { return suggested_device_fraction_; }
+
  private:
   void arrived(const std::vector<at::Tensor>& parameters);
   void speculate(const std::vector<at::Tensor>& parameters);
@@ -84,6 +89,7 @@ class StepInBackward {
   void forget_speculation();
   void abandon() noexcept;
   void wait_for_steps();
+  void suggest_fraction(double waited_s, const std::vector<at::Tensor>& on_device);
 
   internal::GradientSource& source_;
   PartialStep& optimizer_;
@@ -94,7 +100,13 @@ class StepInBackward {
   std::optional<ScopeExit> refusal_;                                // set while steps are in flight or unconfirmed
   bool must_be_taken_back_ = false;                                 // true if abandon() could not roll back
   int64_t times_taken_back_ = 0;
+  double suggested_device_fraction_ = 0;
 
+  struct HostSteps {
+    int64_t elements = 0;
+    double seconds = 0;
+  };
+  HostSteps host_steps_;                               // since finish(); the worker writes it
   std::vector<std::future<void>> steps_;               // steps since finish()
   const std::unique_ptr<internal::TaskQueue> worker_;  // declared after the members that its tasks use
   std::optional<ScopeExit> subscription_;
