@@ -5,7 +5,9 @@
 #include <tessera/optim/sharded_grad_scaler.h>
 #include <tessera/quantize_linears.h>
 
+#include <limits>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -194,12 +196,20 @@ class LocalModel final : public Trainable {
 template <class Optimizer, class Options>
 class DistributedModel final : public Trainable {
  public:
-  // Sets the groups and the wrap policy of `zero`.
+  // Sets the groups and the wrap policy of `zero`. With `largest_norm`, steps during backward, and clips to that norm.
   DistributedModel(Gpt model, const Options& options, Mixed mixed, std::shared_ptr<tessera::Communicator> comm,
-                   tessera::ZeroOptions zero)
+                   tessera::ZeroOptions zero, std::optional<double> largest_norm = std::nullopt)
       : mixed_(std::move(mixed)),
         units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
-        zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
+        zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {
+    if (!largest_norm) return;
+    if (mixed_.scaler() != nullptr)
+      throw std::invalid_argument(
+          "--step-in-backward with --dtype fp16, whose scaler may skip a step after backward; use bf16 or fp32");
+    early_.emplace(dynamic_cast<tessera::FullyShardedModule&>(zero_.wrapper()),
+                   dynamic_cast<tessera::PartialStep&>(zero_.optimizer()),
+                   tessera::StepInBackwardOptions{.max_norm = *largest_norm, .speculative = true});
+  }
 
   at::Tensor forward(const at::Tensor& tokens) override {
     return mixed_.compute([&] { return zero_(tokens); });
@@ -212,10 +222,16 @@ class DistributedModel final : public Trainable {
     return loss.detach();
   }
   double clip_grad_norm(double max_norm) override {
+    if (early_) return early_->finish().value();
     mixed_.before_clipping(zero_.optimizer());
     return zero_.clip_grad_norm_(max_norm);
   }
-  void step() override { mixed_.step(zero_.optimizer()); }
+  void step() override {
+    if (!early_) mixed_.step(zero_.optimizer());
+  }
+  std::optional<double> suggested_device_fraction() const override {
+    return early_ ? std::optional(early_->suggested_device_fraction()) : std::nullopt;
+  }
   tessera::ShardedGradScaler* scaler() override { return mixed_.scaler(); }
   void zero_grad() override { zero_.zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
@@ -265,6 +281,7 @@ class DistributedModel final : public Trainable {
   Mixed mixed_;
   size_t units_;
   mutable tessera::Zero<Gpt, Optimizer> zero_;
+  std::optional<tessera::StepInBackward> early_;  // with --step-in-backward
 };
 
 class WithEma final : public Trainable {
@@ -289,6 +306,7 @@ class WithEma final : public Trainable {
   tessera::ShardedGradScaler* scaler() override { return model_->scaler(); }
   tessera::ModelShards& shards() override { return ema_->with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }
+  std::optional<double> suggested_device_fraction() const override { return model_->suggested_device_fraction(); }
   void restart_average() override { ema_.emplace(model_->shards(), options_); }
   NamedTensors full_state() override { return model_->full_state(); }
   MemoryUse memory() const override { return model_->memory(); }
@@ -323,8 +341,11 @@ std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
   zero.fsdp.offload = {.params = true, .grads = true, .device_fraction = options.device_fraction};
   zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) zero.fsdp.offload.directory = options.offload_directory.string();
+  std::optional<double> largest_norm;
+  if (options.step_in_backward)
+    largest_norm = options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity();
   return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(mixed),
-                                                                std::move(comm), std::move(zero));
+                                                                std::move(comm), std::move(zero), largest_norm);
 }
 
 // Ranks that are threads of one process share torch's generator, so they draw one after the other.

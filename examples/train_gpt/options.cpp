@@ -168,6 +168,8 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "disk: a folder on a local disk; default: OUT")(
       "device-fraction", real(&options.device_fraction),
       "fsdp with --offload: the fraction of parameters that stays on the device and is stepped there")(
+      "step-in-backward", po::bool_switch(&options.step_in_backward),
+      "fsdp with --offload and AdamW: step each unit on the host while backward goes on")(
       "threads", number(&options.threads),
       "threads of each rank; 0: OMP_NUM_THREADS, or the machine's cores divided by its ranks");
   examples::describe_device(ranks, options.compute);
@@ -381,6 +383,10 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   }
   if (given(values, "device-fraction") && (options.offload == Offload::kNone || options.wrapper != Wrapper::kFsdp))
     throw OptionsError("--device-fraction has no effect without --wrapper fsdp and --offload");
+  if (options.step_in_backward && (options.offload == Offload::kNone || options.wrapper != Wrapper::kFsdp))
+    throw OptionsError("--step-in-backward has no effect without --wrapper fsdp and --offload");
+  if (options.step_in_backward && options.optimizer != OptimizerKind::kAdamW)
+    throw OptionsError(std::string("--step-in-backward is for --optimizer adamw, not ") + name_of(options.optimizer));
   for (const char* name : {"elastic-batch", "copy-every", "restarts"})
     if (!options.elastic && given(values, name))
       throw OptionsError("--" + std::string(name) + " has no effect without --elastic");

@@ -55,6 +55,7 @@ struct TrainOptions {
   Offload offload = Offload::kNone;
   std::filesystem::path offload_directory;  // kDisk
   double device_fraction = 0;               // kFsdp with offload
+  bool step_in_backward = false;            // kFsdp with offload
   int threads = 0;                          // 0: those of tessera::init()
   examples::ComputeOptions compute;
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <filesystem>
@@ -280,6 +281,9 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
     std::cout << "\n";
     print_memory_table(std::cout, memory, parameters_numel * static_cast<int64_t>(sizeof(float)));
     print_result(std::cout, result);
+    if (const auto fraction = wrapped->suggested_device_fraction())
+      std::cout << "in the last step --device-fraction " << std::ceil(100 * *fraction) / 100
+                << " would have hidden the host's steps of rank 0 behind backward\n";
   }
   const auto averaged = wrapped->averaged();
   if (!options.export_gpt2.empty()) {

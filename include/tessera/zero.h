@@ -199,6 +199,9 @@ class Zero : public ModelShards {
 
   // Returns the optimizer, for learning rates, schedulers, and save_checkpoint(dir, {model, optimizer}).
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  // Returns the stage's wrapper, for calls that Zero lacks. Its type is DistributedDataParallel<Holder> in stages 0 and
+  // 1, ShardedDataParallel<Holder> in stage 2, and FullyShardedDataParallel<Holder> in stage 3.
+  DataParallel& wrapper() { return wrapper_.any(); }
   // Returns the module given to zero(), for example for module()->eval().
   Holder module() const { return module_; }
 

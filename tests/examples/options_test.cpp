@@ -155,6 +155,8 @@ TEST(Options, MistakesAreNamed) {
       {{"--offload", "cpu", "--offload-directory", "x"}, "--offload-directory has no effect"},
       {{"--device-fraction", "0.5"}, "--device-fraction has no effect without --wrapper fsdp and --offload"},
       {{"--offload", "cpu", "--device-fraction", "1.5"}, "--device-fraction must be 0 to 1, got 1.5"},
+      {{"--offload", "cpu", "--wrapper", "sdp", "--step-in-backward"}, "--step-in-backward has no effect without"},
+      {{"--offload", "cpu", "--optimizer", "lion", "--step-in-backward"}, "is for --optimizer adamw, not lion"},
       {{"--sample", "0", "--prompt", "x"}, "--prompt has no effect"},
       {{"--temperature", "0", "--top-k", "4"}, "--top-k has no effect"},
       {{"--quantize", "fp4", "--lora", "2"}, "--quantize must be none, nf4 or int8"},

@@ -45,8 +45,9 @@ TEST(TrainGptPlan, SaysWhatATrainingTakes) {
         "--ranks 2 --wrapper oss", "--ranks 2 --wrapper sdp --optimizer muon",
         "--ranks 2 --wrapper oss --optimizer muon", "--ranks 3 --optimizer muon", "--ranks 2 --optimizer adamw8bit",
         "--ranks 2 --wrapper ddp --clip 0", "--wrapper local", "--ranks 2 --wire int8", "--ranks 2 --offload cpu",
-        "--ranks 2 --offload cpu --device-fraction 0.5", "--ranks 2 --offload disk --offload-directory ",
-        "--ranks 2 --lora 2 --quantize nf4 --import-gpt2 ", "--ranks 2 --lora 2 --quantize int8 --import-gpt2 "}) {
+        "--ranks 2 --offload cpu --device-fraction 0.5", "--ranks 2 --offload cpu --step-in-backward",
+        "--ranks 2 --offload disk --offload-directory ", "--ranks 2 --lora 2 --quantize nf4 --import-gpt2 ",
+        "--ranks 2 --lora 2 --quantize int8 --import-gpt2 "}) {
     const Job job = job_of(arguments.ends_with(" ") ? arguments + folder.path().string() : arguments);
     const bool has_disk = job.options.offload == Offload::kDisk;
     const int world = job.options.ranks.value_or(1);
@@ -60,6 +61,10 @@ TEST(TrainGptPlan, SaysWhatATrainingTakes) {
       const auto planned = plan_of(job, rank);
       const auto& peak = real[static_cast<size_t>(rank)].peak;
       EXPECT_GT(planned.peak[has_disk ? MemoryKind::kDisk : MemoryKind::kOptimizer], 0);
+      if (job.options.step_in_backward) {  // the real peak depends on the speed of the thread that steps
+        EXPECT_GE(planned.peak[MemoryKind::kOptimizer], peak[MemoryKind::kOptimizer]) << "rank " << rank;
+        continue;
+      }
       for (size_t i = 0; i < tessera::kMemoryKinds; ++i) {
         const auto kind = static_cast<MemoryKind>(i);
         if (kind == MemoryKind::kScratch || kind == MemoryKind::kTransport) continue;

@@ -228,6 +228,19 @@ TEST(TrainGpt, LossesDoNotDependOnHowTheBatchIsSpread) {
   }
 }
 
+// The norm of some steps clips, so that some steps in backward are taken back.
+TEST(TrainGpt, StepsInBackwardAreThoseAfterIt) {
+  for (const std::string options : {"--clip 1 --accumulate 2", "--clip 0 --ema 0.9"}) {
+    SCOPED_TRACE(options);
+    const std::string common = "--wrapper fsdp --ranks 2 --batch 3 --sample 0 --offload cpu " + options;
+    const auto expected = train(common), losses = train(common + " --step-in-backward --device-fraction 0.5");
+    ASSERT_EQ(losses.size(), expected.size());
+    for (size_t i = 0; i < losses.size(); ++i)
+      for (const char* figure : {"loss", "grad_norm", "lr"})
+        EXPECT_EQ(losses[i][figure], expected[i][figure]) << figure << " of step " << i + 1;
+  }
+}
+
 TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
   for (const char* ranks : {"--ranks 2", "--ranks 3"}) {
     const auto expected = train(std::string("--wrapper fsdp --batch 4 --clip 0 --sample 0 ") + ranks);
