@@ -23,6 +23,7 @@ BEGIN, END = "<!-- bench/gpu: begin -->", "<!-- bench/gpu: end -->"
 GPT2 = {"model": "gpt", "vocabulary": 50304, "context": 1024}  # llm.c's padded vocabulary
 SMALL = {**GPT2, "layers": 12, "width": 768, "heads": 12, "batch": 16}
 LARGE = {**GPT2, "layers": 48, "width": 1600, "heads": 25, "batch": 8}
+HUGE = {**GPT2, "layers": 36, "width": 2560, "heads": 20, "batch": 4, "steps": 8}
 WIDE = {"model": "chain", "layers": 24, "width": 4096, "batch": 2048}
 DEEP = {"model": "chain", "layers": 200, "width": 512, "batch": 2048}
 FSDP = (["fsdp", "fsdp-kept"], ["fsdp2", "fsdp2-kept", "fsdp2-compiled"])
@@ -33,12 +34,14 @@ ROWS = [
     ("24 x Linear(4096), FSDP", WIDE, *FSDP),
     ("200 x Linear(512), FSDP", DEEP, *FSDP),
     ("GPT-2 1.6B, FSDP", LARGE, *FSDP),
-    ("24 x Linear(4096), FSDP, offload", {**WIDE, "offload": 1}, ["fsdp"], ["fsdp2"]),
-    ("GPT-2 124M, FSDP, offload", {**SMALL, "offload": 1}, ["fsdp"], ["fsdp2"]),
+    ("24 x Linear(4096), FSDP, offload", {**WIDE, "offload": 1}, ["fsdp", "fsdp-early"], ["fsdp2"]),
+    ("GPT-2 124M, FSDP, offload", {**SMALL, "offload": 1}, ["fsdp", "fsdp-early"], ["fsdp2"]),
+    ("GPT 3B, FSDP", HUGE, ["fsdp"], []),
+    ("GPT 3B, FSDP, offload", {**HUGE, "offload": 1}, ["fsdp-early"], []),
 ]
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, "context": 16, "batch": 4, "steps": 2}
 NAMES = {
-    "fsdp": "Tessera FSDP", "fsdp-kept": "Tessera FSDP, no reshard", "ddp": "DDP", "sdp": "Tessera OSS + SDP",
+    "fsdp": "Tessera FSDP", "fsdp-early": "Tessera FSDP, step in backward", "fsdp-kept": "Tessera FSDP, no reshard", "ddp": "DDP", "sdp": "Tessera OSS + SDP",
     "fsdp2": "FSDP2", "fsdp2-kept": "FSDP2, no reshard", "fsdp2-compiled": "FSDP2, compiled",
 }  # fmt: skip
 # Tokens a second on one H100, as llm.c's author has published them; not measured here.
@@ -82,9 +85,20 @@ class Run:
         return [f"{name}={value}" for name, value in {"steps": 20, "device": self.args.device, **settings}.items()]
 
     def tessera(self, title, settings, variant):
-        more = {"wrapper": variant.removesuffix("-kept"), "kept": int(variant.endswith("-kept"))}
-        lines = self.lines_of([self.args.build / "bench/gpu_bench", *self.words({**settings, **more})], f"{title}, Tessera's {variant}")
-        return [{**line, "name": "Tessera DDP" if variant == "ddp" else NAMES[variant]} for line in lines]
+        wrapper, _, kind = variant.partition("-")
+        more = {"wrapper": wrapper, "kept": int(kind == "kept"), "in_backward": int(kind == "early")}
+        name = "Tessera DDP" if variant == "ddp" else NAMES[variant]
+        lines = self.own_lines(title, {**settings, **more}, name)
+        # Again with the part on the device that hides the host's steps, as the first run has measured it.
+        for fraction in [line["suggested_fraction"] for line in lines if line["suggested_fraction"] > 0]:
+            on_device = {"device_fraction": round(fraction, 2)}
+            lines += self.own_lines(title, {**settings, **more, **on_device}, f"{name}, {fraction:.0%} on the device")
+        return lines
+
+    def own_lines(self, title, settings, name):
+        lines = self.lines_of([self.args.build / "bench/gpu_bench", *self.words(settings)], f"{title}, {name}")
+        repeated = [f", {line['times_taken_back']} steps repeated" if line["times_taken_back"] else "" for line in lines]
+        return [{**line, "name": name + again} for line, again in zip(lines, repeated)]
 
     def peers(self, title, settings, variants):
         if not self.args.python:

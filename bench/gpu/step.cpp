@@ -27,6 +27,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr double kLargestNorm = 100;  // as in peers.py: clips no step, and StepInBackward repeats none
+
 class Settings {
  public:
   Settings(int argc, char** argv) {
@@ -49,6 +51,12 @@ class Settings {
     if (!number) throw std::invalid_argument("gpu_bench: " + name + "=" + value + "; expected a whole number");
     return *number;
   }
+  double real(const std::string& name) const {
+    if (!values_.contains(name)) return 0;
+    const auto number = number_in<double>(text(name));
+    if (!number) throw std::invalid_argument("gpu_bench: " + name + "=" + text(name) + "; expected a number");
+    return *number;
+  }
   bool flag(const std::string& name) const { return values_.contains(name) && number(name) != 0; }
 
  private:
@@ -66,8 +74,10 @@ double milliseconds_since(Clock::time_point began) {
 // The means over `steps`, after a warm-up.
 struct Measured {
   double step_ms = 0;
-  double host_ms = 0;      // until the host has started all work of a step that begins with an idle device
-  int64_t peak_bytes = 0;  // device memory of tensors; 0 on CPUs
+  double host_ms = 0;             // until the host has started all work of a step that begins with an idle device
+  int64_t peak_bytes = 0;         // device memory of tensors; 0 on CPUs
+  double suggested_fraction = 0;  // with in_backward: StepInBackward::suggested_device_fraction()
+  int64_t times_taken_back = 0;   // with in_backward: of all steps, warm-up included
 };
 
 Measured measure(int64_t steps, at::Device device, const std::function<void()>& step) {
@@ -147,7 +157,8 @@ Measured measure_wrapper(const Settings& settings, const std::shared_ptr<tessera
   const torch::optim::AdamWOptions adam(1e-4);
   const std::string& wrapper = settings.text("wrapper");
   const bool offloads = settings.flag("offload");
-  const auto run = [&](auto& wrapped, torch::optim::Optimizer& optimizer, bool casts) {
+  const auto run = [&](auto& wrapped, torch::optim::Optimizer& optimizer, bool casts,
+                       const std::function<void()>& clip_and_step) {
     return measure(settings.number("steps"), comm->device(), [&] {
       optimizer.zero_grad();
       at::Tensor value;
@@ -156,7 +167,12 @@ Measured measure_wrapper(const Settings& settings, const std::shared_ptr<tessera
         value = loss(wrapped);
       }
       value.backward();
-      wrapped.clip_grad_norm_on_device_(1.0);
+      clip_and_step();
+    });
+  };
+  const auto run_plain = [&](auto& wrapped, torch::optim::Optimizer& optimizer, bool casts) {
+    return run(wrapped, optimizer, casts, [&] {
+      wrapped.clip_grad_norm_on_device_(kLargestNorm);
       optimizer.step();
     });
   };
@@ -166,26 +182,31 @@ Measured measure_wrapper(const Settings& settings, const std::shared_ptr<tessera
     tessera::FsdpOptions options;
     options.auto_wrap = Loss::units();
     options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
-    options.offload = {.params = offloads, .grads = offloads};
+    options.offload = {.params = offloads, .grads = offloads, .device_fraction = settings.real("device_fraction")};
     options.reshard_after_forward = !settings.flag("kept");
     tessera::FullyShardedDataParallel fsdp(loss.model, comm, options);
     if (offloads) {
       tessera::HostAdamW optimizer(fsdp.parameters(), adam);
-      return run(fsdp, optimizer, false);
+      if (!settings.flag("in_backward")) return run_plain(fsdp, optimizer, false);
+      tessera::StepInBackward step(fsdp, optimizer, {.max_norm = kLargestNorm, .speculative = true});
+      Measured measured = run(fsdp, optimizer, false, [&] { step.finish(); });
+      measured.suggested_fraction = step.suggested_device_fraction();
+      measured.times_taken_back = step.times_taken_back();
+      return measured;
     }
     tessera::AdamW optimizer(fsdp.parameters(), adam);
-    return run(fsdp, optimizer, false);
+    return run_plain(fsdp, optimizer, false);
   }
   if (offloads) throw std::invalid_argument("gpu_bench: offload=1 needs wrapper=fsdp");
   if (wrapper == "ddp") {
     tessera::DistributedDataParallel ddp(loss.model, comm);
     tessera::AdamW optimizer(ddp.parameters(), adam);
-    return run(ddp, optimizer, true);
+    return run_plain(ddp, optimizer, true);
   }
   if (wrapper != "sdp") throw std::invalid_argument("gpu_bench: wrapper=" + wrapper + "; expected fsdp, ddp or sdp");
   tessera::OSS<tessera::AdamW> optimizer(loss.model->parameters(), adam, comm);
   tessera::ShardedDataParallel sdp(loss.model, optimizer, comm);
-  return run(sdp, optimizer, true);
+  return run_plain(sdp, optimizer, true);
 }
 
 template <class Loss>
@@ -198,7 +219,9 @@ nlohmann::json result_of(const Settings& settings, const std::shared_ptr<tessera
   return {{"parameters", numel},
           {"step_ms", measured.step_ms},
           {"host_ms", measured.host_ms},
-          {"peak_bytes", measured.peak_bytes}};
+          {"peak_bytes", measured.peak_bytes},
+          {"suggested_fraction", measured.suggested_fraction},
+          {"times_taken_back", measured.times_taken_back}};
 }
 
 }  // namespace
