@@ -220,12 +220,22 @@ void ReplicatedGradients::begin_own_sum(size_t parameter) {
   if (factor != 1) grad = grad * factor;
 }
 
+// Another rank may have begun its own sum of a parameter that this rank did not use under no_sync(). The reduction then
+// adds the averages of all ranks, so this rank must pass its average on, too.
+void ReplicatedGradients::begin_own_sums_of_unused() {
+  if (!std::exchange(flags_.has_own_sums, false) || owner_of_) return;
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (states_[i].trainable && states_[i].grad == GradState::kOrdinary && binding_.tensor(i).grad().defined())
+      begin_own_sum(i);
+}
+
 // ---- passes -------------------------------------------------------------------------------------
 
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return;  // backward recomputes a part of the model
   const bool trains = c10::GradMode::is_enabled();
+  if (trains && !reduces() && !passes_through()) flags_.has_own_sums = true;
   NoGradNoInferenceGuard quiet;
   recover();
   binding_.require_nothing_new();
@@ -299,6 +309,7 @@ void ReplicatedGradients::begin() {
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   reducer_.begin(order, /*frozen_too=*/true);  // some ranks may hold sums of frozen parameters
+  begin_own_sums_of_unused();
   for (size_t i = 0; i < states_.size(); ++i) {
     if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
     if (std::exchange(states_[i].grad, GradState::kOrdinary) != GradState::kAccumulating) continue;

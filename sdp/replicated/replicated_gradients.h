@@ -93,6 +93,7 @@ class ReplicatedGradients : public BackwardPass {
   bool is_lost(size_t parameter) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void begin_own_sum(size_t parameter);
+  void begin_own_sums_of_unused();
   // Whether this rank receives the average of the parameter.
   bool gets_average(size_t parameter) const {
     return reducer_.buckets()[reducer_.bucket_of(parameter)].result != nullptr;
@@ -119,7 +120,7 @@ class ReplicatedGradients : public BackwardPass {
   ReplicaComparison comparison_;
   struct Flags {
     bool order_agreed = false;     // whether the buckets follow rank 0's order of gradients
-    bool has_own_sums = false;     // in a group of one rank: whether any state is kAccumulating
+    bool has_own_sums = false;     // whether this rank or, in a larger group, any other rank may have own sums
     bool any_backward = false;     // whether a backward since the last forward had gradients
     bool is_forward_open = false;  // whether a training forward has begun and not returned
     bool first_backward = true;

@@ -96,6 +96,46 @@ TEST(StageGradients, SparseOnesArriveDenseAlsoUnderNoSync) {
   });
 }
 
+struct UnevenImpl : ScaleImpl {
+  UnevenImpl() : ScaleImpl(torch::ones({1})), other(register_parameter("other", torch::ones({1}))) {}
+  at::Tensor forward(at::Tensor x, bool uses_other) {
+    const at::Tensor sum = ScaleImpl::forward(x);
+    return uses_other ? sum + (other * x).sum() : sum;
+  }
+  at::Tensor other;
+};
+TORCH_MODULE(Uneven);
+
+// A letter is a backward: (n) under no_sync(), (b) with a reduction, upper case if the last rank uses all parameters.
+TEST(StageGradients, OfAParameterThatOneRankUsesAddUpWithAverages) {
+  in_every_stage([](const std::shared_ptr<Communicator>& comm, int stage) {
+    const int world = comm->size();
+    for (const std::string passes : {"BNB", "BNb", "Bnb", "bNb", "BbNNb", "BNbNB"}) {
+      ZeroOptions options{.stage = stage};
+      options.ddp.find_unused_parameters = true;
+      auto model = zero(Uneven(), torch::optim::SGDOptions(1), comm, options);
+      double uses = 0;
+      for (const char pass : passes) {
+        const bool uses_other = pass < 'a';
+        auto backward = [&] {
+          model(torch::full({1}, 0.5 * world), uses_other && comm->rank() == world - 1).backward();
+        };
+        if (pass == 'n' || pass == 'N') {
+          auto scope = model.no_sync();
+          backward();
+        } else {
+          backward();
+        }
+        uses += uses_other ? 0.5 : 0;
+      }
+      model.step();
+      EXPECT_NEAR(model.full_state_dict()["other"].item<double>(), 1 - uses, 1e-6)
+          << passes << " " << world << " " << stage;
+      EXPECT_NEAR(model.full_state_dict()["weight"].item<double>(), 1 - 0.5 * world * passes.size(), 1e-5);
+    }
+  });
+}
+
 TEST(StageGradients, ComplexOnesAreUnscaledAndClipped) {
   in_every_stage([](const std::shared_ptr<Communicator>& comm, int stage) {
     const auto options = at::TensorOptions(at::kComplexDouble);
