@@ -83,6 +83,10 @@ void ReplicatedGradients::install() {
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
   step_check_.emplace(while_alive(self, [](auto& owner) { owner.require_averages(); }, [] {}));
+  // Optimizers' states follow the first gradient, and backward makes gradients dense.
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (at::Tensor& grad = binding_.tensor(i).mutable_grad(); grad.defined() && grad.is_sparse())
+      grad = grad.to_dense();
   refresh_trainable();
 }
 

@@ -1,4 +1,6 @@
 // Gradients from before wrapping or without a reduction, sparse or complex: every stage treats them as one process.
+#include <limits>
+
 #include "tests/support/reference.h"
 
 namespace tessera::stage_gradients_test {
@@ -30,6 +32,23 @@ TEST(StageGradients, ThoseFromBeforeWrappingStay) {
       model(torch::ones({1})).backward();
       model.step();
       EXPECT_NEAR(model.full_state_dict()["weight"].item<double>(), 0.89, 1e-6) << comm->size() << " " << stage;
+    }
+  });
+}
+
+TEST(StageGradients, SparseOnesFromBeforeWrappingAreClippedAndSteppedAtOnce) {
+  in_every_stage([](const std::shared_ptr<Communicator>& comm, int stage) {
+    for (const double type : {2.0, std::numeric_limits<double>::infinity()}) {
+      Scale net(torch::ones({1}));
+      net->weight.mutable_grad() = torch::full({1}, 10.0).to_sparse();
+      auto model = zero(net, torch::optim::SGDOptions(0.1).momentum(0.5), comm, {.stage = stage});
+      EXPECT_NEAR(model.clip_grad_norm_(1.0, type), 10, 1e-5);
+      model.step();
+      model.zero_grad();
+      model(torch::ones({1})).backward();
+      model.step();
+      EXPECT_NEAR(model.full_state_dict()["weight"].item<double>(), 1 - 0.1 - 0.15, 1e-5)
+          << comm->size() << " " << stage;
     }
   });
 }
