@@ -79,12 +79,11 @@ bool launched() {
 }
 
 std::shared_ptr<Communicator> init(InitOptions options) {
-  const auto environment = read_launch_environment();
+  auto environment = read_launch_environment();
   ProcessSetup& process = options.process;
   process.terminate_handler &= environment.world_size > 1;
   // Must precede the use of CUDA: CUDA opens files, which could use the numbers of closed standard descriptors.
   const auto effects = std::make_shared<ProcessEffects>(process);
-  if (process.share_cores) share_cores(environment);
   const auto [nccl, device] = choose(options, environment);
   if (!environment.note.empty()) warn("tessera::init: " + environment.note);
 
@@ -97,6 +96,8 @@ std::shared_ptr<Communicator> init(InitOptions options) {
                         process.raise_descriptor_limit);
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
   if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
+  if (environment.local_world_size == 0 && is_loopback_address(found.address)) environment.local_world_size = size;
+  if (process.share_cores) share_cores(environment);
   if (found.traced_run) Trace::active()->join(*found.traced_run);
   if (nccl && visible_cuda_devices() > 0) make_current(device);
   return nccl ? make_nccl_communicator(found.store, rank, size, device,

@@ -362,6 +362,18 @@ TEST(ProcessSetup, ThreadsThatTheProgramHasChosenStay) {
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
+// PMIx gives no number of ranks on this host. The rendezvous finds that all are on one.
+TEST(ProcessSetup, RanksOfOneHostShareItsCoresIfTheLauncherGivesNoLocalSize) {
+  const auto codes = on_launched_processes([](int rank) {
+    for (const char* name : {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) ::unsetenv(name);
+    ::setenv("PMIX_RANK", std::to_string(rank).c_str(), 1);
+    const int before = at::get_num_threads();
+    const auto comm = init({.timeout = 60s});
+    return at::get_num_threads() == std::min(before, std::max(1, available_cores() / 2)) ? 0 : 1;
+  });
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
+}
+
 TEST(ProcessSetup, ARankAloneOnItsHostKeepsToTheContainersQuota) {
   const auto codes = on_launched_processes([](int) {
     const int before = at::get_num_threads();
