@@ -68,6 +68,7 @@ class Damage(unittest.TestCase):
     def refuse(self, source, part, *words):
         told = convert(source, self.path / "ours", *words)
         self.assertIn(part, told)
+        self.assertIn(str(self.path), told)
         self.assertEqual(len(told.splitlines()), 1)
         self.assertFalse((self.path / "ours").exists())
 
@@ -139,6 +140,8 @@ class Damage(unittest.TestCase):
             "ends at byte": lambda metadata: setattr(places(metadata)["model.c"], "length", 10**6),
             "has the place '../x'": lambda metadata: setattr(places(metadata)["model.a"], "relative_path", "../x"),
             "the file other, of 'model.a', is missing": lambda metadata: setattr(places(metadata)["model.a"], "relative_path", "other"),
+            "has a place in the files for 'model.b', and no entry": lambda metadata: tensors(metadata).pop("model.b"),
+            "'model.b' has no keys": lambda metadata: metadata.planner_data.pop("model.b"),
             "has no entries": lambda metadata: setattr(metadata, "storage_data", None),
             "neither a tensor nor bytes": lambda metadata: tensors(metadata).update(x=3),
             "no dtype, shape or chunks": lambda metadata: delattr(tensors(metadata)["model.a"], "chunks"),

@@ -90,9 +90,10 @@ class Folder:
             if not all(isinstance(part, dict) for part in (self.entries, self.storage, planned or {})):
                 raise ConvertError("has no entries or no places of them in files")
             self.check_entries()
-            self.paths = {name: tuple(keys) for name, keys in (planned or {}).items() if name in self.entries}
-            for name in self.entries:
-                if not self.paths.setdefault(name, (name,)):
+            # Without flattening, there are no keys of any entry: the names are those of the state dict.
+            self.paths = {name: tuple((planned or {name: (name,)}).get(name, ())) for name in self.entries}
+            for name, keys in self.paths.items():
+                if not keys:
                     raise ConvertError(f"'{name}' has no keys")
         except ConvertError as error:
             raise ConvertError(f"{self.path / '.metadata'}: is damaged: {error}") from None
@@ -114,6 +115,9 @@ class Folder:
                 used[place.relative_path].append((place.offset, place.offset + place.length, name))
             else:
                 raise ConvertError(f"'{name}' is neither a tensor nor bytes")
+        for index in self.storage:
+            if getattr(index, "fqn", None) not in self.entries:
+                raise ConvertError(f"has a place in the files for '{getattr(index, 'fqn', index)}', and no entry of this name")
         for file, ranges in used.items():
             self.check_ranges(file, sorted(ranges))
 
