@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <future>
 #include <iterator>
 #include <stdexcept>
 #include <system_error>
@@ -25,7 +26,7 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr milliseconds kRound{100};  // pause between the requests of a joining process to the members
-constexpr std::chrono::seconds kSilentJoinPause{20}, kRequestLife{3};
+constexpr std::chrono::seconds kRequestLife{3};
 
 // Replaces a file atomically, because readers must never see a partly written file.
 void replace(const fs::path& path, const json& content, const std::string& id) {
@@ -201,19 +202,18 @@ std::optional<Joiner::Place> Joiner::ask() {
   has_answer_ = false;
   are_all_gone_ = run_.has_value();
   const std::vector<Member> members = run_ ? run_->members : std::vector<Member>();
-  for (const Member& member : members) {
-    if (const auto pause = ask_again_.find(member.id); pause != ask_again_.end() && RunClock::now() < pause->second) {
-      are_all_gone_ = false;
-      continue;
-    }
+  const PeerMessage request{{{"op", "join"}, {"member", self_}, {"options", options_}}, {}};
+  std::vector<std::future<PeerMessage>> answers;
+  // If no thread is free, this thread asks the member.
+  for (const Member& member : members)
+    answers.push_back(std::async(std::launch::async | std::launch::deferred,
+                                 [&] { return ask_member(member, request, kPromptAnswer); }));
+  for (auto& pending : answers) {
     json answer;
     try {
-      answer =
-          ask_member(member, {{{"op", "join"}, {"member", self_}, {"options", options_}}, {}}, kPromptAnswer).fields;
+      answer = pending.get().fields;
     } catch (const PeerError& error) {  // the member is lost or silent
-      if (error.is_gone()) continue;
-      are_all_gone_ = false;
-      ask_again_[member.id] = RunClock::now() + kSilentJoinPause;
+      are_all_gone_ = are_all_gone_ && error.is_gone();
       continue;
     }
     if (const auto refused = answer.find("refused"); refused != answer.end())

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
-#include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -130,7 +129,8 @@ class Joiner {
   std::optional<Place> await_place();
 
  private:
-  // Asks all members once. Returns nullopt if no answer has a decision.
+  // Asks all members once, concurrently: several silent ones cost one timeout. Returns nullopt if no answer has a
+  // decision.
   std::optional<Place> ask();
   // Updates the members from the file. Returns whether the run has ended.
   bool read_file();
@@ -141,8 +141,7 @@ class Joiner {
   const std::string options_;
   const std::chrono::milliseconds stopped_after_, timeout_;
   std::optional<RunFacts> run_;
-  std::map<std::string, RunClock::time_point> ask_again_;  // time of the next request to a silent member, by id
-  bool has_answer_ = false, are_all_gone_ = false;         // results of the last round
+  bool has_answer_ = false, are_all_gone_ = false;  // results of the last round
 };
 
 }  // namespace tessera::internal

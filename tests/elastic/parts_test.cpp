@@ -719,6 +719,32 @@ TEST(ElasticRegroup, SilentMembersAreAskedAtOnce) {
   }
 }
 
+// A member on a busy machine may miss the time of one prompt answer.
+TEST(ElasticJoining, ASilentMemberIsAskedAgain) {
+  const testing_support::TemporaryFolder folder;
+  const Member self{"joins", "127.0.0.1", 1, "host"};
+  RunFacts facts{.run_id = "run", .first_world = 1};
+  Decision group{.generation = 1, .members = {self}};
+  std::atomic<int> requests = 0;
+  std::promise<void> is_asked_again;
+  const PeerServer server("127.0.0.1", "member", [&]() -> PeerServer::Session {
+    return [&](PeerMessage&&) -> PeerMessage {
+      const int request = requests++;
+      if (request == 0) is_asked_again.get_future().wait_for(std::chrono::seconds(20));
+      if (request == 1) is_asked_again.set_value();
+      return {{{"facts", facts}, {"decision", group}}, {}};
+    };
+  });
+  facts.members = {{"member", "127.0.0.1", server.port(), "host"}};
+  const RunFile file(folder.path());
+  file.write(facts, "member");
+  Joiner joiner(file, self, "options", std::chrono::seconds(15), std::chrono::seconds(15));
+  const auto place = joiner.await_place();
+  ASSERT_TRUE(place);
+  EXPECT_EQ(place->group.members, group.members);
+  EXPECT_EQ(requests, 2);
+}
+
 // Reads late.
 struct LateStore : c10d::PrefixStore {
   using PrefixStore::PrefixStore;
