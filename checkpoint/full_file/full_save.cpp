@@ -192,10 +192,13 @@ std::vector<fs::path> files_before(const fs::path& file) {
 
 // Returns a random tag for the names of new part files, or "" if no part file of an older save exists.
 std::string free_tag(const fs::path& file) {
-  std::error_code ignored;
+  std::error_code error;
   const std::string start = file.stem().string() + "-";
   const fs::path folder = fs::absolute(file).parent_path();
-  for (const auto& entry : fs::directory_iterator(folder, ignored))
+  const auto entries = entries_of(folder, error);
+  if (error && error != std::errc::no_such_file_or_directory)
+    throw CheckpointError(folder.string() + ": opening: " + error.message());
+  for (const auto& entry : entries)
     if (const auto name = entry.path().filename().string();
         name.starts_with(start) && name.find("-of-") != std::string::npos) {
       std::random_device device;

@@ -11,6 +11,7 @@
 #include "checkpoint/format/entries.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/commit.h"
+#include "core/runtime/file.h"
 #include "core/runtime/warn.h"
 
 namespace tessera::internal {
@@ -67,7 +68,7 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
 std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
   std::vector<fs::path> entries;
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(directory, ignored)) {
+  for (const auto& entry : entries_of(directory, ignored)) {
     const bool is_folder = fs::is_directory(entry.symlink_status(ignored));
     if (is_of_save(entry.path().filename().string() + (is_folder ? "/" : "")) == of_saves)
       entries.push_back(entry.path());
@@ -104,7 +105,10 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
     std::error_code error, ignored;
-    fs::is_directory(fs::symlink_status(path, ignored)) ? fs::remove_all(path, error) : fs::remove(path, error);
+    if (fs::is_directory(fs::symlink_status(path, ignored)))
+      remove_all_of(path, error);
+    else
+      fs::remove(path, error);
     if (error && !failure) failure = error;
   };
   for (const fs::path& path : entries_in(directory, /*of_saves=*/true))
@@ -120,7 +124,7 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
 // because leftovers do not disturb readers, which skip hidden directories.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+  for (const auto& entry : entries_of(folder, ignored)) {
     const std::string name = entry.path().filename().string();
     if (!name.starts_with('.') || !name.starts_with(prefix) || !entry.is_directory(ignored)) continue;
     FileLock lock;

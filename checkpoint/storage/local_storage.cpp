@@ -98,7 +98,7 @@ class LocalStorage : public Storage {
   std::vector<std::string> list(const fs::path& folder) const override {
     std::error_code error, ignored;
     std::set<std::string> names;
-    const fs::directory_iterator entries(folder, error);
+    const auto entries = entries_of(folder, error);
     if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
       fail_({folder, FileAction::kOpen, error.value(), ""});
     for (const auto& entry : entries)
@@ -112,7 +112,7 @@ class LocalStorage : public Storage {
   }
   void remove_all(const fs::path& folder) const override {
     std::error_code error;
-    fs::remove_all(folder, error);
+    remove_all_of(folder, error);
     if (error) refuse(folder, FileAction::kWrite, "removing: " + error.message());
   }
   int reading_threads() const override { return 3; }

@@ -34,6 +34,22 @@ int open_unnamed(const std::string& directory, int flags) {
 
 }  // namespace
 
+std::vector<std::filesystem::directory_entry> entries_of(const std::filesystem::path& folder, std::error_code& error) {
+  std::vector<std::filesystem::directory_entry> entries;
+  do {
+    entries.clear();
+    for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error))
+      entries.push_back(*entry);
+  } while (error == std::errc::interrupted);
+  return entries;
+}
+
+void remove_all_of(const std::filesystem::path& path, std::error_code& error) {
+  do {
+    std::filesystem::remove_all(path, error);
+  } while (error == std::errc::interrupted);
+}
+
 void throw_with(ThrowFailure throw_failure, const FileFailure& failure) {
   throw_failure(failure);
   throw std::logic_error(failure.path.string() + ": a failure that was not thrown");

@@ -6,6 +6,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <vector>
 
 namespace tessera::internal {
 
@@ -16,6 +18,11 @@ auto retried(Call call) {
   while (result < 0 && errno == EINTR) result = call();
   return result;
 }
+
+// Returns the entries of a folder, unordered. If a call fails, sets `error`. std::filesystem::directory_iterator and
+// remove_all() give up if a signal interrupts a call; these functions begin again.
+std::vector<std::filesystem::directory_entry> entries_of(const std::filesystem::path& folder, std::error_code& error);
+void remove_all_of(const std::filesystem::path& path, std::error_code& error);
 
 enum class FileAction : uint8_t { kCreate, kOpen, kLookAt, kRead, kWrite, kSync, kResize, kClaim };
 

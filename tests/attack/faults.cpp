@@ -140,6 +140,15 @@ int open(const char* path, int flags, ...) {
   return result_of(::syscall(SYS_openat, AT_FDCWD, path, flags, mode));
 }
 
+int openat(int folder, const char* path, int flags, ...) {
+  va_list more;
+  va_start(more, flags);
+  const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(more, mode_t) : 0;
+  va_end(more);
+  if (is_below(path) && fails((flags & (O_WRONLY | O_RDWR)) == 0, true)) return -1;
+  return result_of(::syscall(SYS_openat, folder, path, flags, mode));
+}
+
 int open64(const char* path, int flags, ...) {
   va_list more;
   va_start(more, flags);
