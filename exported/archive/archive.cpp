@@ -188,10 +188,10 @@ uint32_t read_pieces(const File& file, const ArchiveMember& member, PlaceOf plac
   return crc;
 }
 
-void compare(const ArchiveMember& member, const std::string& name, uint32_t found) {
+void compare(const File& file, const ArchiveMember& member, const std::string& name, uint32_t found) {
   if (found != member.crc32)
-    throw ExportedError("'" + name + "' is damaged: its CRC-32 is " + std::to_string(found) + ", the archive has " +
-                        std::to_string(member.crc32));
+    throw ExportedError(file.path().string() + ": '" + name + "' is damaged: its CRC-32 is " + std::to_string(found) +
+                        ", the archive has " + std::to_string(member.crc32));
 }
 
 }  // namespace
@@ -200,14 +200,15 @@ ArchiveFile::ArchiveFile(const std::filesystem::path& path) : file_(open_archive
 
 void ArchiveFile::read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const {
   if (!is_checked || member.crc32 == 0) return read(to, member.bytes, member.begin);
-  compare(member, name, read_pieces(file_, member, [to](int64_t begin) { return static_cast<char*>(to) + begin; }));
+  compare(file_, member, name,
+          read_pieces(file_, member, [to](int64_t begin) { return static_cast<char*>(to) + begin; }));
 }
 
 void ArchiveFile::check_member(const ArchiveMember& member, const std::string& name) {
   const std::lock_guard lock(mutex_);
   if (member.crc32 == 0 || checked_.contains(member.begin)) return;
   std::string piece(static_cast<size_t>(std::min(kReadAtOnce, member.bytes)), '\0');
-  compare(member, name, read_pieces(file_, member, [&](int64_t /*begin*/) { return piece.data(); }));
+  compare(file_, member, name, read_pieces(file_, member, [&](int64_t /*begin*/) { return piece.data(); }));
   checked_.insert(member.begin);
 }
 

@@ -39,7 +39,7 @@ class ArchiveFile {
   int64_t bytes() const { return file_.bytes(); }
   void read(void* to, int64_t bytes, int64_t position) const { file_.read(to, bytes, position); }
   // Reads a whole member. If `is_checked` is set, verifies its CRC-32. If the member is damaged, throws ExportedError
-  // that names the member.
+  // that names the file and the member.
   void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
   // Verifies the CRC-32 of a whole member, unless an earlier call has. Throws ExportedError if the member is damaged.
   void check_member(const ArchiveMember& member, const std::string& name);
