@@ -338,7 +338,13 @@ LaunchEnvironment parse_slurm(const Variables& variables, const Group& group) {
   if (const auto id = variables.first_text({"SLURM_JOB_ID", "SLURM_JOBID"}))
     environment.job = *id + "." + variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("0");
   find_master(variables, "SLURM_JOB_ID", environment);
-  if (environment.master_address.empty() && !hosts.empty()) environment.master_address = hosts.front();
+  if (environment.master_address.empty() && !hosts.empty()) {
+    if (group.rank == 0 && variables.number("SLURM_NODEID", 0, kMaxRanks).value_or(0) > 0)
+      fail("Slurm has started rank 0 on another node than the first of ", *list, ": ",
+           variables.describe({"SLURM_NODEID", "SLURM_DISTRIBUTION", "MASTER_ADDR"}),
+           "; set MASTER_ADDR on all ranks, to the host of rank 0");
+    environment.master_address = hosts.front();
+  }
   if (environment.master_address.empty())
     variables.fail_half_set(
         "Slurm", {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "MASTER_ADDR"},

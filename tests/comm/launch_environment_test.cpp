@@ -185,6 +185,13 @@ TEST(LaunchEnvironment, SlurmTakesMasterFromTheEnvironment) {
   EXPECT_EQ(environment.master_port, 4242);
 }
 
+TEST(LaunchEnvironment, SlurmRankZeroOnAnotherNode) {  // srun --distribution=arbitrary
+  const Environment first = with(kSlurm, {{"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}});
+  expect_error(first, {"rank 0", "node[07-08]", "SLURM_NODEID=1", "MASTER_ADDR is not set"});
+  EXPECT_EQ(parse(with(first, {{"MASTER_ADDR", "node08"}})).master_address, "node08");
+  EXPECT_EQ(parse(with(first, {{"SLURM_NODEID", "0"}})).master_address, "node07");
+}
+
 TEST(LaunchEnvironment, SlurmSetByHandOnOneHost) {
   const auto environment = parse({{"SLURM_PROCID", "1"},
                                   {"SLURM_NTASKS", "3"},
