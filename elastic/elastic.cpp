@@ -23,6 +23,7 @@ using namespace internal;
 const std::shared_ptr<Communicator>& ElasticRun::comm() const { return state_.comm(); }
 int64_t ElasticRun::step() const { return state_.step(); }
 int ElasticRun::accumulation() const { return state_.accumulation(); }
+int ElasticRun::first_world() const { return state_.first_world(); }
 int64_t ElasticRun::generation() const { return state_.generation(); }
 const std::optional<ElasticChange>& ElasticRun::change() const { return state_.change(); }
 nlohmann::json ElasticRun::restore(const TrainingState& state) { return state_.restore(state); }

@@ -114,6 +114,7 @@ class ElasticRunState {
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int64_t step() const { return step_; }
   int accumulation() const;
+  int first_world() const { return all_.first_world(); }
   int64_t generation() const { return all_.group().generation; }
   const std::optional<ElasticChange>& change() const { return change_; }
   int64_t copied_bytes() const { return all_.copies().bytes(); }

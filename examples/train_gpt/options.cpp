@@ -116,7 +116,7 @@ po::typed_value<bool>* boolean(bool* value) {
 // Values that are converted or checked after parsing.
 struct RawOptions {
   std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer, quantize,
-                                  elastic_batch = "keep";
+                                  elastic_batch = "keep", rendezvous;
   int ranks = 0;
   int64_t warmup = 0, val_every = 0, report_every = 0;
 };
@@ -153,6 +153,8 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "elastic-batch", po::value(&raw.elastic_batch)->default_value(raw.elastic_batch)->value_name("HOW"),
       "elastic: sequences of a step with fewer ranks. keep: at least as many, by accumulation; follow: fewer")(
       "copy-every", number(&options.copy_every), "elastic: steps between two copies")(
+      "rendezvous", po::value(&raw.rendezvous)->value_name("DIR"),
+      "elastic, under a launcher: shared folder of this job only, by which restarted ranks and spares join")(
       "restarts", number(&options.restarts), "elastic: how often each failed rank is started again; 0: never")(
       "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
       "local: one process; ddp: nothing sharded; oss: optimizer state sharded; sdp: gradients too; fsdp: "
@@ -387,7 +389,7 @@ void check_together(const TrainOptions& options, const po::variables_map& values
     throw OptionsError("--step-in-backward has no effect without --wrapper fsdp and --offload");
   if (options.step_in_backward && options.optimizer != OptimizerKind::kAdamW)
     throw OptionsError(std::string("--step-in-backward is for --optimizer adamw, not ") + name_of(options.optimizer));
-  for (const char* name : {"elastic-batch", "copy-every", "restarts"})
+  for (const char* name : {"elastic-batch", "copy-every", "rendezvous", "restarts"})
     if (!options.elastic && given(values, name))
       throw OptionsError("--" + std::string(name) + " has no effect without --elastic");
   if (options.elastic && options.wrapper == Wrapper::kLocal)
@@ -467,6 +469,7 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   }
   options.data = raw.data;
   options.out = raw.out;
+  options.rendezvous = raw.rendezvous;
   options.wrapper = parse_wrapper(raw.wrapper);
   options.int8_wire = parse_wire(raw.wire, options.wrapper);
   options.offload = parse_offload(raw.offload);

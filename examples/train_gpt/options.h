@@ -44,9 +44,10 @@ struct TrainOptions {
   bool oversubscribe = false;  // allows more than 4 ranks a core
   bool elastic = false;        // survive the death of ranks
   ElasticBatch elastic_batch = ElasticBatch::kKeep;
-  int64_t copy_every = 10;  // elastic: steps between copies
-  int restarts = 3;         // elastic: how often a failed rank is started again
-  bool plan = false;        // print the memory that each rank would take; do not train
+  int64_t copy_every = 10;           // elastic: steps between copies
+  std::filesystem::path rendezvous;  // elastic: folder by which processes join; empty: that of spawn_elastic(), or none
+  int restarts = 3;                  // elastic: how often a failed rank is started again
+  bool plan = false;                 // print the memory that each rank would take; do not train
 
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;

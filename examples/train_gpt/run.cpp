@@ -227,12 +227,11 @@ tessera::FolderLock prepare_output(const TrainOptions& options, bool continues) 
   throw std::runtime_error(std::string("--out: ") + error.what());
 }
 
-int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tessera::ElasticRun* elastic,
-             int first_ranks) {
+int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tessera::ElasticRun* elastic) {
   const auto& options = job.options;
   const bool shows = comm->rank() == 0;
   const bool goes_on = elastic != nullptr && elastic->generation() > 0;
-  if (elastic == nullptr) first_ranks = comm->size();
+  const int first_ranks = elastic != nullptr ? elastic->first_world() : comm->size();
   check_world(options, first_ranks);
   std::optional<tessera::FolderLock> lock;
   try {
@@ -312,6 +311,8 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
     throw OptionsError("--ranks " + std::to_string(*options.ranks) + " would start more than " +
                        std::to_string(kMostRanksOfACore) + " processes a core on " + std::to_string(cores) +
                        " cores; --oversubscribe allows it");
+  if (!options.rendezvous.empty())
+    throw OptionsError("--rendezvous is for ranks of a launcher; with --ranks, train_gpt restarts failed ranks itself");
   prepare(options);  // reports a mistake once, not on every rank
   static_cast<void>(prepare_output(options, resumes(options)));
   if (options.elastic) return tessera::spawn_elastic(*options.ranks, argc, argv, {.restarts = options.restarts});
@@ -354,6 +355,7 @@ int run_elastic(const TrainOptions& options) {
                                                        ? tessera::ElasticBatch::kKeep
                                                        : tessera::ElasticBatch::kFollow};
   if (!options.resume.empty()) elastic_options.checkpoints = checkpoints_of(options);
+  elastic_options.rendezvous = options.rendezvous;
   if (options.compute.device_of_ranks()) {
     const auto gpus = static_cast<int>(torch::cuda::device_count());
     elastic_options.group.device =
@@ -363,7 +365,7 @@ int run_elastic(const TrainOptions& options) {
     const Job job = prepare(options);
     tessera::Elastic elastic(elastic_options);
     int code = 0;
-    elastic.run([&](tessera::ElasticRun& run) { code = run_rank(job, run.comm(), &run, launch.world_size); });
+    elastic.run([&](tessera::ElasticRun& run) { code = run_rank(job, run.comm(), &run); });
     return code;
   });
 }

@@ -26,10 +26,8 @@ Job prepare(TrainOptions options);
 // metrics of a run that continues. Throws std::runtime_error.
 [[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options, bool continues);
 
-// Trains on this rank of the group; rank 0 prints. `elastic` is null, or the run of this group, which the launcher has
-// started with `first_ranks` ranks. Collective.
-int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tessera::ElasticRun* elastic = nullptr,
-             int first_ranks = 0);
+// Trains on this rank of the group; rank 0 prints. `elastic` is null, or the run of this group. Collective.
+int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tessera::ElasticRun* elastic = nullptr);
 
 using Planner = void (*)(const TrainOptions& options);
 

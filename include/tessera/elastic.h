@@ -102,6 +102,8 @@ class ElasticRun {
   int64_t step() const;
   // Returns the number of backward passes in a step. kKeep: first world size / current world size, rounded up.
   int accumulation() const;
+  // Returns the world size of the first group, also in a process that has joined later.
+  int first_world() const;
   // Returns the number of changes of the group so far; 0 for the first group.
   int64_t generation() const;
   // Returns the change that led to this group; nullopt for the first group.

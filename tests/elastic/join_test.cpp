@@ -240,6 +240,7 @@ TEST(ElasticRestart, DISABLED_Rank) {
     run.restore(trainer.state());
     // A death happens before the next group, so all ranks read the same number.
     const bool is_last = file_bytes(folder / "deaths").size() == deaths && run.comm()->size() == last_world;
+    EXPECT_EQ(run.first_world(), 3);  // also in a process that has joined
     EXPECT_EQ(run.accumulation(), run.comm()->size() == 3 ? 1 : 2);
     while (run.step() < 12 || !is_last) {
       trainer.step();

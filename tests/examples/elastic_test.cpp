@@ -15,6 +15,7 @@
 
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
 #include "tests/support/temporary_folder.h"
 
 namespace train_gpt_elastic {
@@ -30,15 +31,15 @@ std::vector<json> lines_of(const std::filesystem::path& file) {
   return lines;
 }
 
-// The process under the launcher that is this rank; 0: none.
+// The process under the launcher that is this rank, or the last one of its shells' children; 0: none.
 pid_t process_of_rank(pid_t launcher, int rank) {
   const std::string wanted = "RANK=" + std::to_string(rank), process = std::to_string(launcher);
   std::ifstream children("/proc/" + process + "/task/" + process + "/children");
   for (pid_t child = 0; children >> child;) {
+    if (const pid_t found = process_of_rank(child, rank); found > 0) return found;
     std::ifstream environment("/proc/" + std::to_string(child) + "/environ");
     for (std::string one; std::getline(environment, one, '\0');)
       if (one == wanted) return child;
-    if (const pid_t found = process_of_rank(child, rank); found > 0) return found;
   }
   return 0;
 }
@@ -51,11 +52,14 @@ struct Result {
 constexpr int kSteps = 60;
 constexpr int kMostSteps = 1000000;  // of a run that is stopped
 
+std::string command(const std::filesystem::path& out, int steps, const std::string& more) {
+  return tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) +
+         " --layers 2 --width 24 --heads 3 --context 16 --batch 2 --threads 1 --sample 0 --steps " +
+         std::to_string(steps) + " --out " + out.string() + " " + more;
+}
+
 tessera::testing::ChildProcess start(const std::filesystem::path& out, int ranks, int steps, const std::string& more) {
-  std::istringstream words(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) +
-                           " --layers 2 --width 24 --heads 3 --context 16 --batch 2 --threads 1 --sample 0 --steps " +
-                           std::to_string(steps) + " --ranks " + std::to_string(ranks) + " --out " + out.string() +
-                           " " + more);
+  std::istringstream words(command(out, steps, "--ranks " + std::to_string(ranks) + " " + more));
   return tessera::testing::ChildProcess({std::istream_iterator<std::string>(words), {}});
 }
 
@@ -71,10 +75,10 @@ void await(const std::filesystem::path& out, const std::string& field, size_t co
   }
 }
 
-void kill_rank(const tessera::testing::ChildProcess& run, int victim) {
+void kill_rank(const tessera::testing::ChildProcess& run, int victim, int signal = SIGKILL) {
   const pid_t process = process_of_rank(run.pid(), victim);
   EXPECT_GT(process, 0) << run.output();
-  if (process > 0) ::kill(process, SIGKILL);
+  if (process > 0) ::kill(process, signal);
 }
 
 Result result_of(const std::filesystem::path& out, std::string output) {
@@ -189,6 +193,27 @@ TEST(TrainGptElastic, ADeadRankIsStartedAgainAndJoins) {
   }
   EXPECT_NE(result.output.find("rank 1 joined; 2 ranks go on"), std::string::npos) << result.output;
   EXPECT_NE(board_of(folder / "board").find("elastic/joined"), std::string::npos);
+}
+
+TEST(TrainGptElastic, AShellUnderALauncherStartsItsDeadRankAgain) {
+  const TemporaryFolder folder;
+  const auto out = folder / "out";
+  const std::string rank =
+      tessera::testing_support::built(ELASTIC_RANK_SCRIPT) + " " +
+      command(out, kMostSteps, "--val-every 0 --elastic --copy-every 3 --rendezvous " + (folder / "elastic").string());
+  tessera::testing::ChildProcess run({"sh", "-c",
+                                      "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
+                                          std::to_string(tessera::testing_support::free_port()) + "; RANK=1 " + rank +
+                                          " & RANK=0 " + rank + "; code=$?; wait $!; exit $((code + $?))"});
+  await(out, "loss", 8);
+  kill_rank(run, 0);
+  await(out, "seconds", 2);
+  kill_rank(run, 1, SIGUSR1);
+  EXPECT_EQ(run.wait(), (2 * (128 + SIGUSR1)) % 256) << run.output();
+  const auto result = result_of(out, run.output());
+  expect_each_step_once(result);
+  ASSERT_EQ(result.events.size(), 4U) << result.output;
+  EXPECT_EQ(result.events[2]["event"], "joined");
 }
 
 }  // namespace
