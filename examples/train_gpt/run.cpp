@@ -153,7 +153,7 @@ Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& o
   recorder.reset();
   if (signal != 0)
     std::cout << "stopped by signal " << signal << " (" << ::strsignal(signal) << ") after step " << last_step
-              << ", which is saved; --resume auto goes on\n";
+              << ", which is saved; --resume auto goes on" << std::endl;
   return {.result = result, .signal = signal};
 }
 
@@ -274,7 +274,10 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
                   .unigram_loss = trainer.unigram_loss()});
   }
   const auto [result, signal] = train(trainer, checkpoints, options, *comm, elastic);
-  if (signal != 0) return 128 + signal;
+  if (signal != 0) {
+    comm->barrier("the end of a stopped run");  // a launcher may kill the other ranks when the first one has ended
+    return 128 + signal;
+  }
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
     std::cout << "\n";
