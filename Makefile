@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-files interop-models interop-peers zoo finetune attack elastic-chaos loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
+.PHONY: demo test matrix bench bench-hosts interop interop-files interop-models interop-peers zoo finetune attack elastic-chaos slurm-check loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -106,6 +106,12 @@ elastic-chaos: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
 	@$(compile) elastic_tests
 	@TESSERA_CHAOS_FAULTS=$(FAULTS) TESSERA_CHAOS_SEED=$(or $(SEED),1) $(BUILD)/tests/elastic/elastic_tests --gtest_filter='ElasticChaos.*'
+
+# Runs the scripts of examples/slurm on a cluster of network namespaces; needs root, and Debian's slurm-wlm and munge.
+slurm-check: setup
+	@$(configure) -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
+	@$(compile) train_gpt
+	@tests/tools/slurm_check.sh $(BUILD)
 
 # Runs LOOPS random training loops by every wrapper, from seed SEED, 1 by default.
 LOOPS ?= 200
