@@ -10,6 +10,7 @@
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/load_state.h"
+#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/outcome.h"
 #include "core/comm/agreement.h"
 
@@ -163,7 +164,8 @@ SavedTensors internal::find_full_tensors(const fs::path& given) {
     std::set<fs::path> files;  // sorted by name
     for (const auto& name : storage_of(path).list(path))
       if (name.ends_with(".safetensors") && name[0] != '.') files.insert(path / name);
-    if (files.empty()) throw CheckpointError(path.string() + ": holds no safetensors file");
+    if (files.empty())
+      throw CheckpointError(path.string() + ": holds no safetensors file" + inner_folder_of_checkpoints(path));
     for (const auto& file : files) add_file(file, saved, all);
   }
   check_saved_tensors(saved, path.string());

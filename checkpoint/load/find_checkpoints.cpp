@@ -32,7 +32,7 @@ std::string explain_missing(const fs::path& directory) {
            latest_checkpoint(directory)->string();
   return where + ": is not a checkpoint: it has no " + kManifestName +
          (is_local && fs::is_empty(directory, ignored) ? ", it is empty" : "") +
-         " (safetensors files of another program are for load_full())";
+         inner_folder_of_checkpoints(directory) + " (safetensors files of another program are for load_full())";
 }
 
 // Returns whether a name has the form "rank-00042-0.safetensors".
@@ -102,6 +102,18 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
     if (is_checkpoint(path)) found.push_back(path);
   }
   return found;
+}
+
+std::string inner_folder_of_checkpoints(const fs::path& folder) try {
+  if (is_remote(folder)) return "";  // each listing would be a request
+  for (const std::string& name : storage_of(folder).list(folder)) {
+    if (name[0] == '.' || !name.ends_with('/')) continue;
+    const fs::path inner = folder / name.substr(0, name.size() - 1);
+    if (!checkpoints_in(inner).empty()) return "; " + inner.string() + " holds checkpoints";
+  }
+  return "";
+} catch (const StorageUnavailable&) {
+  return "";
 }
 
 bool has_rank_files(const fs::path& folder) { return contents_of(folder).ranks > 0; }

@@ -17,6 +17,9 @@ bool is_checkpoint(const std::filesystem::path& path);
 // links. Throws StorageUnavailable if the storage cannot list the folder; so does find_checkpoints().
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
+// For the error of a folder that is no checkpoint and holds none: "; out/checkpoints holds checkpoints", or "".
+std::string inner_folder_of_checkpoints(const std::filesystem::path& folder);
+
 // The checkpoints in a folder. `whole` lists the checkpoints with a valid manifest, oldest first. `damaged` lists the
 // checkpoints with a damaged manifest. A folder of other files with an unrelated tessera.json is in neither list.
 struct FoundCheckpoints {

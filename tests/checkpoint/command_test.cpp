@@ -195,7 +195,13 @@ TEST_F(Command, MistakesAreExplained) {
   ASSERT_EQ(tessera_command({"consolidate", at("a"), at("full.safetensors")}).code, 0);
   std::filesystem::create_directory(at("files"));
   std::filesystem::copy(at("full.safetensors"), at("files"));
-  const std::pair<std::vector<std::string>, const char*> wrong[] = {
+  std::filesystem::create_directories(at("out/checkpoints"));
+  std::filesystem::copy(at("a"), at("out/checkpoints/step-1"), std::filesystem::copy_options::recursive);
+  const std::string inner = at("out/checkpoints") + " holds checkpoints";
+  const std::pair<std::vector<std::string>, std::string> wrong[] = {
+      {{"inspect", at("out")}, inner},
+      {{"verify", at("out")}, inner},
+      {{"diff", at("a"), at("out")}, inner},
       {{"bogus"}, "no command 'bogus'"},
       {{"inspect"}, "expected: tessera inspect PATH"},
       {{"inspect", at("none")}, "No such file"},

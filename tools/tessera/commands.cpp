@@ -44,10 +44,11 @@ fs::path checkpoint_of(const fs::path& path) {
   const fs::path found = resolve(path);
   std::error_code ignored;
   if (!is_checkpoint(found) && fs::exists(found, ignored))
-    throw std::invalid_argument(
-        found.string() + ": is no checkpoint, " +
-        (fs::is_directory(found, ignored) ? std::string("it has no ") + kManifestName : "which is a folder") +
-        "; `tessera inspect` and `tessera diff` take full safetensors files too");
+    throw std::invalid_argument(found.string() + ": is no checkpoint, " +
+                                (fs::is_directory(found, ignored)
+                                     ? std::string("it has no ") + kManifestName + inner_folder_of_checkpoints(found)
+                                     : "which is a folder") +
+                                "; `tessera inspect` and `tessera diff` take full safetensors files too");
   return found;
 }
 
