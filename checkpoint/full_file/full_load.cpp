@@ -8,9 +8,10 @@
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
 #include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
-#include "checkpoint/load/load_state.h"
 #include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/load_state.h"
 #include "checkpoint/save/outcome.h"
 #include "core/comm/agreement.h"
 
@@ -180,6 +181,21 @@ void load_full(const fs::path& path, ModelShards& model, const LoadOptions& opti
   Manifest manifest;
   on_all_ranks(comm, what, [&] { manifest.saved = find_full_tensors(path); });
   load_state(manifest, {model}, options, what);
+}
+
+std::vector<FullTensor> list_full(const fs::path& path) {
+  std::vector<FullTensor> tensors;
+  for (const auto& [name, tensor] : find_full_tensors(path).tensors)
+    tensors.push_back({name, tensor.dtype, tensor.shape, tensor.aliases});
+  return tensors;
+}
+
+at::Tensor read_full(const fs::path& path, const std::string& name) {
+  const SavedTensors saved = find_full_tensors(path);
+  for (const auto& [own, tensor] : saved.tensors)
+    if (own == name || std::ranges::find(tensor.aliases, name) != tensor.aliases.end())
+      return SliceReader(saved).read(own, whole_box(tensor.shape));
+  throw CheckpointError(path.string() + ": has no tensor '" + name + "'");
 }
 
 }  // namespace tessera

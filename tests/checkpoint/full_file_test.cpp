@@ -323,6 +323,23 @@ TEST(FullFile, IsSavedUnderOtherNamesAndTransposed) {
       torch::equal(SliceReader(alone).read("net.w", whole_box({3, 2})), torch::arange(6, at::kFloat).view({2, 3}).t()));
 }
 
+TEST(FullFile, IsListedAndReadByName) {
+  const TemporaryFolder folder;
+  const at::Tensor ids = torch::arange(6).view({2, 3});
+  write_full(folder / "rows.safetensors", {{"ids", at::kLong, {2, 3}, {"labels"}}, {"mask", at::kHalf, {2}, {}}},
+             [&](const FullTensor& tensor) { return tensor.name == "ids" ? ids : torch::ones({2}, at::kHalf); });
+  for (const auto& path : {folder / "rows.safetensors", folder.path()}) {
+    const std::vector<FullTensor> all = list_full(path);
+    ASSERT_EQ(all.size(), 2U);
+    EXPECT_EQ(all[0].name + all[1].name, "idsmask");
+    EXPECT_EQ(all[0].shape, (std::vector<int64_t>{2, 3}));
+    EXPECT_EQ(all[0].aliases, (std::vector<std::string>{"labels"}));
+    EXPECT_EQ(all[1].dtype, at::kHalf);
+    for (const char* name : {"ids", "labels"}) EXPECT_TRUE(torch::equal(read_full(path, name), ids)) << name;
+    expect_contains(error_of<CheckpointError>([&] { read_full(path, "weight"); }), ": has no tensor 'weight'");
+  }
+}
+
 TEST(FullFile, EightBitFloatsAreReadAsTheirValues) {
   const TemporaryFolder folder;
   const at::Tensor values = torch::tensor({0.25, 1.0, 2.0, 64.0});

@@ -52,6 +52,14 @@ struct FullTensor {
   std::vector<std::string> aliases{};
 };
 
+// Returns the descriptions of the tensors at a path of load_full(), ordered by name. Not collective. Throws
+// CheckpointError.
+std::vector<FullTensor> list_full(const std::filesystem::path& path);
+
+// Reads the tensor of this name or alias, at a path of load_full(), into host memory. Not collective. Throws
+// CheckpointError.
+at::Tensor read_full(const std::filesystem::path& path, const std::string& name);
+
 // Writes full files from one process. data(t) must return the values of `t`, an entry of `tensors`, row-major in host
 // memory. Holds one tensor at a time. The files appear under their names when all of them are complete. Throws
 // CheckpointError. Throws std::invalid_argument if `rename` or `transposed` does not fit `tensors`.
