@@ -88,6 +88,7 @@ int spawn_elastic(int world, int argc, char** argv, const SpawnElasticOptions& o
 }
 
 void Elastic::run(const std::function<void(ElasticRun& run)>& body) {
+  require(body != nullptr, "tessera::Elastic::run: the body is empty, expected a function");
   state_->run(body, [](ElasticRunState& state) { return ElasticRun(state); });
 }
 

@@ -46,6 +46,7 @@ std::function<double(int64_t)> warmup_cosine(int64_t warmup_steps, int64_t total
 
 LambdaLR::LambdaLR(torch::optim::Optimizer& optimizer, std::function<double(int64_t)> factor)
     : LRScheduler(optimizer), optimizer_(optimizer), factor_(std::move(factor)) {
+  if (!factor_) throw std::invalid_argument("LambdaLR: the factor is empty, expected a function");
   set_step(0);
 }
 

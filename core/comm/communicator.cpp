@@ -329,6 +329,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
 }
 
 std::shared_ptr<Communicator> Communicator::split_by(const std::function<int(int rank)>& color_of) {
+  if (!color_of) throw std::invalid_argument("Communicator::split_by: color_of is empty, expected a function");
   std::vector<int> members;
   std::vector<std::string> colors;
   const int color = color_of(rank_);

@@ -122,6 +122,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options) {
   require(world >= 1, "run_ranks: world is ", world, ", expected at least 1");
+  require(body != nullptr, "run_ranks: the body is empty, expected a function");
   require_timeout(options, "run_ranks");
   const bool nccl = options.backend == "nccl" || (options.device && options.device->is_cuda());
   require(options.backend.empty() || options.backend == (nccl ? "nccl" : "gloo"), "run_ranks: backend '",

@@ -171,6 +171,13 @@ TEST(CollectivesErrors, ATimeoutThatNoClockCanHoldIsRefused) {
                     "run_ranks: InitOptions::timeout is " + std::to_string(timeout.count()));
 }
 
+TEST(CollectivesErrors, EmptyFunctionsAreRefused) {
+  expect_contains(error_of<std::invalid_argument>([] { run_ranks(2, nullptr); }), "run_ranks: the body is empty");
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    expect_contains(error_of<std::invalid_argument>([&] { comm->split_by(nullptr); }), "split_by: color_of is empty");
+  });
+}
+
 TEST(CollectivesErrors, PiecesThatAreNotOfOneTensor) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const at::Tensor shard = torch::zeros({3});

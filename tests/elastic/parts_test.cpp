@@ -754,6 +754,15 @@ struct LateStore : c10d::PrefixStore {
   }
 };
 
+TEST(ElasticStart, AnEmptyBodyIsRefused) {
+  try {
+    Elastic(c10::make_intrusive<c10d::HashStore>(), 0, 1).run(nullptr);
+    FAIL() << "no error";
+  } catch (const std::invalid_argument& error) {
+    EXPECT_STREQ(error.what(), "tessera::Elastic::run: the body is empty, expected a function");
+  }
+}
+
 TEST(ElasticStart, TheProcessOfTheStoreWaitsForTheOthers) {
   std::promise<uint16_t> port;
   std::thread other([&] {

@@ -70,6 +70,8 @@ TEST(Schedules, ShortOnesAndConstantOnes) {
   expect_contains(error_of<std::invalid_argument>([&] { WarmupCosineLR(optimizer, 5, 4); }),
                   "warmup_steps is 5, expected 0 to 4");
   expect_contains(error_of<std::invalid_argument>([&] { WarmupCosineLR(optimizer, 0, 0); }), "total_steps is 0");
+  expect_contains(error_of<std::invalid_argument>([&] { LambdaLR(optimizer, nullptr); }),
+                  "LambdaLR: the factor is empty");
   for (const double fraction : {-0.1, std::nan(""), std::numeric_limits<double>::infinity()})
     expect_contains(error_of<std::invalid_argument>([&] { WarmupCosineLR(optimizer, 0, 9, fraction); }),
                     "final_fraction is ");

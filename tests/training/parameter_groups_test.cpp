@@ -87,6 +87,15 @@ TEST(DecayGroups, HaveATiedWeightOnceUnderItsFirstName) {
   });
 }
 
+TEST(GroupParameters, ARuleWithoutAFunctionIsRefused) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    DistributedDataParallel ddp(torch::nn::Linear(2, 2), comm);
+    const GroupRule<AdamWOptions> rule{.options = AdamWOptions(0.5)};
+    expect_contains(error_of<std::invalid_argument>([&] { group_parameters(ddp, {rule}, AdamWOptions(0.5)); }),
+                    "group_parameters: a rule's `matches` is empty");
+  });
+}
+
 // libtorch 2.15 gives a group whose decay is the default of its class, 0, the decay of the optimizer.
 TEST(DecayGroups, DecayNothingElseWhateverTheOptimizersDefaultsAre) {
   const auto check = [](const auto& options, const auto make) {

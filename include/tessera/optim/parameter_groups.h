@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <unordered_set>
@@ -35,6 +36,9 @@ template <class Options>
 std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShards& model,
                                                                 const std::vector<GroupRule<Options>>& rules,
                                                                 const Options& rest) {
+  for (const GroupRule<Options>& rule : rules)
+    if (!rule.matches)
+      throw std::invalid_argument("group_parameters: a rule's `matches` is empty, expected a function");
   std::vector<std::vector<at::Tensor>> members(rules.size() + 1);
   for (const NamedShard& shard : model.named_shards()) {
     size_t group = 0;
