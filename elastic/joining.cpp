@@ -128,7 +128,8 @@ bool has_ended(const RunFile& file) try {
 }
 
 RendezvousFolder::RendezvousFolder() {
-  std::string name = fs::path(c10::utils::get_env("TMPDIR").value_or("/tmp")) / "tessera-elastic-XXXXXX";
+  const std::string folder = c10::utils::get_env("TMPDIR").value_or("");
+  std::string name = fs::path(folder.empty() ? "/tmp" : folder) / "tessera-elastic-XXXXXX";
   if (::mkdtemp(name.data()) == nullptr)
     throw std::runtime_error("tessera::spawn_elastic: cannot create " + name + ": " + std::strerror(errno));
   path_ = name;

@@ -763,6 +763,13 @@ TEST(ElasticStart, AnEmptyBodyIsRefused) {
   }
 }
 
+TEST(ElasticStart, AnEmptyTmpdirMeansTheUsualFolder) {
+  ASSERT_EQ(::setenv("TMPDIR", "", 1), 0);
+  const RendezvousFolder folder;
+  ::unsetenv("TMPDIR");
+  EXPECT_EQ(folder.path().parent_path(), "/tmp");
+}
+
 TEST(ElasticStart, TheProcessOfTheStoreWaitsForTheOthers) {
   std::promise<uint16_t> port;
   std::thread other([&] {
