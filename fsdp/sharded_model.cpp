@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <deque>
 #include <exception>
+#include <set>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -200,14 +201,17 @@ std::vector<PlannedParameter> ShardedModel::parameters() const {
 
 std::vector<Unit*> ShardedModel::units_named(const std::vector<std::string>& names) const {
   std::vector<Unit*> chosen;
+  std::set<std::string> unknown(names.begin(), names.end());
   std::string known;
   for (const auto& unit : units_) {
-    known += (known.empty() ? "'" : ", '") + unit->plan_name() + "'";
-    if (names.empty() || std::ranges::find(names, unit->plan_name()) != names.end()) chosen.push_back(unit.get());
+    const std::string& name = unit->plan_name();
+    known += (known.empty() ? "'" : ", '") + name + "'";
+    unknown.erase(name);
+    if (names.empty() || std::ranges::find(names, name) != names.end()) chosen.push_back(unit.get());
   }
-  if (!names.empty() && chosen.size() != names.size())
-    throw std::invalid_argument("SummonOptions::units names " + std::to_string(names.size()) + " units, of which " +
-                                std::to_string(chosen.size()) + " exist; they are: " + known);
+  if (!unknown.empty())
+    throw std::invalid_argument("SummonOptions::units: there is no unit '" + *unknown.begin() + "'; the units are " +
+                                known);
   return chosen;
 }
 

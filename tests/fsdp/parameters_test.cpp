@@ -232,7 +232,7 @@ TEST(FullParameters, OfSomeUnits) {
     expect_same_parameters(fsdp, *reference, "after");
     expect_contains(
         error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.units = {"1", "7"}}); }),
-        "'0', '1', '2'");
+        "SummonOptions::units: there is no unit '7'; the units are '0', '1', '2'");
   });
 }
 
