@@ -148,7 +148,13 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   // The first inputs are for state, and are empty because the graph reads state from `execution`. User inputs follow.
   std::vector<c10::IValue> graph_inputs(state.size());
   for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
-  std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);
+  std::vector<c10::IValue> all;
+  try {
+    all = graph->run(std::move(graph_inputs), execution);
+  } catch (c10::Error& error) {
+    if (std::string note = inputs->other_dtypes(given); !note.empty()) error.add_context(std::move(note));
+    throw;
+  }
   TORCH_CHECK(all.size() <= outputs.size(), "the graph returned ", all.size(), " values, expected ", outputs.size());
 
   std::vector<ExportedValue> leaves;

@@ -407,6 +407,16 @@ std::vector<c10::IValue> InputSignature::bind(const ExportedInputs& inputs, at::
   return values;
 }
 
+std::string InputSignature::other_dtypes(const ExportedInputs& inputs) const {
+  std::string text;
+  const std::vector<ExportedValue> given = gather(inputs);
+  for (size_t i = 0; i < given.size(); ++i)
+    if (leaves_[i].is_tensor && given[i].tensor().scalar_type() != leaves_[i].dtype)
+      text += (text.empty() ? "" : ", ") + leaves_[i].label + " is " + c10::toString(given[i].tensor().scalar_type()) +
+              ", exported as " + c10::toString(leaves_[i].dtype);
+  return text;
+}
+
 // ---- inputs without values ----------------------------------------------------------------------
 
 Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence) const {

@@ -33,6 +33,10 @@ class InputSignature {
   // became a constant of the graph must have the same value as in the export.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
+  // Returns a text with the inputs of a bound call whose dtype differs from the export, for the error of an operator:
+  // "input 'x' is Double, exported as Float".
+  std::string other_dtypes(const ExportedInputs& inputs) const;
+
   // Returns the names of forward's parameters, in order.
   std::vector<std::string> names() const;
   // Returns named inputs with the sizes of the export: tensors of zeros, and integers. If not 0, `batch` replaces the

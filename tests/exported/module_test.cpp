@@ -136,6 +136,9 @@ TEST(ExportedModule, TakesInputsByPositionAndByName) {
   EXPECT_EQ(norms->forward(x.narrow(0, 0, 2), NamedInputs{{"weight", std::nullopt}, {"times", 2}})["rows"].to_int(), 3);
   expect_contains(error_of<std::invalid_argument>([&] { norms->forward(x, NamedInputs{{"times", 3}}); }),
                   "input 'times' is 3; it was 2 when the model was exported");
+  // Floating-point dtypes may differ, for mixed precision. An operator that refuses one names the input.
+  expect_contains(error_of<c10::Error>([&] { norms->forward(x.to(at::kDouble)); }),
+                  "input 'x' is Double, exported as Float");
   const ExportedValue parts = norms->forward(x)["parts"];
   EXPECT_TRUE(parts[1].is_none());
   EXPECT_EQ(parts[2].to_double(), 2.5);
