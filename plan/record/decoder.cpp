@@ -68,6 +68,9 @@ const DecoderOptions& checked(const DecoderOptions& options) {
                                                  {"sequence", options.sequence}, {"batch", options.batch}};
   for (const auto& [name, value] : values)
     if (value < 1) refuse("of " + name + " " + std::to_string(value) + ", expected 1 or more");
+  constexpr int64_t kMostLayers = 1000;  // a dry run takes time for each
+  if (options.layers > kMostLayers)
+    refuse("of layers " + std::to_string(options.layers) + ", expected at most " + std::to_string(kMostLayers));
   if (options.head_dim < 0 || (options.is_llama && options.head_dim % 2 != 0))
     refuse("of head_dim " + std::to_string(options.head_dim) + ", expected " +
            (options.is_llama ? "an even number" : "0 or more"));

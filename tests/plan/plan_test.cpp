@@ -409,6 +409,8 @@ TEST(PlanModels, FromTextAndHuggingFace) {
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:depth=3"); }), "depth=3");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:layers=2,"); }), "'', expected layers, width");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:width=10,heads=3"); }), "3 heads");
+  expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:layers=99999999"); }),
+                  "model of layers 99999999, expected at most 1000");
   EXPECT_EQ(bytes_of_text("80GiB"), int64_t{80} << 30);
   expect_contains(error_of<std::invalid_argument>([] { bytes_of_text("80 apples"); }), "80 apples");
 }
