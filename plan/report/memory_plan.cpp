@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <functional>
 #include <iomanip>
 #include <map>
@@ -110,6 +112,17 @@ std::string table_of(std::vector<Row> rows, const std::map<std::string, std::str
   return text;
 }
 
+std::array<int64_t, 5> totals_of(const PlannedTraining& plan) {
+  return {plan.peak.tensors(), plan.host_bytes, plan.copies_bytes, plan.collective_bytes, plan.between_bytes};
+}
+
+// Returns the unit of a table. The memory of a card does not count: in its unit, all values of a small model are 0.0.
+ByteUnit unit_of(const std::vector<PlannedTraining>& plans) {
+  int64_t most = 0;
+  for (const PlannedTraining& plan : plans) most = std::max(most, std::ranges::max(totals_of(plan)));
+  return unit_for(most);
+}
+
 Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)>& text_of, std::string fits) {
   static const std::map<UnitChoice, std::string> unit_names = {
       {UnitChoice::kLayers, "layers"}, {UnitChoice::kLinears, "linears"}, {UnitChoice::kWhole, "whole"}};
@@ -126,9 +139,7 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
              choice.offload ? "yes" : "no"};
   for (const MemoryKind kind : kColumns)
     row.push_back(text_of(plan.peak[kind] + (kind == MemoryKind::kGathered ? plan.peak[MemoryKind::kSecondary] : 0)));
-  for (const int64_t bytes :
-       {plan.peak.tensors(), plan.host_bytes, plan.copies_bytes, plan.collective_bytes, plan.between_bytes})
-    row.push_back(text_of(bytes));
+  for (const int64_t bytes : totals_of(plan)) row.push_back(text_of(bytes));
   row.push_back(plan.time ? decimal(plan.time->total_s * 1e3, 1) : "-");
   row.push_back(plan.time ? decimal(plan.time->exposed_s * 1e3, 1) : "-");
   row.push_back(plan.time ? decimal(static_cast<double>(plan.tokens) / plan.time->total_s, 0) : "-");
@@ -158,7 +169,7 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
   if (best >= 0 && (plans[static_cast<size_t>(best)].choice.offload || machines.copies) &&
       machines.host_memory_bytes == 0)
     text += "\nWhether a host has room for " + text_of(bytes_on_host(plans[static_cast<size_t>(best)], machines)) +
-            " " + unit_for(machines.memory_bytes).name + " (" + counted(machines.ranks_on_host(), "rank") +
+            " " + unit_of(plans).name + " (" + counted(machines.ranks_on_host(), "rank") +
             ") is not known: --host-memory.\n";
   return text;
 }
@@ -233,7 +244,7 @@ std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const 
 }
 
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines) {
-  const ByteUnit unit = unit_for(machines.memory_bytes);
+  const ByteUnit unit = unit_of(plans);
   const auto text_of = [&](int64_t bytes) { return decimal(static_cast<double>(bytes) / unit.bytes, 1); };
   const int best = recommended(plans, machines);
   std::vector<Row> rows = {

@@ -218,9 +218,9 @@ TEST(PlanCommand, KnowsCardsByName) {
   };
   const auto [code, text] = with({"--gpu", "H100"});
   EXPECT_EQ(code, 0) << text;
-  expect_contains(text, "GiB at the peak of a step on each of 4 ranks, of 74.5\n");  // 80 GB of the data sheet
+  expect_contains(text, "MiB at the peak of a step on each of 4 ranks, of 76293.9\n");  // 80 GB of the data sheet
   expect_contains(text, "tokens/s");
-  expect_contains(with({"--gpu", "l40s", "--memory", "40GiB"}).second, "each of 4 ranks, of 40.0\n");
+  expect_contains(with({"--gpu", "l40s", "--memory", "40GiB"}).second, "each of 4 ranks, of 40960.0\n");
   const auto step_s = [&](std::vector<std::string> more) {
     more.emplace_back("--json");
     return json::parse(with(more).second)[9]["step_s"].get<double>();
