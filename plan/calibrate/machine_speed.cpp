@@ -162,7 +162,7 @@ double flop_per_s_of_text(const std::string& text) {
   const bool is_plural = text.ends_with("FLOPS");
   const std::string singular = is_plural ? text.substr(0, text.size() - 1) : text;
   return speed_of_text(text, known(quantity_of_text(singular, units, /*is_speed=*/true), singular,
-                                   "FLOP a second, as 300e12 or 300TFLOP/s"));
+                                   "FLOP a second with a unit, as 300TFLOP/s"));
 }
 
 double seconds_of_text(const std::string& text) {

@@ -281,9 +281,7 @@ int64_t bytes_of_text(const std::string& text) {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   const auto bytes = quantity_of_text(text, units);
-  // Refuses a small number without a unit, because "8" most likely means 8 GiB.
-  const bool lacks_unit = bytes && *bytes < 0x1p20 && text.find_first_not_of("0123456789.eE+- ") == std::string::npos;
-  if (!bytes || *bytes == 0 || *bytes > 0x1p62 || lacks_unit)
+  if (!bytes || *bytes == 0 || *bytes > 0x1p62)
     throw std::invalid_argument("'" + text + "', expected a number of bytes with a unit, as 80GiB");
   return static_cast<int64_t>(*bytes);
 }

@@ -17,6 +17,8 @@ std::optional<double> quantity_of_text(std::string_view text, const std::map<std
     if (is_speed && name.size() > per_s.size() && name.ends_with(per_s)) name.remove_suffix(per_s.size());
   const auto unit = units.find(name);
   if (error != std::errc() || unit == units.end() || !(number >= 0) || !std::isfinite(number)) return std::nullopt;
+  constexpr double kLeastWithoutUnit = 1e6;
+  if (name.empty() && number < kLeastWithoutUnit) return std::nullopt;
   return number * unit->second;
 }
 

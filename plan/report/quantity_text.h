@@ -10,6 +10,7 @@ namespace tessera::internal {
 
 // Parses a number and a unit (a key of `units`), with optional spaces between them. If `is_speed`, "/s" or "ps" may
 // follow. Returns the number times the unit's factor. Returns nullopt for any other text and for a negative number.
+// Also returns nullopt for a number below a million without a unit: "80" and "400" most likely mean GiB and Gbit.
 std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
                                        bool is_speed = false);
 

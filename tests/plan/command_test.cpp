@@ -84,7 +84,8 @@ TEST(PlanCommand, PrintsWhatFits) {
 TEST(PlanCommand, MistakesNameTheOption) {
   const std::string model = "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32";
   std::vector<std::pair<std::map<std::string, std::string>, std::string>> wrong = {
-      {{{"--link", "0"}}, "--link '0' a second, expected more than 0"},
+      {{{"--link", "0B"}}, "--link '0B' a second, expected more than 0"},
+      {{{"--link", "400"}}, "--link '400', expected bytes or bits a second with a unit, as 50GB/s"},
       {{{"--latency", "-1us"}}, "--latency '-1us', expected a time"},
       {{{"--host-link", "1 apple"}}, "--host-link '1 apple'"},
       {{{"--host-latency", "1"}}, "--host-latency '1'"},

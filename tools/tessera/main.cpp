@@ -55,8 +55,8 @@ const std::vector<Command>& commands() {
        diff},
       {"plan",
        "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N {--gpu h100 | --memory 80GiB} "
-       "[--link 400Gbit --latency 10us] [--search] [--html FILE] [--speed FILE | --flops 300e12 --memory-bandwidth "
-       "3e12]",
+       "[--link 400Gbit --latency 10us] [--search] [--html FILE] [--speed FILE | --flops 300TFLOP/s "
+       "--memory-bandwidth 3TB/s]",
        "predicts each rank's memory for each stage and option, and recommends options that fit; with a speed, also "
        "predicts the time of a step",
        0,
@@ -184,7 +184,7 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
        "single values. One of " +
        gpu_card_names())
           .c_str());
-  add("flops", po::value(&speed.flops), "plan: FLOP per second of a rank, for example 300e12 or 300TFLOP/s");
+  add("flops", po::value(&speed.flops), "plan: FLOP per second of a rank, for example 300TFLOP/s");
   add("flops-fp32", po::value(&speed.flops_fp32), "plan: FLOP per second of a rank in fp32; default: --flops");
   add("memory-bandwidth", po::value(&speed.bandwidth),
       "plan: bytes per second of a rank's memory, for example 3e12 or 3TB/s");

@@ -109,10 +109,11 @@ MachineSpeed read_speed(const std::filesystem::path& file);
 // Writes a speed file. Throws std::runtime_error if the file cannot be written.
 void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
 
-// Parses "400Gbit", "400Gb/s", "50GB/s", "50GB", "64GiB/s": b and bit are bits, B is bytes; "/s" is optional. Throws
-// std::invalid_argument that names the text.
+// Parses "400Gbit", "400Gb/s", "50GB/s", "50GB", "64GiB/s": b and bit are bits, B is bytes; "/s" is optional. A number
+// without a unit is in bytes, and must be a million or more. Throws std::invalid_argument that names the text.
 double bytes_per_s_of_text(const std::string& text);
-// Parses "300e12", "300TFLOP/s", "300TFLOPS". Throws std::invalid_argument for any other text.
+// Parses "300TFLOP/s", "300TFLOPS", or a number of FLOP from a million on. Throws std::invalid_argument for any other
+// text.
 double flop_per_s_of_text(const std::string& text);
 // Parses "10us", "2ms". Throws std::invalid_argument for any other text, also for a number without a unit.
 double seconds_of_text(const std::string& text);

@@ -73,7 +73,8 @@ std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const 
 // fits. Below the table are the recommended plan, its options and its unknowns.
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Parses "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument for any other text.
+// Parses "80GiB", "24GB", "512MiB", or a number of bytes from a million on. Throws std::invalid_argument for any other
+// text.
 int64_t bytes_of_text(const std::string& text);
 
 }  // namespace tessera
