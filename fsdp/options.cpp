@@ -6,17 +6,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/runtime/dtypes.h"
+
 namespace tessera {
 using namespace internal;
 namespace {
 
 std::string name_of(std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "own"; }
-
-void check_dtype(const char* field, std::optional<at::ScalarType> dtype) {
-  if (dtype && !at::isFloatingType(*dtype))
-    throw std::invalid_argument(std::string("FsdpOptions::mixed_precision.") + field + " is " + c10::toString(*dtype) +
-                                ", expected a floating-point type");
-}
 
 void check_least(const char* field, int64_t value, int64_t least) {
   if (value < least)
@@ -44,10 +40,10 @@ WrapPolicy exempt_modules(const MixedPrecision& precision) {
 }
 
 const FsdpOptions& checked(const FsdpOptions& options) {
-  check_dtype("param_dtype", options.mixed_precision.param_dtype);
-  check_dtype("reduce_dtype", options.mixed_precision.reduce_dtype);
-  check_dtype("buffer_dtype", options.mixed_precision.buffer_dtype);
-  check_dtype("output_dtype", options.mixed_precision.output_dtype);
+  require_training_dtype("FsdpOptions::mixed_precision.param_dtype", options.mixed_precision.param_dtype);
+  require_training_dtype("FsdpOptions::mixed_precision.reduce_dtype", options.mixed_precision.reduce_dtype);
+  require_training_dtype("FsdpOptions::mixed_precision.buffer_dtype", options.mixed_precision.buffer_dtype);
+  require_training_dtype("FsdpOptions::mixed_precision.output_dtype", options.mixed_precision.output_dtype);
   check_least("offload.host_limit_bytes", options.offload.host_limit_bytes, 0);
   if (const double fraction = options.offload.device_fraction; !(fraction >= 0 && fraction <= 1))
     throw std::invalid_argument(c10::str("FsdpOptions::offload.device_fraction is ", fraction, ", expected 0 to 1"));

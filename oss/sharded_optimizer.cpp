@@ -23,6 +23,7 @@
 #include "core/model/replica_comparison.h"
 #include "core/model/shard_norm.h"
 #include "core/model/step_check.h"
+#include "core/runtime/dtypes.h"
 #include "core/runtime/graph_recorder.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/trace/trace.h"
@@ -98,9 +99,7 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
     throw std::invalid_argument(
         "OSS<Lbfgs> with OssOptions::broadcast_dtype or offload: each point of a line search would be rounded, or "
         "travel to the host and back; use FullyShardedDataParallel with offload");
-  if (options_.broadcast_dtype && !at::isFloatingType(*options_.broadcast_dtype))
-    throw std::invalid_argument(std::string("OssOptions::broadcast_dtype is ") +
-                                c10::toString(*options_.broadcast_dtype) + ", expected a floating-point dtype");
+  require_training_dtype("OssOptions::broadcast_dtype", options_.broadcast_dtype);
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");

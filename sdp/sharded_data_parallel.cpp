@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "core/model/shard_norm.h"
+#include "core/runtime/dtypes.h"
 #include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera::internal {
@@ -29,9 +30,7 @@ const SdpOptions& checked(const SdpOptions& options) {
   if (options.reduce_dtype && options.wire != WireFormat::kDtype)
     throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
                                 ", and SdpOptions::wire is kInt8Blocks: gradients travel in one of them");
-  if (options.reduce_dtype && !at::isFloatingType(*options.reduce_dtype))
-    throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
-                                ", expected a floating-point dtype");
+  require_training_dtype("SdpOptions::reduce_dtype", options.reduce_dtype);
   return options;
 }
 

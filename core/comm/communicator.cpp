@@ -20,6 +20,7 @@
 #include "core/comm/single_thread_checker.h"
 #include "core/comm/traffic.h"
 #include "core/memory/memory_kind_scope.h"
+#include "core/runtime/dtypes.h"
 #include "core/trace/ranges.h"
 #include "core/trace/trace.h"
 
@@ -74,10 +75,9 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
 }
 
 bool is_reducible(at::ScalarType dtype, ReduceOp op) {
-  const bool is_floating = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
   const bool is_integral =
       dtype == at::kByte || dtype == at::kChar || dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
-  return is_floating || (is_integral && op != ReduceOp::kAverage);
+  return is_training_dtype(dtype) || (is_integral && op != ReduceOp::kAverage);
 }
 
 }  // namespace

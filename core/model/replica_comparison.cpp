@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include <tessera/host_results.h>
-#include "core/runtime/bits_dtype.h"
+#include "core/runtime/dtypes.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {

@@ -13,6 +13,7 @@
 
 #include <tessera/errors.h>
 #include "checkpoint/format/box.h"
+#include "core/runtime/dtypes.h"
 #include "core/runtime/warn.h"
 #include "exported/archive/archive.h"
 #include "exported/archive/fields.h"
@@ -625,6 +626,7 @@ using namespace internal;
 
 ExportedModule::ExportedModule(const std::filesystem::path& archive, const ExportedOptions& options)
     : torch::nn::Module("ExportedModule") {
+  require_training_dtype("ExportedOptions::parameter_dtype", options.parameter_dtype);
   try {
     program_ = ProgramBuilder(archive, options, *this).build();
   } catch (const ExportedError& error) {

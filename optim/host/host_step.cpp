@@ -10,7 +10,7 @@
 #include <deque>
 #include <utility>
 
-#include "core/runtime/bits_dtype.h"
+#include "core/runtime/dtypes.h"
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/stream_uses.h"
 #include "optim/state/optimizer_state.h"

@@ -96,6 +96,10 @@ TEST(Weights, AreConverted) {
   const auto half = load_exported(meta_archive(), {.weights = meta_weights(), .parameter_dtype = at::kBFloat16});
   for (const auto& parameter : expected->named_parameters())
     EXPECT_TRUE(at::equal(parameter.value().to(at::kBFloat16), half->named_parameters()[parameter.key()]));
+  for (const at::ScalarType dtype : {at::kLong, at::kFloat8_e4m3fn})
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { load_exported(meta_archive(), {.weights = meta_weights(), .parameter_dtype = dtype}); }),
+                    std::string("ExportedOptions::parameter_dtype is ") + c10::toString(dtype) + ", expected Half");
 }
 
 TEST(Weights, AreMadeByACallback) {

@@ -508,6 +508,18 @@ TEST(MixedPrecision, MistakesAreNamed) {
     auto wrap = [&](FsdpOptions options) { FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, options); };
     expect_contains(error_of<std::invalid_argument>([&] { wrap({.mixed_precision = {.param_dtype = at::kLong}}); }),
                     "param_dtype is Long");
+    // Only stored and converted by libtorch, although at::isFloatingType() counts them.
+    for (const at::ScalarType dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz,
+                                       at::kFloat8_e8m0fnu, at::kFloat4_e2m1fn_x2}) {
+      const std::string problem = std::string("dtype is ") + c10::toString(dtype) + ", expected Half, BFloat16, ";
+      for (const auto& [field, precision] :
+           std::map<std::string, MixedPrecision>{{"param_", {.param_dtype = dtype}},
+                                                 {"reduce_", {.param_dtype = at::kHalf, .reduce_dtype = dtype}},
+                                                 {"buffer_", {.buffer_dtype = dtype}},
+                                                 {"output_", {.output_dtype = dtype}}})
+        expect_contains(error_of<std::invalid_argument>([&] { wrap({.mixed_precision = precision}); }),
+                        "FsdpOptions::mixed_precision." + field + problem);
+    }
     FullyShardedDataParallel fsdp(NoTensors(), comm, {.mixed_precision = {.output_dtype = at::kFloat}});
     expect_contains(error_of<std::invalid_argument>([&] { fsdp(torch::ones({1})); }), "output_dtype");
   });

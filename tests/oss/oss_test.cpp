@@ -553,6 +553,10 @@ TEST(OssMistakes, AreNamed) {
     groups.emplace_back(parameters);
     expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(groups, AdamOptions(1e-2), comm); }),
                     "is in group 0 and in group 1");
+    for (const at::ScalarType dtype : {at::kFloat8_e5m2, at::kInt})
+      expect_contains(error_of<std::invalid_argument>(
+                          [&] { OSS<Adam>(parameters, AdamOptions(1e-2), comm, {.broadcast_dtype = dtype}); }),
+                      std::string("OssOptions::broadcast_dtype is ") + c10::toString(dtype) + ", expected Half");
     auto other = make_parameters(1, {{4 + comm->rank()}});
     expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(other, AdamOptions(1e-2), comm); }), "rank 1 has");
     torch::nn::Linear linear(4, 4);

@@ -323,6 +323,9 @@ TEST(SdpMistakes, AreClear) {
         error_of<std::invalid_argument>([&] { ShardedDataParallel bad(model, {&optimizer, &twice}, comm); }),
         "is in two of the optimizers");
     EXPECT_THROW(ShardedDataParallel(model, optimizer, comm, {.reduce_bucket_bytes = -1}), std::invalid_argument);
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { ShardedDataParallel bad(model, optimizer, comm, {.reduce_dtype = at::kFloat8_e4m3fn}); }),
+                    "SdpOptions::reduce_dtype is Float8_e4m3fn, expected Half, BFloat16, Float or Double");
 
     ShardedDataParallel sdp(model, optimizer, comm);
     const auto before = model->parameters()[0].detach().clone();
