@@ -21,6 +21,7 @@
 #include <vector>
 
 #include <tessera/checkpoint/full_file.h>
+#include <tessera/errors.h>
 #include <tessera/exported.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
@@ -211,7 +212,11 @@ void train(const Options& options, const Comm& comm) {
   const auto state = mixed.scaler() == nullptr ? tessera::TrainingState{model, model.optimizer()}
                                                : tessera::TrainingState{model, model.optimizer(), *mixed.scaler()};
   int64_t step = 0;
-  if (!options.resume.empty()) step = tessera::load_checkpoint(options.resume, state).at("step").get<int64_t>();
+  if (!options.resume.empty()) try {
+      step = tessera::load_checkpoint(options.resume, state).at("step").get<int64_t>();
+    } catch (const tessera::CheckpointError& error) {
+      throw std::runtime_error(std::string("--resume: ") + error.what());
+    }
 
   while (step < options.steps) {
     const at::Tensor loss = forward(batches.at_step(step, comm->rank(), comm->size()))["loss"].tensor();

@@ -305,7 +305,7 @@ void Checkpoints::continue_from(const nlohmann::json& extra, const Resumed& resu
   set_weight_decays(model_.optimizer(), decays);
 }
 
-Checkpoints::Resumed Checkpoints::resume() {
+Checkpoints::Resumed Checkpoints::resume() try {
   if (elastic_ != nullptr) return resume_elastically();
   Resumed resumed{.warmup = warmup_};
   if (options_.resume.empty()) return resumed;
@@ -328,6 +328,12 @@ Checkpoints::Resumed Checkpoints::resume() {
   }
   continue_from(extra, resumed, decays);
   return resumed;
+} catch (const tessera::CheckpointMismatch&) {
+  throw;
+} catch (const tessera::CheckpointError& error) {
+  throw OptionsError(std::string("--resume: ") + error.what() +
+                     "\n(--resume auto continues from the newest whole one in " + checkpoints_of(options_).string() +
+                     ", if there is one)");
 }
 
 nlohmann::json Checkpoints::extra_of(int64_t step) const {

@@ -388,6 +388,8 @@ TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   for (const char* ema : {"", "--ema 0.5 "})
     refused(base_without_ema + ema + "--lr 1e-2 --weight-decay 0.2 --steps 8", ", was 0.9; --allow-changes");
   refused(same + "--steps 6", "has done 8 steps");
+  refused("--data " + data + " --resume " + (folder / "none").string(),
+          "none: there is no such directory\n(--resume auto");
   refused("--data " + data + " --allow-changes", "no effect without --resume");
   const auto longer = with(same + "--steps 12");
   EXPECT_EQ(longer.exit_code, 0) << longer.output;
