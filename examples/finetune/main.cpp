@@ -24,8 +24,6 @@
 #include <tessera/errors.h>
 #include <tessera/exported.h>
 #include <tessera/tessera.h>
-#include "checkpoint/format/slice_reader.h"
-#include "checkpoint/full_file/find_full_tensors.h"
 #include "examples/common/option_checks.h"
 #include "examples/common/precision.h"
 
@@ -46,13 +44,6 @@ struct Options {
   examples::ComputeOptions compute;
 };
 
-at::Tensor read_tensor(const std::string& file, const std::string& name) {
-  const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(file);
-  const auto found = saved.tensors.find(name);
-  if (found == saved.tensors.end()) throw std::invalid_argument(file + " has no tensor '" + name + "'");
-  return tessera::internal::SliceReader(saved).read(name, tessera::internal::whole_box(found->second.shape));
-}
-
 tessera::NamedInputs as_inputs(const at::Tensor& ids, at::Device device) {
   const at::Tensor own = ids.to(device);
   return {{"input_ids", own}, {"attention_mask", torch::ones_like(own)}, {"labels", own}};
@@ -63,7 +54,7 @@ class Batches {
  public:
   Batches(const Options& options, at::Device device) : options_(options), device_(device) {
     if (!options.ids.empty()) {
-      ids_ = read_tensor(options.ids, "ids");
+      ids_ = tessera::read_full(options.ids, "ids");
       if (ids_.numel() <= options.length)
         throw std::invalid_argument("--length is " + std::to_string(options.length) + ", and " + options.ids + " has " +
                                     std::to_string(ids_.numel()) + " ids, expected more");
@@ -73,7 +64,7 @@ class Batches {
       return;
     }
     for (const char* name : {"input_ids", "attention_mask", "labels"})
-      rows_.push_back({name, read_tensor(options.rows, name)});
+      rows_.push_back({name, tessera::read_full(options.rows, name)});
     if (rows_.front().second.size(0) == 0) throw std::invalid_argument(options.rows + " has no rows");
     ids_ = rows_.front().second.flatten();
   }
@@ -159,9 +150,9 @@ tessera::ExportedOptions load_options(const Options& options, const Comm& comm) 
   tessera::ExportedOptions load{.device = comm->device(), .weights = options.weights};
   if (options.checkpointed) load.checkpointed = tessera::wrap_classes(options.classes);
   if (options.weights.empty()) return load;
-  const auto saved = tessera::internal::find_full_tensors(options.weights).tensors;
+  const auto saved = tessera::list_full(options.weights);
   const bool are_of_base =
-      std::none_of(saved.begin(), saved.end(), [](const auto& tensor) { return tensor.first.starts_with(kPeft); });
+      std::none_of(saved.begin(), saved.end(), [](const auto& tensor) { return tensor.name.starts_with(kPeft); });
   if (are_of_base) load.weight_name = name_in_base;
   return load;
 }
