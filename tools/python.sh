@@ -13,7 +13,11 @@ say() { printf 'python.sh: %s\n' "$*" >&2; }
 nvidia_libraries() {
   find "$environment"/lib/python3*/site-packages/nvidia -type d -name lib 2>/dev/null | tr '\n' ':'
 }
-runs() { LD_LIBRARY_PATH="$(nvidia_libraries)${LD_LIBRARY_PATH:-}" "$environment/bin/python" "$@"; }
+# Names torch's wheel by its present path, because .deps may have been moved since its environment was made.
+runs() {
+  LD_LIBRARY_PATH="$(nvidia_libraries)${LD_LIBRARY_PATH:-}" PYTHONPATH="$torch_dir${PYTHONPATH:+:$PYTHONPATH}" \
+    "$environment/bin/python" "$@"
+}
 
 set_up() {
   local pip=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check)
@@ -23,7 +27,6 @@ set_up() {
   python3 -m venv "$environment"
   # torch's dependencies in pure Python, and the tests' packages.
   "${pip[@]}" 'numpy<3' 'safetensors<1' 'transformers<6' 'xxhash<4' filelock typing-extensions sympy networkx jinja2 fsspec
-  echo "$torch_dir" >"$(echo "$environment"/lib/python3*/site-packages)/torch-wheel.pth"
   # torch is built for CUDA and needs its libraries even without a GPU. First adds the libraries that are not in a CUDA
   # Toolkit. If torch still does not load, adds all that its wheel requires.
   "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5
