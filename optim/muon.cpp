@@ -277,7 +277,8 @@ at::Tensor Muon::step(LossClosure closure) {
   const std::vector<bool> used = parts().have_gradients(candidates);
   for (size_t i = 0; i < candidates.size(); ++i)
     if (const NamedShard shard = parts().of(candidates[i]); used[i] && shard.sizes.size() < 2)
-      throw std::invalid_argument(c10::str("Muon: a parameter of shape ", shard.sizes,
+      throw std::invalid_argument(c10::str("Muon: ", shard.fqn.empty() ? "a parameter" : "'" + shard.fqn + "'",
+                                           " of shape ", c10::IntArrayRef(shard.sizes),
                                            " is in a group with use_muon, expected 2 dimensions or more: put it in "
                                            "a group of MuonOptions::adamw()"));
   step_others();

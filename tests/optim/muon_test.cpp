@@ -127,9 +127,16 @@ TEST(Muon, MistakesAreNamed) {
   Muon muon({vector});
   expect_contains(error_of<std::invalid_argument>([&] { muon.step(); }), "MuonOptions::adamw()");
   EXPECT_TRUE(torch::equal(vector, torch::ones({3})));
+  auto scalar = torch::ones({}).set_requires_grad(true);
+  scalar.mutable_grad() = torch::ones({});
+  expect_contains(error_of<std::invalid_argument>([&] { Muon({scalar}).step(); }), "Muon: a parameter of shape [] is");
   expect_contains(error_of<std::invalid_argument>([&] { Muon other({vector}, MuonOptions(1e-2).momentum(1)); }),
                   "Muon: momentum is 1, expected 0 or more and below 1");
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel biased(torch::nn::Linear(4, 2), comm);
+    Muon of_all(biased, {torch::optim::OptimizerParamGroup(biased.parameters())});
+    biased(torch::ones({1, 4})).sum().backward();
+    expect_contains(error_of<std::invalid_argument>([&] { of_all.step(); }), "Muon: 'bias' of shape [2] is");
     FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);
     expect_contains(error_of<std::invalid_argument>([&] { Muon other(fsdp.parameters()); }),
                     "is a shard of FullyShardedDataParallel: give the wrapper");
