@@ -240,11 +240,11 @@ void DiskPager::require_resident(Entry& entry) {
   if (entry.state == State::kWriting) return finish_write(entry, /*is_wanted=*/true);
   if (entry.state == State::kOnDisk) {
     if (!make_room(entry.bytes, /*may_wait=*/true))
-      throw std::runtime_error(entry.page->name() + " needs " + std::to_string(entry.bytes) +
-                               " bytes of the disk tier's buffers, which hold " +
-                               std::to_string(options_.buffer_bytes) +
-                               ", all in use at once: raise buffer_bytes, or take an optimizer that steps "
-                               "one parameter at a time (HostAdamW)");
+      throw std::runtime_error(
+          entry.page->name() + " needs " + std::to_string(entry.bytes) +
+          " bytes of the disk tier's buffers, which hold " + std::to_string(options_.buffer_bytes) +
+          ", all in use at once: raise OffloadOptions::disk_buffer_bytes, or take an optimizer that steps "
+          "one parameter at a time (HostAdamW)");
     start_read(entry);
   }
   reading_.remove(&entry);

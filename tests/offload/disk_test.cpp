@@ -217,7 +217,8 @@ TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
       expect_contains(error_of<std::runtime_error>([&] { tensors[2].sum(); }), "tensor 2 needs 4096 bytes");
     }
     EXPECT_EQ(tensors[2].sum().item<float>(), 1000);
-    expect_contains(error_of<std::runtime_error>([&] { torch::cat(tensors); }), "all in use at once");
+    expect_contains(error_of<std::runtime_error>([&] { torch::cat(tensors); }),
+                    "all in use at once: raise OffloadOptions::disk_buffer_bytes");
     outlives = tensors[0];
   }
   EXPECT_NE(error_of<std::logic_error>([&] { outlives.sum(); }), "");
