@@ -89,7 +89,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   std::map<std::string, std::string> places;
   for (const auto& [tensor, file] : fields.object("weight_map").items()) {
     const std::string name = file.is_string() ? file.get<std::string>() : "/";
-    if (name.find('/') != std::string::npos || name.starts_with("."))
+    if (name.find('/') != std::string::npos || name.find('\0') != std::string::npos || name.starts_with("."))
       fields.refuse("the file of '" + tensor + "' is not a name beside the index");
     places[tensor] = name;
   }

@@ -197,12 +197,14 @@ TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
     expect_contains(error_of<CheckpointError>([&] { load_full(folder / "d", model); }), "no safetensors file");
     expect_contains(error_of<CheckpointError>([&] { load_full(folder / "none", model); }), "No such file");
     load_full(folder / "m.safetensors", model);
-    comm->barrier();
-    if (comm->rank() == 0)
-      std::ofstream(folder / "i.safetensors.index.json") << R"({"weight_map":{"weight":"../m.safetensors"}})";
-    comm->barrier();
-    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "i.safetensors.index.json", model); }),
-                    "not a name beside");
+    for (const char* name : {"../m.safetensors", R"(m\u0000.safetensors)"}) {
+      comm->barrier();
+      if (comm->rank() == 0)
+        std::ofstream(folder / "i.safetensors.index.json") << R"({"weight_map":{"weight":")" << name << "\"}}";
+      comm->barrier();
+      expect_contains(error_of<CheckpointError>([&] { load_full(folder / "i.safetensors.index.json", model); }),
+                      "not a name beside");
+    }
   });
 }
 
